@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos help demo test contract test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,13 @@ test: $(READY)  ## unit, doctest and property tests, one size of each strategy (
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier contract tests
 
+test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variants (an hour); `make contract` takes them in turn
+	for variant in "strictest" "small sends complete alone" "communicators made beforehand"; do \
+	  $(BIN)/python -m pytest -q -n auto --dist worksteal --nccl "$$variant" tests/contract || exit 1; done
+
+test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (under 3 minutes on one core)
+	$(BIN)/python -m pytest -q tests_acc
+
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist
 
@@ -42,6 +49,9 @@ $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
 	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
 	@touch $@
+
+gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
+	$(BIN)/python benchmarks/gpu/run.py --write
 
 chaos: $(READY)  ## kills ranks, launchers, fork servers and whole groups of a run, and checks what is left (3 minutes)
 	$(BIN)/python benchmarks/trust/kills.py --seconds 180

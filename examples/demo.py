@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def run(*arguments: str) -> None:
     shown = " ".join(f"'{a}'" if " " in a else a for a in arguments)
     print(f"\n$ shardwright {shown}", flush=True)
     start = time.perf_counter()
-    subprocess.run([*COMMAND, *arguments], check=True)
+    subprocess.run([*COMMAND, *arguments], check=True, env={"SHARDWRIGHT_DEVICE": "cpu", **os.environ})
     print(f"({time.perf_counter() - start:.0f} s)", flush=True)
 
 

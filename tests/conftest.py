@@ -5,18 +5,29 @@ first case and every n-th after it (of 0 none), and of one with more than three 
 ``tests/contract`` only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
 property tests with all their examples. Without ``--tier`` everything runs.
+
+In ``tests/contract`` ranks that are threads talk over NCCL's rules (``tests/pretend_nccl.py``) in three tests of four,
+each in one of three variants; ``--nccl`` takes one of them for all tests, as `make test-nccl` does with each.
 """
 
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import settings
 
+from nccl_rules import Variant
 from one_plan import one_plan_in_verify
+from pretend_nccl import over_nccl
 
 torch.set_num_threads(1)
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(_number, _handler)  # under nohup too, tests of signals send them
 settings.register_profile("shardwright", deadline=None)
 settings.register_profile("few", deadline=None, max_examples=10)
 settings.load_profile("shardwright")
@@ -24,6 +35,41 @@ settings.load_profile("shardwright")
 CONTRACT = Path(__file__).parent / "contract"
 MANY, MANY_EVERY = 3, 4
 """Of a test with more cases than this, `make test` runs every so many-th."""
+
+VARIANTS = {
+    "strictest": Variant(),
+    "small sends complete alone": Variant(eager_bytes=4096),
+    "communicators made beforehand": Variant(made_beforehand=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _over_nccl(request):
+    """The contract's ranks talk over NCCL's rules."""
+    wanted = request.config.getoption("--nccl")
+    if wanted == "in turn":
+        wanted = ("no", *VARIANTS)[crc32(request.node.nodeid.encode()) % 4]
+    is_exempt = request.node.get_closest_marker("of_threads") is not None
+    if CONTRACT not in request.path.parents or wanted == "no" or is_exempt:
+        yield
+        return
+    with over_nccl(VARIANTS[wanted]):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeded_by_no_rank():
+    """Ranks that are threads share torch's generator: what each seeds and draws, the others may seed in between."""
+    seed = torch.manual_seed
+
+    def seed_alone(value):
+        name = threading.current_thread().name
+        assert not name.startswith("rank "), f"{name} seeds torch's generator, which it shares with other ranks"
+        return seed(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "manual_seed", seed_alone)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,10 +79,14 @@ def _one_plan():
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--nccl", choices=("in turn", "no", *VARIANTS), default="in turn", help="what the contract's ranks talk over"
+    )
     parser.addoption("--tier", choices=("test", "contract"), help="what `make test` runs, or `make contract`")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "of_threads: about what threads alone tell, so never over NCCL's rules")
     config.addinivalue_line("markers", "sampled(n): `make test` runs the first case and every n-th after it; of 0 none")
     if config.getoption("--tier") == "test":
         settings.load_profile("few")

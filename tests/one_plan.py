@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+from shardwright.errors import LayoutError
 from shardwright.parallelize.planning import without_storage
 from shardwright.plan.plan import Plan
 
@@ -30,12 +31,18 @@ def for_one_rank(plan: Plan) -> Plan:
 
 @contextmanager
 def one_plan_in_verify() -> Iterator[None]:
-    """Within it, ranks that ``verify`` starts as threads share its plan, the draws and the optimizer's trial."""
-    verify, parallelize, optimizer_check = (
-        import_module(f"shardwright.{name}") for name in ("verify", "parallelize", "parallelize.optimizer_check")
+    """Within it, ranks that ``verify`` starts as threads share its plan, the draws and the optimizer's trial.
+
+    All ranks that are threads share the grids that an error suggests.
+    """
+    verify, parallelize, optimizer_check, planning = (
+        import_module(f"shardwright.{name}")
+        for name in ("verify", "parallelize", "parallelize.optimizer_check", "parallelize.planning")
     )
     by_model: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
     lock, here = Lock(), local()
+    suggestions: dict[Any, str] = {}
+    suggesting = Lock()
 
     def once(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -72,17 +79,28 @@ def one_plan_in_verify() -> Iterator[None]:
         with here.shared["lock"]:
             return for_one_rank(plan), chosen
 
+    def suggested(error: Any, job: Any, layout: Any) -> Any:
+        shapes = tuple((name, each.shape) for name, each in job.model.named_parameters())
+        kinds = tuple(type(module) for module in job.model.modules())
+        key = error.what, error.given, error.allowed, layout, shapes, kinds
+        with suggesting:  # each rank is refused, and would try the same grids
+            if key not in suggestions:
+                suggestions[key] = str(with_suggestions(error, job, layout))
+            return LayoutError(suggestions[key])
+
     def of_verify(model: Any, *args: Any, **named: Any) -> Any:
         here.shared = shared_by(model)  # as long as the rank's thread
         return plain(model, *args, **named)
 
     make_plan, job_for, plain = parallelize.make_plan, parallelize.job_for, parallelize.parallelize
+    with_suggestions = planning.with_suggestions
     with ExitStack() as stack:
         for module, name, now in (
             (verify, "make_plan", plan_of_verify),
             (verify, "parallelize", of_verify),
             (parallelize, "make_plan", plan_of_rank),
             (parallelize, "job_for", job_of_rank),
+            (planning, "with_suggestions", suggested),
             (optimizer_check, "is_elementwise", once(optimizer_check.is_elementwise)),
         ):
             stack.enter_context(mock.patch.object(module, name, now))

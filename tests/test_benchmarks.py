@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -69,3 +70,22 @@ def test_a_benchmark_that_does_not_exist_is_refused_by_name():
     done = benchmarks("--only", "gpt_stap")
     assert done.returncode == 2
     assert "no such benchmark: gpt_stap" in done.stderr
+
+
+def gpu(*words, **environment):
+    command = [sys.executable, "benchmarks/gpu/run.py", *words]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_make_gpu_without_a_card_says_so_in_one_line_and_ends_with_code_2():
+    ended = gpu("--write", CUDA_VISIBLE_DEVICES="")
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert re.fullmatch("no card: .*\n", ended.stdout)
+
+
+def test_a_part_of_make_gpu_is_a_process_that_ends_with_one_line_of_json():
+    ended = gpu("--part", "memory", "--device", "cpu", "--smallest")
+    assert ended.returncode == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert (row["part"], row["device"], row["within"]) == ("memory", "cpu", True)

@@ -22,6 +22,7 @@ BY_STRING = {
 }
 
 DTENSOR, VERBS, CYCLE = "loads DTensor", "loads rich and psutil: only for verbs that train or report", "needs this file"
+PLANS = "only where a layout is planned"
 INSIDE = {
     ("__init__.py", "global_tensor"): DTENSOR,
     ("__init__.py", "checkpoint"): DTENSOR,
@@ -29,6 +30,13 @@ INSIDE = {
     ("cli/main.py", "train"): VERBS,
     ("cli/main.py", "report"): VERBS,
     ("cli/main.py", "cli"): VERBS,
+    ("cli/launching.py", "report"): VERBS,
+    ("cli/planning.py", "cli"): VERBS,
+    ("cli/planning.py", "cost"): PLANS,
+    ("cli/planning.py", "planner"): PLANS,
+    ("cli/planning.py", "report"): VERBS,
+    ("__init__.py", "planner"): PLANS,
+    ("cli/launching.py", "cli"): VERBS,
     ("global_tensor/tensor.py", "global_tensor"): CYCLE,
     ("global_tensor/indices.py", "global_tensor"): CYCLE,
     ("comm/launch.py", "comm"): "threads do not need what starts processes",

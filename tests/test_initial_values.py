@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -229,3 +230,178 @@ def test_records_are_of_the_thread_and_the_context_that_built_the_model():
     assert recorded_values(inside.weight) is not None
     assert recorded_values(outside.weight) is None
     assert recorded_values(copy.copy(inside).weight) is not None
+
+
+class Rated(nn.Module):
+    """Its constructor reads values that it computes: rates of stochastic depth, as vision models have them."""
+
+    def __init__(self, num_blocks=4):
+        super().__init__()
+        rates = torch.linspace(0, 0.3, num_blocks).tolist()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates)
+        steps = torch.arange(num_blocks) ** 2
+        self.first, self.last = float(steps[1] / 3), int(steps.max())
+        self.has_steps, self.sizes = bool((steps > 0).any()), [each.item() for each in steps.numpy()]
+
+    def read(self):
+        return [block[1].p for block in self.blocks], self.first, self.last, self.has_steps, self.sizes
+
+
+def test_a_constructor_may_read_the_values_that_it_computes():
+    with without_values():
+        model = Rated()
+    assert model.read() == Rated().read()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3).weight.std(), lambda: torch.empty(())])
+def test_reading_random_or_missing_values_in_a_constructor_is_refused(make):
+    with without_values(), pytest.raises(PlanError, match="reads values that it has not got without values"):
+        make().item()
+
+
+class Older(nn.Module):
+    """As older code makes tensors: ``torch.Tensor`` and numpy give tensors with values under any device."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.Tensor(8, 8))
+        self.shift = nn.Parameter(torch.empty(8))
+        self.register_buffer("table", torch.from_numpy(np.arange(64, dtype="f").reshape(8, 8)))
+        self.reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(2)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.shift)
+        nn.init.normal_(self.weight, 0.0, 0.5)
+
+    def forward(self, x):
+        return (x @ self.weight + self.table[0] + self.shift) * self.gain
+
+
+def test_tensors_that_have_values_keep_them_beside_tensors_that_are_drawn():
+    model = without(Older)
+    assert model.gain.is_meta
+    assert not model.weight.is_meta
+    assert not model.table.is_meta
+    weight, state = model.weight.detach().clone(), torch.get_rng_state()
+    one, again = placed(model), placed(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for found in (one, again, model):
+        assert torch.equal(found.weight, weight)
+        assert torch.equal(found.table, torch.arange(64.0).view(8, 8))
+    assert torch.equal(one.gain, torch.ones(8))
+    assert torch.equal(one.shift, again.shift)
+    assert one.shift.std() > 0
+    assert not torch.equal(one.shift, placed(model, seed=1).shift)
+    assert verify(model, "dp2", [(torch.randn(4, 8), torch.randint(8, (4,)))])
+
+
+def test_initialize_weights_draws_tensors_with_values_from_the_seed():
+    class Later(Late):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.Tensor(64).fill_(7.0))
+
+        def initialize_weights(self):
+            super().initialize_weights()
+            nn.init.normal_(self.scale)
+
+    state, drawn = torch.get_rng_state(), []
+    for seed in (0, 0, 1):
+        plain = without(Later)
+        drawn.append(placed(plain, seed).scale)
+        assert torch.equal(plain.scale, torch.full((64,), 7.0)), "the user's own model is left alone"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def in_place(write):
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.arange(24.0).view(6, 4)), nn.Parameter(torch.ones(4))
+            with torch.no_grad():
+                write(self)
+
+    return Written
+
+
+WRITES = {
+    "a list": lambda m: m.weight.__setitem__([1, 3, 5], 7.0),
+    "lists": lambda m: m.weight.__setitem__(([0, 1], [2, 3]), torch.tensor([5.0, 6.0])),
+    "a list in a tuple": lambda m: m.weight.__setitem__((slice(None), [1, 2]), 7.0),
+    "numpy's in a tuple": lambda m: m.weight.__setitem__((np.array([0, 1]), np.array([2, 3])), 7.0),
+    "a range": lambda m: m.weight.__setitem__(range(3), 7.0),
+    "truth values": lambda m: m.weight.__setitem__([True, False, False, True, True, False], 7.0),
+    "nothing": lambda m: m.weight.__setitem__([], 7.0),
+    "tensors in a list": lambda m: m.weight.__setitem__([1, torch.tensor(1)], 7.0),
+    "read": lambda m: m.weight.copy_(m.weight[[5, 4, 3, 2, 1, 0]] * 3),
+    "read by truth values": lambda m: m.weight[:2].copy_(m.weight[[False, True, False, False, True, False]]),
+    "new_tensor": lambda m: m.weight[0].copy_(m.weight.new_tensor([5, 6, 7, 8])),
+    "new": lambda m: m.weight[0].copy_(m.weight.new([5, 6, 7, 8])),
+    "new of sizes": lambda m: m.weight.copy_(m.weight.new(m.weight.shape).fill_(3.0)),
+    "foreach": lambda m: torch._foreach_mul_([m.weight, m.bias], 3.0),
+    "foreach by lists": lambda m: torch._foreach_add_([m.weight, m.bias], [m.bias, m.weight[2]]),
+    "data": lambda m: setattr(m.weight, "data", torch.from_numpy(np.ones((6, 4), "f")) * 5),
+    "data, then written": lambda m: (
+        setattr(m.weight, "data", torch.from_numpy(np.ones((6, 4), "f"))) or m.weight.mul_(2)
+    ),
+    "answers": lambda m: m.bias.fill_(torch.equal(m.bias, torch.ones(4)) + torch.allclose(m.bias, m.weight[1])),
+    "randn": lambda m: m.weight.copy_(torch.randn(6, 4, generator=torch.Generator().manual_seed(3))),
+    "rand": lambda m: m.weight.copy_(torch.rand(6, 4, generator=torch.Generator().manual_seed(3))),
+    "randperm": lambda m: m.bias.copy_(torch.randperm(4, generator=torch.Generator().manual_seed(3))),
+    "normal_": lambda m: m.weight.normal_(0, 0.4, generator=torch.Generator().manual_seed(3)),
+    "nn.init": lambda m: nn.init.trunc_normal_(m.weight, generator=torch.Generator().manual_seed(3)),
+    "bernoulli": lambda m: m.bias.copy_(torch.bernoulli(m.bias / 2, generator=torch.Generator().manual_seed(3))),
+    "bernoulli_ of itself": lambda m: m.bias.div_(2).bernoulli_(m.bias, generator=torch.Generator().manual_seed(3)),
+}
+
+
+def two_draws(model):
+    generator = torch.Generator().manual_seed(3)
+    model.weight.copy_(torch.randn(6, 4, generator=generator))
+    nn.init.xavier_uniform_(model.weight[1:], generator=generator)
+    model.bias.uniform_(generator=generator)
+    if model.bias[0].item() > 0:  # drawn from a generator whose seed is known
+        model.bias.mul_(torch.rand(4, generator=generator))
+
+
+@pytest.mark.parametrize("name", [*WRITES, "two draws"])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_writes_have_the_values_of_the_plain_constructor(name):
+    make = in_place(WRITES.get(name, two_draws))
+    model = without(make)
+    assert model.weight.is_meta
+    found, plain = placed(model), make()
+    assert torch.equal(found.weight, plain.weight)
+    assert torch.equal(found.bias, plain.bias)
+
+
+def written_after(model):
+    values = np.ones((6, 4), "f")
+    model.weight.data = torch.from_numpy(values)
+    values *= 2
+
+
+REFUSED = {
+    "indexes a tensor by lists inside a list": lambda m: m.weight.__setitem__([[0, 1], [2, 3]], 7.0),
+    "writes to a tensor after it has become the data": written_after,
+    "a tensor of shape .* filled at random": lambda m: torch.allclose(torch.randn(2), torch.zeros(2)),
+    "a call of cpu, which ends in: Cannot copy out of meta tensor": lambda m: torch.randn(2).cpu(),
+    "a call of __getitem__": lambda m: m.weight[torch.randn(6) > 0],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_values_in_a_constructor_is_refused_by_name(message):
+    with pytest.raises(PlanError, match=f"(?s){message}.*fix:"):
+        without(in_place(REFUSED[message]))
+
+
+def test_a_lazy_module_can_be_built_and_is_refused_when_it_runs():
+    model = without(lambda: nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(PlanError, match="has no shape yet"):
+        launch(lambda world: parallelize(model, "single", world), 1, ranks="threads")

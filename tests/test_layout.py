@@ -57,6 +57,7 @@ def layouts(draw) -> Layout:
         precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         recompute=draw(st.none() | st.sampled_from(["full", "selective", "None"]) | VALUES),
         own_statistics=draw(st.booleans()),
+        compile=draw(st.sampled_from([None, "inductor", "aot_eager"])),
     )
 
 
@@ -139,8 +140,8 @@ def test_the_order_of_items_and_the_space_between_them_do_not_matter(layout, rng
 
 
 @given(layouts())
-def test_items_print_in_the_order_pp_mb_dp_cp_tp_precision_recompute(layout):
-    order = ("pp", "mb", "dp", "cp", "tp", "bf", "fp", "re")
+def test_items_print_in_the_order_pp_mb_dp_cp_tp_precision_recompute_compile(layout):
+    order = ("pp", "mb", "dp", "cp", "tp", "bf", "fp", "re", "co")
     places = [order.index(item[:2]) for item in str(layout).split() if item != "single"]
     assert places == sorted(set(places))
 
@@ -191,6 +192,9 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
         ("mb8 mb8", "mb8"),
         ("bf16 fp16", "bf16"),
         ("recompute:full recompute:full", "recompute:full"),
+        ("compile compile:aot_eager", "compile"),
+        ("dp2 compiled", "dp2 compile"),
+        ("compile:nvfuser", "compile"),
         ("dp4 fp32", "dp4"),
         ("fp8", "single"),
         ("DP4 BF16", "dp4 bf16"),
@@ -349,13 +353,14 @@ def test_a_dictionary_agrees_with_the_line(layout):
         else layout.num_microbatches,
         "precision": layout.precision,
         "recompute": layout.recompute,
+        "compile": layout.compile,
     }
     for factor in layout.factors:
         options = "/".join(map(str, factor.options)) or None
         mapping[names[factor.axis]] = {"size": "x".join(map(str, factor.sizes)), "options": options}
     kept = tuple(factor for factor in layout.factors if factor.size > 1)
     expected = Layout(
-        kept, layout.num_microbatches, layout.precision, layout.recompute, own_statistics=layout.own_statistics
+        kept, layout.num_microbatches, layout.precision, layout.recompute, layout.own_statistics, layout.compile
     )
     assert Layout.from_dict(mapping) == expected == Layout.parse(str(expected))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+from shardwright import element_hash
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
@@ -21,34 +24,39 @@ from shardwright.rng import DimSlice, RngTracker, dropout_mask, key_dropout
 # ---- the hash once more, in numpy, from its published form
 
 
-def mix64(word):
+def word(text):
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def mix64(words):
     """Stafford's mix 13, as in SplitMix64."""
-    mask = (1 << 64) - 1
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
-    return word ^ (word >> 31)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
-def mix32(words):
-    """Xor-shift, multiply, xor-shift, multiply, xor-shift on unsigned words."""
-    words = words.astype(np.uint32)
-    words ^= words >> np.uint32(16)
-    words *= np.uint32(0x7FEB352D)
-    words ^= words >> np.uint32(15)
-    words *= np.uint32(0x846CA68B)
-    return words ^ (words >> np.uint32(16))
+def mix32(first, second, columns):
+    """Two rounds of xor-shift, in which the sign is shifted in, and multiply."""
+    words = first ^ columns.astype(np.uint32)
+    words ^= (words.view(np.int32) >> 16).view(np.uint32)
+    words = words * np.uint32(0x7FEB352D) + second
+    words ^= (words.view(np.int32) >> 15).view(np.uint32)
+    return words * np.uint32(0x846CA68B)
 
 
 def expected_mask(seed, step, samples, layer, shape, p):
-    key = int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{layer}".encode(), digest_size=8).digest(), "little")
-    found = np.zeros((len(samples), *shape), dtype=bool)
-    for row, sample in enumerate(samples):
-        word = mix64((key + sample * 0x9E3779B97F4A7C15) % 2**64)
-        place = np.arange(np.prod(shape, dtype=np.int64)).astype(np.uint32)
-        words = mix32(place ^ np.uint32(word & 0xFFFFFFFF))
-        words = mix32(words + np.uint32(word >> 32))
-        found[row] = ((words & np.uint32(2**24 - 1)) >= round(p * 2**24)).reshape(shape)
-    return torch.from_numpy(found)
+    first, size = len(shape), 1
+    while first and size < 256:  # the columns are the last dims that have 256 elements together, or all
+        first -= 1
+        size *= shape[first]
+    key, outer = (
+        word(f"{seed}/{step}") + word(layer),
+        np.arange(np.prod(shape[:first], dtype=np.int64), dtype=np.uint64),
+    )
+    sample = np.array([(key + sample * 0x9E3779B97F4A7C15) % 2**64 for sample in samples], dtype=np.uint64)
+    rows = mix64(sample[:, None, None] + (outer * np.uint64(0xBF58476D1CE4E5B9))[:, None])
+    words = mix32((rows >> np.uint64(32)).astype(np.uint32), rows.astype(np.uint32), np.arange(size))
+    return torch.from_numpy((words.astype(np.int64) + 2**31) % 2**32 >= round(p * 2**32)).view(len(samples), *shape)
 
 
 def mask(shape, *, seed=0, step=0, samples=range(3), layer="drop", cuts=(), p=0.5):
@@ -60,7 +68,8 @@ def mask(shape, *, seed=0, step=0, samples=range(3), layer="drop", cuts=(), p=0.
     step=st.integers(0, 10**6),
     start=st.integers(0, 2**33),
     layer=st.text(max_size=8),
-    shape=st.lists(st.integers(1, 5), max_size=3),
+    shape=st.lists(st.integers(1, 5), max_size=3)
+    | st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)),
     p=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
 )
 def test_masks_are_the_hash_of_each_elements_place(seed, step, start, layer, shape, p):
@@ -83,6 +92,15 @@ def slices(draw, size):
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
 @settings(max_examples=150)
 def test_any_slices_of_any_dims_equal_the_wholes_part(shape, data):
+    sizes = {
+        "FEWEST_COLUMNS": data.draw(st.sampled_from([1, 5, 256])),
+        "BLOCK": data.draw(st.sampled_from([1, 7, 2**17])),
+    }
+    with patch.multiple(element_hash, **sizes):  # the columns are one dim, some or all; in one block or many
+        check_any_slices(shape, data)
+
+
+def check_any_slices(shape, data):
     samples = range(5, 12)
     first = data.draw(st.integers(0, 6))
     last = data.draw(st.integers(first + 1, 7))
@@ -264,6 +282,28 @@ def test_a_torch_layer_without_samples_refuses_to_drop():
     key_dropout(layer, RngTracker(samples=range(3)))
     with pytest.raises(PlanError, match=r"dropout 'dropout1' does not get one row for each sample(.|\n)*\[3, 8\]"):
         layer.dropout1(torch.randn(3, 8))
+
+
+def test_a_compiled_layer_is_traced_whole_once_and_drops_the_same():
+    model, rng = nn.Sequential(nn.Linear(300, 300), nn.Dropout(0.3)), RngTracker(seed=1)
+    model.append(model[1])  # called twice
+    key_dropout(model, rng)
+    counter, x = CompileCounter(), torch.randn(4, 5, 300)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for rng.step, rng.seed in [(0, 1), (1, 1), (2, 1), (2, 9)]:
+        rng.samples = range(4)
+        expected = model(x)
+        rng.samples = range(4)
+        assert torch.equal(compiled(x), expected)
+    assert counter.frame_count == 1
+
+
+def test_dropout_of_a_thread_computes_as_always_while_another_thread_compiles():
+    rng = RngTracker(seed=1)
+    expected = rng.words("drop")
+    with torch.compiler._compile_session_context():  # torch's flag is one for all threads
+        assert rng.words("drop") == expected
+        assert not isinstance(rng.words("drop")[0], torch.Tensor)
 
 
 # ---- calls that torch's own checkpointing recomputes

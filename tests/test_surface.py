@@ -14,8 +14,8 @@ from shardwright.train.config import TrainConfig
 
 NAMES = [
     *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *("global_tensor", "launch", "layer_alone", "load", "parallelize", "run_on_threads", "save", "time_layers"),
-    *("verify", "without_values"),
+    *("global_tensor", "launch", "layer_alone", "load", "parallelize", "plan_layouts", "run_on_threads", "save"),
+    *("time_layers", "verify", "without_values"),
 ]
 
 RUN = {"--layout", "--model", "--set", "--role", "--measured-costs", "--batch", "--seq", "--config", "--json"}
@@ -27,9 +27,14 @@ FLAGS = {
     | {"--bind-cores", "--grace-s"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
-    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
+    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"},
+    "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
+    | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
+    | {"--explain", "--png", "--html"},
     "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
+    "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
+    | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
     "checkpoint inspect": {"PATH", "--json"},
     "checkpoint export": {"PATH", "TO", "--json"},
 }

@@ -188,6 +188,14 @@ def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(mo
     assert verdict.allowed < 2e-4
 
 
+def test_a_loss_whose_roundings_cancel_in_one_comparison_is_still_allowed_a_rounding():
+    own = DeviceDifference(torch.float32, 9e-11, {"x": 1e-7, "y": 1e-12}, {}, {})
+    allowed, largest = sys.modules["shardwright.verify"]._allowed(own, 1e-10)
+    assert largest == 1e-7
+    assert 1e-8 < allowed("loss", "") < 2e-7
+    assert allowed("gradients", "y") == 1e-10, "a tensor has many elements, and is told by its own"
+
+
 NAMES = [name for name, _ in Branches().named_parameters()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from functools import cache
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from tests_dist.pool import Pool
 
+from shardwright import devices
+
+MOST_RANKS = 8
+
 torch.set_num_threads(1)
+if 0 < devices.count() < MOST_RANKS:  # ranks share the cards
+    os.environ.setdefault(devices.OPTION, f"{devices.accelerator()}/gloo")
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ def way(world) -> str:
 
 def test_ranks_of_one_machine_talk_through_its_memory_unless_told_to_use_sockets(pools):
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= 2
-    assert set(pools(2, "auto").run(way)) == {"ProcessChannel" if on_gpus else "SharedChannel"}
-    assert set(pools(2, "sockets").run(way)) == {"ProcessChannel"}
+    assert set(pools(2, "auto").run(way)) == {"NcclChannel" if on_gpus else "SharedChannel"}
+    assert set(pools(2, "sockets").run(way)) == {"NcclChannel" if on_gpus else "GlooChannel"}
 
 
 # ---- large messages

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -118,12 +119,14 @@ def test_a_launcher_that_is_told_to_stop_lets_the_ranks_save(running, folder):
     assert left_in(folder) == []
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, 3, 10_000], ids=["once", "again", "until it has ended"])
 def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_whether_it_comes_once_or_again(running, folder, times):
     process, out, family = running
     for _ in range(times):
         os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.02)
+        if process.poll() is not None:
+            break
     assert process.wait(timeout=20) == 130, said_by(out)
     done = len(read_metrics(out))
     assert steps_in(out / "checkpoints")[-1].name == f"step-{done:08d}"
@@ -143,6 +146,24 @@ def test_an_early_warning_to_the_group_saves_and_the_run_goes_on(tmp_path):
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def test_early_warnings_from_the_first_moment_on_end_no_run(tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "--steps", "6", "--save-every", "0")
+    try:
+        bit, status = 1 << signal.SIGUSR1 - 1, Path(f"/proc/{process.pid}/status")
+        # a signal before the first line of the library ends any program
+        assert within(20, lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit)
+        while process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(0.05)
+        assert process.returncode == 0, said_by(out)
+        assert steps_in(out / "checkpoints")[-1].name == "step-00000006"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_run_whose_fork_server_is_killed_goes_on_and_a_rank_that_then_fails_is_named(running, folder):

@@ -25,6 +25,10 @@ def timed_gather(world, compute_s):
     return begin, time.perf_counter(), whole[::250_000].tolist()
 
 
+def timed_gathers(world, compute_s, num):
+    return [timed_gather(world, compute_s) for _ in range(num)]
+
+
 def test_a_message_takes_its_latency_and_its_bytes():
     found = launch(timed_gather, 2, 0.0, link=LINK)
     first = min(begin for begin, _, _ in found)  # by the machine's clock: some leave a barrier later
@@ -34,9 +38,10 @@ def test_a_message_takes_its_latency_and_its_bytes():
 
 
 def test_a_message_travels_while_its_ranks_compute():
-    for begin, end, whole in launch(timed_gather, 2, 0.1, link=LINK):
-        assert whole == [0.0, 1.0]
-        assert end - begin < 0.13  # one after the other they would take it and more
+    for found in launch(timed_gathers, 2, 0.1, 5, link=LINK):
+        assert all(whole == [0.0, 1.0] for _, _, whole in found)
+        # one after the other they would take 0.13 s and more each time; on a busy machine some do anyway
+        assert min(end - begin for begin, end, _ in found) < 0.13
 
 
 def test_a_link_between_ranks_that_share_no_memory_is_refused():

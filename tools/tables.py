@@ -93,6 +93,48 @@ def gpt_step() -> str:
     return "\n".join(lines)
 
 
+def dropout(what: str) -> str:
+    """Masks beside torch's dropout, in nanoseconds an element, or steps of a GPT; before: hashed on the host."""
+    result = newest("dropout")
+    found = {(row["what"], row["tree"]): row["s_median"] for row in result["table"]}
+    if what == "steps":
+        lines = ["| dropout | before, ms | after, ms | plain torch, ms |", "|---|---|---|---|"]
+        cells = (("ours", "before"), ("ours", "after"), ("torch", "after"))
+        for p in (0.0, result["p"]):
+            times = [found[f"step, dropout {p}, {who}", tree] for who, tree in cells]
+            lines.append(f"| {p} | " + " | ".join(f"{each * 1e3:.1f}" for each in times) + " |")
+        return "\n".join(lines)
+    lines = ["| mask | before, ns an element | after | `functional.dropout` |", "|---|---|---|---|"]
+    cells = (("mask", "before"), ("mask", "after"), ("torch", "after"))
+    for name, count in result["elements"].items():
+        times = [found[f"{name}, {who}", tree] for who, tree in cells]
+        shape = "x".join(map(str, result["shapes"][name]))
+        lines.append(f"| {name}, {shape} | " + " | ".join(f"{each / count * 1e9:.2f}" for each in times) + " |")
+    return "\n".join(lines)
+
+
+def cluster() -> str:
+    """Two nodes beside one, and beside DistributedDataParallel, by the link between them."""
+    lines = ["| link | ran | ms | beside | ms | ratio (median) | range |", "|---" * 7 + "|"]
+    for row in newest("cluster")["table"]:
+        times = f"{row['ms_median']:.0f} | {row['limit']} | {row['limit_ms_median']:.0f}"
+        span = f"{row['ratio_median']:.2f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        lines.append(f"| {row['link']} | {row['name']} | {times} | {span} |")
+    return "\n".join(lines)
+
+
+def cluster_recovery() -> str:
+    """The first start of a run and its next step after a node was lost."""
+    lines = [
+        "| losses | first start, median | loss to next step, median | beyond the start, median | worst |",
+        "|---" * 5 + "|",
+    ]
+    for row in newest("cluster/recovery")["table"]:
+        times = " | ".join(f"{row[key]:.1f} s" for key in ("start_s", "recovery_s", "beyond_s", "beyond_s_max"))
+        lines.append(f"| {row['losses']} | {times} |")
+    return "\n".join(lines)
+
+
 def collectives() -> str:
     """Our collectives beside gloo's own, in milliseconds."""
     result = newest("collectives")
@@ -113,6 +155,22 @@ def startup() -> str:
     for row in result["table"]:
         span = f"{row['s_min']:.1f} to {row['s_max']:.1f}"
         lines.append(f"| {row['name']} | {row['s_median']:.2f} | {span} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def compiled() -> str:
+    """Compiled steps beside uncompiled ones, and the first steps."""
+    result = newest("compile")
+    lines = [
+        "| layout | ms | uncompiled, ms | ratio (median) | range | CPU seconds, ratio | first three steps, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, cpu in zip(result["table"], result["cpu"], strict=True):
+        span = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        first = ", ".join(f"{seconds:.1f}" for seconds in result["first"][row["name"]])
+        ratio, used = f"{row['ratio_median']:.3f}", f"{cpu['ratio_median']:.3f}"
+        times = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f}"
+        lines.append(f"| {row['name']} | {times} | {ratio} | {span} | {used} | {first} |")
     return "\n".join(lines)
 
 
@@ -325,6 +383,20 @@ def ledger() -> str:
     return "\n".join(lines)
 
 
+def planner() -> str:
+    """Errors and regret of predicted steps, by the model and by constant utilisation."""
+    heads = "question | runs | predicted by | error: mean | median | p90 | regret: mean | median | best of three"
+    lines = [f"| {heads} |", "|---" * 9 + "|"]
+    for row in newest("planner")["table"]:
+        for name, errors in row["errors"].items():
+            regret = row["regret"][name]
+            keys = [*(errors[key] for key in ("mean", "median", "p90"))]
+            keys += [regret[key] for key in ("mean", "median", "best_of_three_mean")]
+            shares = " | ".join(f"{each:.1%}" for each in keys)
+            lines.append(f"| {row['question']} | {row['runs']} | {name} | {shares} |")
+    return "\n".join(lines)
+
+
 def offload() -> str:
     """State on disk beside state in memory."""
     lines = ["| variant | s a step | range | resident, MiB | range | tensors, MiB | on disk, MiB |", "|---" * 7 + "|"]
@@ -470,8 +542,13 @@ TABLES = {
     "options": options,
     "plan": plan,
     "gpt_step": gpt_step,
+    "dropout masks": partial(dropout, "masks"),
+    "dropout steps": partial(dropout, "steps"),
+    "cluster": cluster,
+    "cluster recovery": cluster_recovery,
     "collectives": collectives,
     "startup": startup,
+    "compile": compiled,
     "real_sizes": real_sizes,
     "tensor_modes mlp": partial(tensor_modes, "mlp"),
     "tensor_modes gpt": partial(tensor_modes, "gpt"),
@@ -485,6 +562,7 @@ TABLES = {
     "pipeline_overhead lists": pipeline_lists,
     "zero_step": zero_step,
     "ledger": ledger,
+    "planner": planner,
     "kills": kills,
     "saves": saves,
     "soak": soak,

@@ -47,11 +47,11 @@ def ways_of(call, size, axes):
 
 def measure(world, rounds):
     from shardwright.comm.axis import Axis
-    from shardwright.comm.backends.process_groups import ProcessChannel
+    from shardwright.comm.backends.gloo import GlooChannel
 
     shared = world.everyone()
     begin = world.transport.call_starter(shared.ranks, "sockets")
-    channel = ProcessChannel(world.transport, shared.ranks, begin)
+    channel = GlooChannel(world.transport, shared.ranks, begin)
     axes = {"shared": shared, "sockets": Axis("world", shared.ranks, world.rank, channel)}
     rows = []
     for label, size in SIZES.items():

@@ -1,8 +1,8 @@
-"""Trains one plain PyTorch model over many devices, and proves the result equal to one."""
+"""Trains one plain PyTorch model over many devices, and verifies that the result equals that of one device."""
 
 from typing import TYPE_CHECKING, Any
 
-import shardwright.command_start  # noqa: F401  # first: Ctrl-C may come while the command imports the rest
+import shardwright.command_start  # noqa: F401  # first: a signal may come while the command imports the rest
 from shardwright.analysis.costs import time_layers
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.saving import save
@@ -21,6 +21,7 @@ from shardwright.verify import Verdict, verify
 
 if TYPE_CHECKING:
     from shardwright import global_tensor
+    from shardwright.planner.plans import plan_layouts
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "layer_alone",
     "load",
     "parallelize",
+    "plan_layouts",
     "run_on_threads",
     "save",
     "time_layers",
@@ -51,6 +53,10 @@ def __getattr__(name: str) -> Any:
         import shardwright.global_tensor as found
 
         return found
+    if name == "plan_layouts":
+        from shardwright.planner.plans import plan_layouts as function
+
+        return function
     raise AttributeError(f"module 'shardwright' has no attribute '{name}'")
 
 

@@ -1,4 +1,4 @@
-"""Attention with torch's semantics and a custom dropout of the weights: masks, and the softmax of visible keys.
+"""Attention with torch's semantics and a custom dropout of the weights, and its parts: masks and the softmax.
 
 B batch, T tokens, S tokens that queries see, N heads, D head width
 """
@@ -16,9 +16,11 @@ Dropout = Callable[[Tensor], Tensor]
 def attend_dropping(
     q_BNTD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask: Tensor | None, *, causal: bool, drop: Dropout
 ) -> Tensor:
-    """Computes ``scaled_dot_product_attention`` with the function ``drop`` applied to the weights: (B, N, T, D).
+    """Returns the output (B, N, T, D) of ``scaled_dot_product_attention`` with a custom dropout of its weights.
 
-    ``mask`` is added to the scores. A query that sees no key gives zeros, as torch's does.
+    ``drop`` takes the attention weights (B, N, T, S) after the softmax, and returns them with dropout applied. ``mask``
+    is added to the scores before the softmax; with ``causal``, keys after a query's position are hidden. A query that
+    sees no key gives zeros, as in torch.
 
     >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]

@@ -1,4 +1,4 @@
-"""The registry of the axes that a layout line can name: each is declared in a strategy's file and registered here.
+"""The registry of the axes that a layout line can name; the file of a strategy declares an axis and it is added here.
 
 ::
 
@@ -22,19 +22,18 @@ from shardwright.errors import LayoutError
 
 Sizes: TypeAlias = tuple[int, ...]
 Options: TypeAlias = tuple[tuple[str, str | None], ...]
-"""The options behind an axis, each a name and a value."""
+"""The options of an axis in a layout line, as pairs of a name and a value (or None)."""
 
 Kind = Literal["stages", "copies", "operators"]
-"""What the ranks along an axis hold: pipeline stages; copies of the model (or slices of one) for their own samples; or
-parts of the same operators, which they compute together."""
+"""The work that ranks along an axis divide: pipeline stages, the batch (each has a model or a slice), or operators."""
 
-WORDS = ("mb", "bf", "fp", "single", "recompute")
-KEYS = ("parallel", "microbatches", "precision", "recompute", "size", "options")
-"""The words of a line and the keys of a dictionary that are not axes."""
+WORDS = ("mb", "bf", "fp", "single", "recompute", "compile")
+KEYS = ("parallel", "microbatches", "precision", "recompute", "compile", "size", "options")
+"""The words of a layout line, and the keys of the dictionary form, that are not axes."""
 
 
 class MisfitError(Exception):
-    """Raised for sizes or options that an axis cannot have: what is wrong, and the nearest ones that work."""
+    """Raised for sizes or options that an axis cannot have; it carries the problem and the nearest ones that work."""
 
     def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
         super().__init__(what)
@@ -46,16 +45,16 @@ class LayoutAxis:
     """One axis that a layout line can name (dp, tp, ...): how it is written, and which mesh axes its sizes are.
 
     Args:
-        name: its name in the line.
-        order: its place in the line and in the mesh, slowest first. Ranks of the last axis are neighbours.
-        kind: what the ranks along it hold.
-        mesh_axes: the names of the mesh's axes, for a size of one number, of two, and so on.
+        name: the axis's name in the line.
+        order: its position in the line and in the mesh, slowest first. Ranks of the last axis are neighbors.
+        kind: what the ranks along the axis divide.
+        mesh_axes: the names of its mesh axes, for a size of one number, of two, and so on.
         sizes: how the sizes are written, for error texts.
-        settle: returns the canonical sizes and options; raises MisfitError.
+        settle: a function that returns the canonical sizes and options, or raises MisfitError.
         automatic: the options that are replaced by others before a strategy is chosen.
-        keyword: its key in the dictionary form; without one that form cannot name it.
-        keys: the keys of its entry there beside ``size`` and ``options``, and the types of each: str, int.
-        written: returns the options that such an entry means, in the order of the line.
+        keyword: the axis's key in the dictionary form; "" if that form cannot name the axis.
+        keys: the keys of the dictionary entry besides ``size`` and ``options``, and the types of each: str, int.
+        written: a function from a dictionary entry to the options that it means, in the order of the line.
 
     >>> axis = LayoutAxis("dp", 10, "copies", (("dp",), ("replica", "dp")), "dp4, or replicas x slices: dp2x4")
     >>> axis.all_mesh_axes
@@ -83,7 +82,7 @@ _REGISTERED: dict[str, LayoutAxis] = {}
 
 
 def register(axis: LayoutAxis) -> None:
-    """Adds an axis to those that a layout line (``dp2 tp4``) may name.
+    """Adds an axis to the registry, so that a layout line (``dp2 tp4``) may name it.
 
     Raises: LayoutError: another axis has one of its names, or its place.
 
@@ -111,7 +110,7 @@ def register(axis: LayoutAxis) -> None:
 
 
 def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
-    """Raises LayoutError where two axes share a name or an order."""
+    """Raises LayoutError if two axes share a name or an order."""
     both = f"'{axis.name}' beside '{other.name}'"
     if axis.order == other.order:
         taken = [each.order for each in layout_axes().values()]
@@ -125,7 +124,7 @@ def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
 
 
 def unregister(axis: LayoutAxis) -> None:
-    """Removes an axis from those that a layout line may name."""
+    """Removes an axis from the registry, so that a layout line can no longer name it."""
     del _REGISTERED[axis.name]
     _clear_caches()
 
@@ -141,11 +140,11 @@ def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
 
 @cache
 def layout_axes() -> Mapping[str, LayoutAxis]:
-    """Returns every registered axis that a layout line can name, slowest first."""
+    """Returns all registered axes that a layout line can name, by name, slowest first."""
     return {axis.name: axis for axis in sorted(_REGISTERED.values(), key=lambda axis: axis.order)}
 
 
 @cache
 def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
-    """Returns the names of every axis that a device mesh may have, or of those of a kind, slowest first."""
+    """Returns the names of all axes that a mesh may have, slowest first; with ``kind``, only those of that kind."""
     return tuple(name for axis in layout_axes().values() if kind in (None, axis.kind) for name in axis.all_mesh_axes)

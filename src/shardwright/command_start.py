@@ -1,7 +1,8 @@
-"""Ends the command in one line if Ctrl-C comes while it still imports, torch above all.
+"""Ends the ``shardwright`` command with one line of text if a stop signal comes while it still imports torch.
 
-``import shardwright`` imports this module first. In the ``shardwright`` command it sets a handler of SIGINT, which
-``cli.main`` removes when all is imported. In every other program it does nothing.
+``import shardwright`` imports this module first. In the ``shardwright`` command it sets signal handlers: SIGINT,
+SIGTERM and SIGHUP end the command, and SIGUSR1, a scheduler's early warning, has no effect until there is something to
+save. Signals that are ignored, as under ``nohup``, stay so. In every other program the module does nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended."""
+"""The exit code of a command that a stop signal ended."""
 
 _BEFORE: list[Any] = []
 
 
 def _is_command() -> bool:
-    """Whether this process was started as ``shardwright ...`` or ``python -m shardwright.cli ...``."""
-    words = sys.orig_argv[1:]
-    return "shardwright.cli" in words[:4] or any(Path(word).name == "shardwright" for word in words[:2])
+    """Returns whether this process was started as ``shardwright ...`` or ``python -m shardwright.cli ...``."""
+    if sys.argv[:1] == ["-m"]:  # as long as ``python -m`` imports the package of its module
+        words = sys.orig_argv
+        return "shardwright.cli" in words[words.index("-m") + 1 : words.index("-m") + 2]
+    return Path(sys.argv[0]).stem == "shardwright" if sys.argv else False
 
 
 def _end(*_: Any) -> None:
@@ -30,11 +34,35 @@ def _end(*_: Any) -> None:
     os._exit(INTERRUPTED)  # an exception would end in whatever module is being imported
 
 
+def _pass(*_: Any) -> None:
+    """Has no effect. SIG_IGN would hide from a launcher that its ranks are to be told of the signal."""
+
+
 def imported() -> None:
-    """Gives SIGINT its former handler back."""
+    """Restores the SIGINT handler that was set before the import; ``cli.main`` calls it once all is imported.
+
+    The other handlers stay: commands that end in another way by a signal, or can save, set their own.
+    """
     while _BEFORE:
         signal.signal(signal.SIGINT, _BEFORE.pop())
 
 
+def ending() -> None:
+    """Lets SIGUSR1 be ignored to the end of the process; Python's own end, which takes a while, undoes all handlers."""
+    if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is _pass:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _handle(name: str, handler: Callable[..., None]) -> None:
+    """Sets the handler of the signal ``name``, unless the system has no such signal or it is ignored."""
+    number = getattr(signal, name, None)
+    if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        before = signal.signal(number, handler)
+        if name == "SIGINT":
+            _BEFORE.append(before)
+
+
 if _is_command() and threading.current_thread() is threading.main_thread():
-    _BEFORE.append(signal.signal(signal.SIGINT, _end))
+    for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        _handle(_name, _end)
+    _handle("SIGUSR1", _pass)

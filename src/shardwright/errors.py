@@ -1,4 +1,4 @@
-"""The errors that a user can get. Each gives what is wrong, what was given, what is allowed and how to fix it."""
+"""The errors for users. Each says what is wrong, what was given, what is allowed and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
 
 
 class _ExplainedError(Exception):
-    """An error made from four parts, or from one text that has them already (as unpickling makes it)."""
+    """An error made from its four parts, or from one text that contains them, as unpickling makes it."""
 
     def __init__(self, what: str, *, given: object = None, allowed: object = None, fix: object = None) -> None:
         self.what, self.given, self.allowed, self.fix = what, given, allowed, fix
@@ -42,19 +42,23 @@ class GridError(LayoutError):
 
 
 class UnknownCodeError(LayoutError):
-    """Raised for code that cannot be followed without running it, so that another way to cut it may be tried."""
+    """Raised if a model's code cannot be traced, so that the caller may cut the model into stages in another way."""
 
 
 class PlanError(_ExplainedError, ValueError):
     """Raised for a model, loss or optimizer that cannot run as asked."""
 
 
+class NoValuesError(PlanError):
+    """Raised if a model's constructor reads values that are not known yet under ``without_values``."""
+
+
 class CheckpointError(_ExplainedError, ValueError):
-    """Raised for a checkpoint that cannot be written, or that is missing, broken or foreign."""
+    """Raised for a checkpoint that cannot be written, or that is missing, broken or of another format."""
 
 
 class CommunicationError(_ExplainedError, RuntimeError):
-    """Raised when ranks disagree on a call, deadlock, or have lost one of them."""
+    """Raised when ranks make different calls, deadlock, or lose one of them."""
 
 
 class RankFailedError(_ExplainedError, RuntimeError):
@@ -62,7 +66,7 @@ class RankFailedError(_ExplainedError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the known word most like a mistyped ``word``; the first one when none is alike.
+    """Returns the entry of ``known`` most like a mistyped ``word``, or the first one if none is alike.
 
     >>> nearest("lerning_rate", ["steps", "learning_rate"])
     'learning_rate'

@@ -1,4 +1,4 @@
-"""Locks of files and folders between processes. The system releases a dead process's lock."""
+"""Locks of files and folders between processes; the system releases the lock of a process that has died."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import IO
 
 
 def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True) -> bool:
-    """Locks an open file for this process; returns False if another process, or another open file here, holds the lock.
+    """Locks an open file for this process; returns False if another process, or another open file here, has the lock.
 
-    ``wait`` waits until that one has released it. Where the file system has no locks it returns ``without_locks``.
+    With ``wait`` it blocks until the lock is free. If the file system has no locks, ``without_locks`` is returned.
     """
     try:
         if sys.platform == "win32":
@@ -30,7 +30,7 @@ def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True)
 
 
 def is_same(file: IO[str], path: Path) -> bool:
-    """Returns whether an open file is still what ``path`` names; False if nothing is there."""
+    """Returns whether ``path`` still names the open file ``file``; False if it was replaced or removed."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

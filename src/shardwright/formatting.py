@@ -1,4 +1,4 @@
-"""Numbers as text: with units for people, as JSON for programs."""
+"""Numbers as text: with units for people, and as standard JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Returns standard JSON: a number that is not finite becomes null.
+    """Returns a value as standard JSON, in which a number that is not finite becomes null.
 
     >>> json_text({"loss": float("nan"), "steps": (1, float("inf"))})
     '{"loss": null, "steps": [1, null]}'
@@ -26,7 +26,7 @@ def _finite(value: Any) -> Any:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats bytes in the largest binary unit of which there is at least one.
+    """Returns a number of bytes as text in the largest binary unit of which there is at least one.
 
     >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
     ('1.5 KiB', '3.0 GiB', '12 B')
@@ -38,7 +38,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Formats a count with a decimal prefix.
+    """Returns a count as text with a decimal prefix (k, M, G, T).
 
     >>> format_count(1234), format_count(3_400_000), format_count(7)
     ('1.2 k', '3.4 M', '7')
@@ -49,8 +49,20 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Formats a time with three digits, in the unit in which it is at least one.
+
+    >>> format_seconds(0.000114), format_seconds(0.0079), format_seconds(-1.5), format_seconds(166)
+    ('114 us', '7.9 ms', '-1.5 s', '166 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
 def format_duration(seconds: float) -> str:
-    """Formats a duration as hours, minutes and seconds, or in milliseconds when it is short.
+    """Returns a duration as text: hours, minutes and seconds, or milliseconds if it is below a second.
 
     >>> format_duration(0.012), format_duration(75), format_duration(4000)
     ('12 ms', '1 min 15 s', '1 h 06 min')

@@ -1,4 +1,4 @@
-"""The one place that replaces a ``forward`` of a run's modules: wrappers in a fixed order of nesting (rungs).
+"""The one place that replaces the ``forward`` of a run's modules: wrappers that nest in a fixed order, by rung.
 
 ::
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -26,7 +27,7 @@ Forward = Callable[..., Any]
 
 
 class Rung(IntEnum):
-    """The fixed order in which wrappers nest around a forward, outermost first; comments give each one's reason."""
+    """The position of a wrapper in the fixed order around a forward, outermost first; comments say why it is there."""
 
     # hooks: torch runs them around the forward, and not again where a block is recomputed
     UNSHARD = 1  # ZeRO unshards parameters first: all below read them
@@ -36,33 +37,35 @@ class Rung(IntEnum):
     # wrappers of the forward
     OFFLOAD = 4  # outside of all that computes: everything that autograd saves below is offloaded
     RECOMPUTE = 5  # outside of all whose activations it drops: the recomputation repeats everything below
-    CONTRIBUTE_ONCE = 6  # inside RECOMPUTE: these parameters are constants in the recomputation too
-    ON_PARTS = 7  # the user's code on parts of tensors; inside RECOMPUTE: the recomputation runs on parts too
-    DRAWS = 8  # the code's random numbers; inside ON_PARTS: it draws for the whole tensor, of which a rank has a part
-    CALLERS = 9  # refuses callers that the analysis has not followed, before anything is sent
-    FOLLOWED = 10  # notes which module runs, for CALLERS of the modules inside
-    ENTRY = 11  # gathers an input once for several operators inside the module's own code
-    OPERATOR = 12  # tensor-parallel and spatial operators: most replace the module's code and all below
-    ATTEND = 13  # no wrapper: replaces a function that the module's own code calls
-    NO_SAMPLES = 14  # around torch's own code and DROPOUT: both fail on an empty batch
-    STATISTICS = 15  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it
-    DROPOUT = 16  # masks that do not depend on the layout, in place of torch's code
-    SPLIT_BACKWARD = 17  # in place of torch's code, for layers without other wrappers
-    GUARD = 18  # no wrapper: replaces the module's class, so that other code cannot read its parameters
+    UNSHARD_BLOCK = 6  # inside RECOMPUTE, which does not repeat hooks; outside of COMPILE: compiled code cannot unshard
+    COMPILE = 7  # outside of all that computes: one compiled function in place of everything below
+    CONTRIBUTE_ONCE = 8  # inside RECOMPUTE: these parameters are constants in the recomputation too
+    ON_PARTS = 9  # the user's code on parts of tensors; inside RECOMPUTE: the recomputation runs on parts too
+    DRAWS = 10  # the code's random numbers; inside ON_PARTS: it draws for the whole tensor, of which a rank has a part
+    CALLERS = 11  # refuses callers that the analysis has not followed, before anything is sent
+    FOLLOWED = 12  # notes which module runs, for CALLERS of the modules inside
+    ENTRY = 13  # gathers an input once for several operators inside the module's own code
+    OPERATOR = 14  # tensor-parallel and spatial operators: most replace the module's code and all below
+    ATTEND = 15  # no wrapper: replaces a function that the module's own code calls
+    NO_SAMPLES = 16  # around torch's own code and DROPOUT: both fail on an empty batch
+    STATISTICS = 17  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it
+    DROPOUT = 18  # masks that do not depend on the layout, in place of torch's code
+    SPLIT_BACKWARD = 19  # in place of torch's code, for layers without other wrappers
+    GUARD = 20  # no wrapper: replaces the module's class, so that other code cannot read its parameters
 
 
 SEVERAL = frozenset((Rung.FRAME, Rung.CALLERS, Rung.FOLLOWED, Rung.STATISTICS))
-"""The rungs that may have several wrappers, the later one outside; on any other a second one is an error."""
+"""The rungs on which several wrappers are allowed, the later one outside. On any other a second one is an error."""
 
 NO_FORWARD = frozenset((Rung.UNSHARD, Rung.GATHER, Rung.FRAME, Rung.ATTEND, Rung.GUARD))
-"""The rungs that do not wrap the forward: torch's hooks, replaced functions, replaced classes."""
+"""The rungs of changes that do not wrap the forward: hooks of torch, replaced functions and replaced classes."""
 
 
 class Wrapper(NamedTuple):
-    """One wrapper around a module's forward: ``around(inner)`` returns the new forward.
+    """One change to a module's forward, on its rung: ``around(inner)`` returns the new forward.
 
-    ``around`` is None for a hook, a swapped function or a class, which are only recorded here. ``replaces``: the new
-    forward runs in place of everything below it.
+    ``name`` says what it does, and ``by`` which strategy added it. ``around`` is None for a hook, a replaced function
+    or a replaced class, which are only recorded here. ``replaces`` says that the new forward does not call ``inner``.
     """
 
     rung: Rung
@@ -73,16 +76,17 @@ class Wrapper(NamedTuple):
 
 
 class ForwardStack:
-    """All wrappers around one module's own forward, outermost first. Made by :func:`stack_of`."""
+    """The wrappers around one module's own forward, outermost first, as :func:`stack_of` returns them."""
 
     def __init__(self, original: Forward | None = None, wrappers: tuple[Wrapper, ...] = ()) -> None:
         self.wrappers = wrappers
         self.forward: Forward | None = original
-        """The composed forward; None while the module has that of its class."""
+        """The composed forward, or None while the module runs its class's."""
         self._original = original
+        self._as_functions = False
 
     def __reduce__(self) -> tuple[type[ForwardStack], tuple[Any, ...]]:
-        """Copies the record only: the copied module's ``forward`` is composed already."""
+        """Copies the record only, because the copied module's ``forward`` is already the composed function."""
         return ForwardStack, (None, tuple(each._replace(around=None) for each in self.wrappers))
 
     def __str__(self) -> str:
@@ -93,16 +97,35 @@ class ForwardStack:
         place = sum(each.rung < wrapper.rung for each in self.wrappers)
         self.wrappers = (*self.wrappers[:place], wrapper, *self.wrappers[place:])
         if wrapper.around is not None:
-            self._original = self.forward = own if self._original is None else self._original
-            for each in reversed(self.wrappers):
-                self.forward = self.forward if each.around is None else each.around(self.forward)
+            self._original = own if self._original is None else self._original
+            self._compose()
+
+    def _compose(self) -> None:
+        self.forward = self._original
+        for each in reversed(self.wrappers):
+            if each.around is not None:
+                assert self.forward is not None, "a wrapper of a forward wraps one"
+                around = each.around(self.forward)
+                self.forward = _as_function(around) if self._as_functions else around
+
+
+def _as_function(forward: Forward) -> Forward:
+    """Returns a partial as a function, and any other forward unchanged."""
+    if not isinstance(forward, partial):
+        return forward
+    function, before, given = forward.func, forward.args, forward.keywords
+
+    def run(*args: Any, **named: Any) -> Any:
+        return function(*before, *args, **given, **named)
+
+    return run
 
 
 _KEY = "_forward_stack"
 
 
 def stack_of(module: nn.Module) -> ForwardStack:
-    """Returns the record of the wrappers around a module's forward; an empty one if it has none.
+    """Returns the record of the wrappers around a module's forward, which is empty if it has none; print it to read it.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.RECOMPUTE, "recompute", by="core", around=lambda inner: lambda x: inner(x))
@@ -122,10 +145,11 @@ def stack_of(module: nn.Module) -> ForwardStack:
 def wrap(
     module: nn.Module, rung: Rung, name: str, *, by: str, around: Callable[[Forward], Forward], replaces: bool = False
 ) -> None:
-    """Wraps a module's forward: puts ``around(inner)`` at its place (rung) in the order; ``inner`` is all below it.
+    """Wraps a module's forward by ``around(inner)``, at the position of ``rung`` among the module's other wrappers.
 
-    ``around`` is called again whenever a wrapper is added below. ``name`` says what it does and ``by`` which strategy
-    added it, or "core". With ``replaces`` the new forward does not call ``inner``; see :func:`set_forward`.
+    ``inner`` is the forward with all wrappers on lower rungs; ``around`` is called again whenever one is added there.
+    ``name`` says what the wrapper does and ``by`` which strategy added it, or "core". With ``replaces`` the new forward
+    does not call ``inner``; see :func:`set_forward`.
 
     Raises: PlanError: the rung is taken.
 
@@ -164,8 +188,26 @@ def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: F
     wrap(module, rung, name, by=by, around=lambda _: forward, replaces=True)
 
 
+def without_partials(module: nn.Module) -> None:
+    """Turns the partials in a module's forward into functions, so that a compiler shares code between equal blocks.
+
+    A compiler takes functions of equal code for equal, but never partials.
+
+    >>> layer = nn.ReLU()
+    >>> set_forward(layer, Rung.OPERATOR, "multiplied", by="toy", forward=partial(lambda by, x: by * x, 3))
+    >>> without_partials(layer)
+    >>> layer(-1), isinstance(layer.forward, partial)
+    (-3, False)
+    """
+    stack = stack_of(module)
+    if stack.forward is not None and stack._original is not None and vars(module).get(_KEY) is stack:
+        stack._as_functions = True
+        stack._compose()
+        module.forward = stack.forward
+
+
 def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
-    """Records, for :func:`stack_of`, a change that torch runs outside of the forward (rungs :data:`NO_FORWARD`).
+    """Records a change that does not wrap the forward (rungs :data:`NO_FORWARD`), so that :func:`stack_of` shows it.
 
     >>> layer = nn.ReLU()
     >>> record(layer, Rung.UNSHARD, "gathers parameters", by="zero")

@@ -1,15 +1,15 @@
-"""Shapes of tensor-parallel grids (2d, 2.5d, 3d): which a mode may have, and its default for a number of ranks."""
+"""Shapes of tensor-parallel grids (2d, 2.5d, 3d): the shapes that a mode allows, and its default for some ranks."""
 
 from __future__ import annotations
 
 from math import isqrt, prod
 
 NUM_SIDES = {"2d": 2, "2.5d": 3, "3d": 3}
-"""The number of sides of a mode's grid."""
+"""Maps a mode of tensor parallelism to the number of sides of its grid."""
 
 
 def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
-    """Returns the shape of a tensor-parallel mode's default grid, with sides as equal as possible.
+    """Returns the default shape of a tensor-parallel mode's grid of ``num_ranks``, with sides as equal as possible.
 
     A 2.5D grid has the depth nearest to ``depth`` of those that divide ``num_ranks``.
 
@@ -28,9 +28,9 @@ def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
 
 
 def shapes(mode: str, num_ranks: int) -> list[tuple[int, ...]]:
-    """Returns every grid shape that a tensor-parallel mode can have with so many ranks, the most even first.
+    """Returns every shape that the grid of a tensor-parallel mode can have with ``num_ranks`` ranks, most even first.
 
-    Without a mode, the shape is 1-D.
+    An empty ``mode`` means 1-D.
 
     >>> shapes("2d", 4), len(shapes("3d", 8)), shapes("", 4)
     ([(2, 2), (1, 4), (4, 1)], 10, [(4,)])

@@ -1,12 +1,12 @@
 """The layout line: the user's description of a run, parsed, checked for syntax and printed in one canonical form.
 
     pp2/1f1b mb8 dp2/zero1 tp2x2/2d bf16
-    |   |    |   |         |   |    +-- a word: mbN, mbN/own-statistics, bf16, fp16, recompute:...
+    |   |    |   |         |   |    +-- a word: mbN, mbN/own-statistics, bf16, fp16, recompute:..., compile
     |   |    |   |         |   +------- an option of its axis
     |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
 
-Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The files of the strategies
-declare the axes, their sizes and their options: see :mod:`shardwright.axes`.
+Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute, compile. The files of the
+strategies declare the axes, their sizes and their options: see :mod:`shardwright.axes`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,33 @@ from shardwright.errors import LayoutError, nearest
 from shardwright.mesh import Mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""The dtype that the operators compute in."""
+"""The dtype in which the operators compute."""
 
 MAX_SIZE = 2**20
-"""The most ranks one factor may have, and the most microbatches."""
+"""The largest number of ranks of one factor, and of microbatches."""
+
+COMPILERS = ("inductor", "aot_eager")
+"""The backends of ``torch.compile`` for blocks, the default first.
+
+``aot_eager`` traces the code and runs it unchanged.
+"""
 
 OWN = "own-statistics"
-_WORDS = f"mbN mbN/{OWN} bf16 fp16 recompute:full|selective|offload|PATTERN"
+_WORDS = f"mbN mbN/{OWN} bf16 fp16 recompute:full|selective|offload|PATTERN compile"
 _SIZED = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"
-_TOP = {"microbatches": (str, int), "precision": (str,), "recompute": (str,)}  # of the dictionary form
+_TOP = {
+    "microbatches": (str, int),
+    "precision": (str,),
+    "recompute": (str,),
+    "compile": (str,),
+}  # of the dictionary form
 _Canonical: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
 
 
 class _ItemError(Exception):
-    """Its arguments: what is wrong with an item, what is allowed, the nearest item that works or ""."""
+    """Its arguments are the problem of an item, the allowed items, and the nearest item that works or ""."""
 
 
 def _error(what: str, given: object, allowed: str, fix: str) -> LayoutError:
@@ -116,12 +127,12 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """The number of ranks along the axis: the product of its sizes."""
+        """The number of ranks along the axis: the product of ``sizes``."""
         return prod(self.sizes)
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the sizes belong to, in their order."""
+        """The names of the mesh axes to which ``sizes`` belong, in the same order."""
         return layout_axes()[self.axis].mesh_axes[len(self.sizes) - 1]
 
     def option(self, name: str) -> Option | None:
@@ -134,9 +145,10 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a user asks for: the number of ranks along each axis, and what each axis does.
+    """The parallel layout of a run: the number of ranks along each axis, the options of each, precision and recompute.
 
-    Factors are in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics``: of each microbatch.
+    Factors are in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics`` lets BatchNorm take
+    the statistics of each microbatch, not of the batch.
 
     Raises: LayoutError: an axis twice, or a value that the line cannot express.
 
@@ -152,6 +164,7 @@ class Layout:
     precision: Precision = "fp32"
     recompute: str | None = None
     own_statistics: bool = False
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         order = tuple(sorted(self.factors, key=lambda factor: layout_axes()[factor.axis].order))
@@ -167,10 +180,12 @@ class Layout:
         _check_among("precision", self.precision, get_args(Precision))
         if self.recompute is not None and not _is_value(self.recompute):
             raise _error("no such recompute", self.recompute, "full, selective, a pattern, None", "write full")
+        if self.compile is not None:
+            _check_among("compile", self.compile, COMPILERS)
 
     @classmethod
     def parse(cls, line: str) -> Layout:
-        """Parses a layout line, its items in any order; a line without ``mb`` has ``mb1``.
+        """Returns the layout of a line such as ``pp2 mb8 dp2/zero1``, its items in any order; ``mb1`` without ``mb``.
 
         Raises: LayoutError: a line outside the grammar; the text ends in the nearest line that works.
 
@@ -208,13 +223,13 @@ class Layout:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
-        """Parses the nested dictionary form, which may also be under one outer key ``parallel``.
+        """Returns the layout of the nested dictionary form, which may also be under one outer key ``parallel``.
 
         ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of ``size`` (4, or
         ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and ``zero`` (0 is plain) for data,
         ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d, 2.5d, 3d) and ``depth`` for tensor. Beside
-        them: ``microbatches`` (8, or ``"8/own-statistics"``), ``precision``, ``recompute``. A value of ``None`` counts
-        as a missing key. An axis of size 1 is left out.
+        them: ``microbatches`` (8, or ``"8/own-statistics"``), ``precision``, ``recompute``, ``compile``
+        (``"inductor"``). A value of ``None`` counts as a missing key. An axis of size 1 is left out.
 
         Raises: LayoutError: an unknown key, a value of the wrong type, or an impossible layout.
 
@@ -229,12 +244,12 @@ class Layout:
         items = [item for name in entries if name in top for item in _items_of(entries[name], top[name])]
         items += [f"mb{top['microbatches']}"] if "microbatches" in top else []
         layout = cls.parse(" ".join(items) or "single")
-        words = {word: top[word] for word in ("precision", "recompute") if word in top}
+        words = {word: top[word] for word in ("precision", "recompute", "compile") if word in top}
         return replace(layout, factors=tuple(factor for factor in layout.factors if factor.size > 1), **words)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh (grid of ranks) of the layout; an axis of size 1 stays in it."""
+        """The mesh (grid of ranks) of the layout, in which axes of size 1 are kept."""
         return Mesh(**{a: n for f in self.factors for a, n in zip(f.mesh_axes, f.sizes, strict=True)})
 
     @property
@@ -243,13 +258,14 @@ class Layout:
         return prod(factor.size for factor in self.factors)
 
     def factor(self, axis: str) -> Factor | None:
-        """Returns the sizes and options of ``axis`` in this layout, or None if the layout does not name it."""
+        """Returns the factor of ``axis`` (its sizes and options), or None if the layout does not name the axis."""
         return next((factor for factor in self.factors if factor.axis == axis), None)
 
     def __str__(self) -> str:
         items = [str(factor) for factor in self.factors]
         items.insert(1 if self.factor("pp") else 0, f"mb{self.num_microbatches}" + f"/{OWN}" * self.own_statistics)
         items += [self.precision, f"recompute:{self.recompute}" if self.recompute else ""]
+        items.append("" if self.compile is None else f"compile:{self.compile}".removesuffix(f":{COMPILERS[0]}"))
         return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
 
 
@@ -258,7 +274,7 @@ def _item_text(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> st
 
 
 def _canonical(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Canonical:
-    """The canonical sizes and options of a factor; raises _ItemError with the nearest item that works."""
+    """Returns the canonical sizes and options of a factor; raises _ItemError with the nearest item that works."""
     if (declared := layout_axes().get(axis)) is None:
         raise _ItemError("no such axis", ", ".join(layout_axes()), nearest(str(axis), layout_axes()) + "4")
     first = {option.name: option for option in reversed(options)}  # of equal names, the first one given
@@ -286,18 +302,20 @@ def _canonical(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -
 
 
 def _number(digits: str) -> int:
-    """The value of ``digits``, cut off above ``MAX_SIZE``: Python refuses to parse very long ones."""
+    """Returns the value of ``digits``, cut off above ``MAX_SIZE``, because Python refuses to parse very long ones."""
     return min(int(digits.lstrip("0")[:8] or "0"), MAX_SIZE + 1)
 
 
 def _read_item(item: str) -> tuple[str, object]:
-    """The value of an item, after the axis or the field of ``Layout`` that it sets."""
+    """Returns the axis, or field of ``Layout``, that an item of the line sets, and its value."""
     if item in ("bf16", "fp16"):
         return "precision", item
     if (match := re.fullmatch(f"mb([0-9]+)(/{OWN})?", item)) and _is_count(_number(match[1])):
         return "mb", (_number(match[1]), match[2] is not None)
     if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
         return "recompute", item.removeprefix("recompute:")
+    if item in ("compile", *(f"compile:{each}" for each in COMPILERS)):
+        return "compile", item.partition(":")[2] or COMPILERS[0]
     if (match := _SIZED.fullmatch(item)) and match[1] in layout_axes():
         axis, numbers, rest = match.groups()
         texts = re.findall(r"/(file:.*|[^/]*)", rest)  # a path keeps its slashes
@@ -313,18 +331,18 @@ def _read_item(item: str) -> tuple[str, object]:
 
 
 def _items() -> str:
-    """The items that a line may have, for error texts."""
+    """Returns the items that a line may have, for error texts."""
     axes = " ".join(f"{axis}N" for axis in layout_axes())
     return f"single, or {axes} /options, {_WORDS}; N from 1"
 
 
 def _guess(item: str) -> str:
-    """The item that ``item`` was meant to be, guessed from its letters; "" if there is no guess."""
+    """Returns the item that ``item`` was probably meant to be, or "" if there is no guess."""
     head, slash, options = item.partition("/")
     letters = re.sub("[^a-z].*", "", head.lower())[:20]
     size = "".join(re.findall("[0-9]+(?:x[0-9]+){0,2}", head.lower())[:1])
     # one wrong letter of two is a typing error when a number follows, else another word
-    words = (*layout_axes(), "mb", "bf16", "fp16", "recompute:full")
+    words = (*layout_axes(), "mb", "bf16", "fp16", "recompute:full", "compile")
     meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
     if meant == "mb":
         return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}" + (f"/{OWN}" if options else "")
@@ -334,7 +352,7 @@ def _guess(item: str) -> str:
 
 
 def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """The entries of ``given`` that are not None, each checked for a known key and its types; a bool is no integer."""
+    """Returns the entries of ``given`` that are not None, after checks of keys and types; a bool is no integer."""
     if not isinstance(given, Mapping):
         raise _error(f"{where} is no dictionary", given, "keys " + ", ".join(known), 'write {"tensor": 4}')
     for key, value in given.items():
@@ -351,7 +369,7 @@ def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> 
 
 
 def _items_of(axis: LayoutAxis, value: object) -> list[str]:
-    """The items of the line for the dictionary entry of an axis."""
+    """Returns the items of the line that the dictionary entry of an axis means."""
     keys = {"size": (str, int), "options": (str,), **axis.keys}
     entry = _checked(f"'{axis.keyword}'", value if isinstance(value, Mapping) else {"size": value}, keys)
     if "size" not in entry:

@@ -1,6 +1,6 @@
-"""``Mesh``: the grid of all ranks with named axes (as a DeviceMesh), as integers only.
+"""``Mesh``: the grid of all ranks with named axes, like a DeviceMesh without process groups or devices.
 
-The slowest axis comes first, so that ranks which communicate most (``tp``) are neighbours::
+The slowest axis comes first, so that ranks which communicate most (``tp``) are neighbors::
 
     Mesh(dp=2, tp=3)        tp ->   0  1  2
                         dp  0       0  1  2
@@ -19,11 +19,11 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError, nearest
 
 Coord = Mapping[str, int]
-"""A rank's index on every axis."""
+"""A rank's index on every axis of the mesh, by axis name."""
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:
-    """Returns the cut points that split ``size`` items evenly: the first ``size % parts`` runs hold one more.
+    """Returns the cut points that split ``size`` items into ``parts`` runs; the first ``size % parts`` have one more.
 
     >>> balanced(10, 4)
     (0, 3, 6, 8, 10)
@@ -33,7 +33,7 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
 
 
 def balanced_part(size: int, parts: int, part: int) -> range:
-    """Returns the index range of one of the runs that :func:`balanced` cuts, without computing the others.
+    """Returns the index range of run number ``part`` of those that :func:`balanced` cuts, without computing the others.
 
     >>> balanced_part(10, 4, 1), len(balanced_part(10**12, 10**9, 7))
     (range(3, 6), 1000)
@@ -44,7 +44,7 @@ def balanced_part(size: int, parts: int, part: int) -> range:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """A grid of ranks with named axes, in the order of :func:`shardwright.axes.mesh_axes`.
+    """A grid of ranks with named axes, slowest first in the order of :func:`shardwright.axes.mesh_axes`.
 
     >>> mesh = Mesh(tp=3, dp=2)
     >>> mesh.size, mesh.axes, mesh.coord(4)
@@ -80,32 +80,41 @@ class Mesh:
         return dict(self.sizes).get(axis, 1)
 
     def coord(self, rank: int) -> dict[str, int]:
-        """Returns the index of ``rank`` on every axis."""
+        """Returns the coordinate of ``rank``: its index on every axis of the mesh."""
         coord = {}
         for axis, size in reversed(self.sizes):
             rank, coord[axis] = divmod(rank, size)
         return dict(reversed(coord.items()))
 
     def rank(self, coord: Coord) -> int:
-        """Returns the rank at ``coord``; an axis left out counts as 0."""
+        """Returns the rank at ``coord``, in which an axis that is left out counts as index 0."""
         rank = 0
         for axis, size in self.sizes:
             rank = rank * size + coord.get(axis, 0)
         return rank
 
+    def first_rank(self, axes: Iterable[str], index: int) -> int:
+        """Returns the first rank whose index is ``index`` on each of ``axes``; those that the mesh lacks do not count.
+
+        >>> Mesh(pp=2, dp=2).first_rank(("pp",), 1)
+        2
+        """
+        return self.rank(dict.fromkeys(axes, index))
+
     def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
-        """Returns every coordinate over ``axes`` (by default all of the mesh), in rank order."""
+        """Returns every coordinate over ``axes``, by default all axes of the mesh, in rank order."""
         names = [axis for axis in self.axes if axes is None or axis in set(axes)]
         return tuple(dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names)))
 
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
-        """Returns the process group of ``rank`` on ``axes``: the ranks that differ only there, in rank order."""
+        """Returns the process group of ``rank`` along ``axes``: the ranks that differ from it only there, in order."""
         return _group(self.sizes, frozenset({axes} if isinstance(axes, str) else axes), rank)
 
     def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns all process groups on ``axes``: a partition of the ranks, each group varying in ``axes`` alone."""
-        axes = axes if isinstance(axes, str) else tuple(axes)
-        return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.size)))
+        """Returns all process groups along ``axes``, each as its ranks; together they are a partition of the ranks."""
+        varied = {axes} if isinstance(axes, str) else set(axes)
+        first = (self.rank(coord) for coord in self.coords(set(self.axes) - varied))
+        return tuple(self.group(varied, rank) for rank in first)
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in self.sizes) or "one rank"

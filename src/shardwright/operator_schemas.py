@@ -1,4 +1,4 @@
-"""What the schema of one of torch's operators says of a call: what it writes to, and what it returns where it draws."""
+"""Reads schemas of torch operators: the arguments that a call writes to, and a random operator's result undrawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type) -> list[Any]:
-    """Returns the arguments of a kind that an operator writes to, those in lists included.
+    """Returns the arguments of type ``kind`` that a call of an operator writes to in place, also those inside lists.
 
     >>> x = torch.zeros(2)
     >>> [each is x for each in written_arguments(torch.ops.aten.add_.Tensor, (x, torch.ones(2)), {}, Tensor)]
@@ -29,13 +29,13 @@ def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, An
 
 
 def makes_meta(named: Mapping[str, Any]) -> bool:
-    """Whether the arguments of an operator say that its results are made on the meta device."""
+    """Returns whether an operator's keyword arguments ``named`` put its results on the meta device."""
     device = named.get("device")
     return device is not None and torch.device(device).type == "meta"
 
 
 def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device: torch.device | str) -> Any:
-    """Returns what an operator that draws random numbers returns, without drawing: new tensors have no values.
+    """Returns a random operator's result without drawing numbers: a new tensor is uninitialized.
 
     On the meta device the first draw would make torch import its compiler, which takes longer than importing torch.
 

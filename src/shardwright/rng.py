@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -22,17 +23,20 @@ from torch._C import _current_graph_task_id
 from torch.nn import functional
 
 from shardwright.attention_scores import attend_dropping
+from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, set_forward
 from shardwright.initial_values import ModuleRecorder
 
 KEYED = (nn.Dropout,)
+KEYED_DROPOUT = "_keyed_dropout"
+"""The attribute under which a module stores its :class:`KeyedDropout`."""
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(frozen=True)
 class DimSlice:
-    """The element ranges of one dim that a rank holds of a sharded activation; ``size`` is the whole dim's."""
+    """The elements of one dim that this rank holds of a sharded activation, as ranges; ``size`` is the whole dim's."""
 
     dim: int
     size: int
@@ -40,26 +44,53 @@ class DimSlice:
 
 
 PartOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
-"""Gives, for a tensor that is a part of a whole, the elements that it holds, and marks another as the same part."""
+"""A function that returns a tensor's slices of the whole, and a function that marks another tensor as the same part.
+
+It returns None for a tensor that is whole.
+"""
 
 
 def _of_whole(_: Tensor) -> None:
-    """The ``part_of`` of runs whose tensors are whole."""
+    """Returns None: the ``part_of`` of runs in which every tensor is whole."""
 
 
 class RngTracker:
-    """Keys random numbers by seed, step, sample and layer; the executor sets ``step`` and ``samples`` per forward."""
+    """The state from which random numbers are keyed: seed, step, samples of the microbatch, and calls of each layer.
+
+    The executor sets ``step`` and ``samples`` for each forward. Equal keys give equal numbers under every layout.
+    """
 
     def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
-        self.seed, self.step = seed, step
+        self._seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
         self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
 
     @property
+    def seed(self) -> int:
+        """The random seed of the run."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self.step = self._step
+
+    @property
+    def step(self) -> int:
+        """The number of the optimizer step, from which the keys of its random numbers are made."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        # a tensor, since torch.compile takes a number for a constant and would compile anew at each step
+        self._moment = torch.tensor(_word(f"{self._seed}/{step}"), device="cpu")
+
+    @property
     def samples(self) -> Sequence[int]:
-        """The global-batch indices of this microbatch's samples; setting them starts a forward."""
+        """The indices of this microbatch's samples in the global batch. Setting them starts a new forward."""
         return self._samples
 
     @samples.setter
@@ -70,7 +101,7 @@ class RngTracker:
         self._backward = _current_graph_task_id()  # autograd's backward that runs now, -1 for none
 
     def call(self, layer: str) -> str:
-        """Returns the key for the dropout mask of one call of a layer: each call in a forward gets its own.
+        """Returns the key of the dropout mask for one call of a layer; every call in a forward has a key of its own.
 
         Raises: as :meth:`count`.
         """
@@ -78,7 +109,7 @@ class RngTracker:
         return f"{layer}#{number}" if number else layer
 
     def count(self, layer: str) -> int:
-        """Returns the number of one call of a layer in this forward, and counts the call.
+        """Counts a call of a layer in this forward, and returns the call's number, from 0.
 
         A call from inside a backward, without a restored snapshot, repeats the forward's call, as under
         ``torch.utils.checkpoint``. Raises: PlanError: the layer was called several times in the forward.
@@ -99,11 +130,14 @@ class RngTracker:
         return number
 
     def _in_unrestored_backward(self) -> bool:
-        """Whether a backward is running, and no snapshot was restored in it."""
-        return _current_graph_task_id() != self._backward
+        """Whether a backward is running in which no snapshot was restored."""
+        return not torch.compiler.is_dynamo_compiling() and _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the tracker's state, so that a recomputed forward drops equal elements."""
+        """Returns a function that restores the tracker's present state.
+
+        Activation checkpointing restores it before a recomputed forward, so that this drops the same elements.
+        """
         step, samples, calls, first = self.step, self._samples, Counter(self._calls), dict(self._first)
         repeats, backward = self._in_unrestored_backward(), self._backward
 
@@ -115,32 +149,47 @@ class RngTracker:
         return restore
 
     def repeat(self, layer: str, times: int) -> None:
-        """Sets the count of calls of a layer, and of layers inside it, to that of another rank in this forward."""
+        """Sets how often ``layer`` and the layers inside it count as called in this forward.
+
+        A pipeline chunk uses it to continue after the calls that earlier chunks made, on other ranks.
+        """
         for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):
             self._calls[name] = times
 
-    def keys(self, layer: str, samples: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Returns the random key, two 32-bit words, of each sample: of the microbatch's unless ``samples`` is given."""
-        samples = self.samples if samples is None else samples
-        start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
-        mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in samples]
-        return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
+    def words(self, layer: str) -> tuple[int | Tensor, int]:
+        """Returns the key of a layer's random numbers: 64 bits of the seed and step, and 64 of the layer's name."""
+        return self._moment if torch.compiler.is_dynamo_compiling() else _word(f"{self.seed}/{self.step}"), _word(layer)
 
 
-def _mix64(word: int) -> int:
-    """Mixes a 64-bit word: a bijection that spreads each bit over all (Stafford's mix 13)."""
-    mask = 2**64 - 1
-    word &= mask
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
-    return word ^ (word >> 31)
+def _word(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _mix32_(x: Tensor) -> Tensor:
-    """Mixes 32-bit words in place, a bijection that spreads each bit over all. int32 wraps; ``&`` clears the sign."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+_word._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result says, which imports much
+
+
+def sample_indices(samples: Sequence[int], device: torch.device) -> Tensor:
+    """Returns sample indices as an int64 tensor that is computed on ``device``, without a copy from the host.
+
+    >>> sample_indices((0, 1, 2, 7, 4), torch.device("cpu"))
+    tensor([0, 1, 2, 7, 4])
+    """
+    if isinstance(samples, range) and samples.step == 1:
+        return torch.arange(samples.start, samples.stop, device=device)
+    ends = [i for i in range(1, len(samples)) if samples[i] != samples[i - 1] + 1]
+    runs = [(samples[a], samples[b - 1] + 1) for a, b in pairwise((0, *ends, len(samples))) if b]
+    return HeldDim(runs, 0).indices(torch.empty(0, dtype=torch.int64, device=device))
+
+
+def held_of(shape: Sequence[int], cuts: Sequence[DimSlice]) -> list[HeldDim]:
+    """Returns the elements that this rank holds of each dim of a tensor of local ``shape``: ``cuts``, or else all."""
+    held = {cut.dim % len(shape): HeldDim(cut.ranges, cut.size) for cut in cuts}
+    return [held.get(dim) or HeldDim(((0, size),), size) for dim, size in enumerate(shape)]
+
+
+def least_kept(p: float) -> int:
+    """Returns the smallest random int32 for which dropout of probability ``p`` keeps an element."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def dropout_mask(
@@ -150,6 +199,7 @@ def dropout_mask(
     cuts: Sequence[DimSlice],
     p: float,
     samples: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Returns this rank's slice of a dropout mask, True where dropout of probability ``p`` keeps the element.
 
@@ -161,32 +211,31 @@ def dropout_mask(
     >>> torch.equal(whole[:, 4:], right)
     True
     """
-    # an element's index within its sample is hashed with the two words of the sample's key
-    held = {cut.dim % len(shape): cut for cut in cuts}
-    place = torch.zeros((1,) * len(shape), dtype=torch.int64)
-    stride = 1
-    for dim in range(len(shape) - 1, 0, -1):  # row-major index in the whole tensor, of the elements held here
-        ranges = held[dim].ranges if dim in held else ((0, shape[dim]),)
-        index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-        place = place + (index * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
-        stride *= held[dim].size if dim in held else shape[dim]
-    keys = torch.tensor(rng.keys(layer, samples), dtype=torch.int64).to(torch.int32).view(shape[0], 2)
-    first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1)) for i in (0, 1))
-    return hashed(place, first, second) >= round(p * 2**24)
+    samples = rng.samples if samples is None else samples
+    if not 0 < p < 1:
+        return torch.full(tuple(shape), p <= 0, device=device)
+    with torch._C.DisableTorchFunction():
+        sample_N = sample_indices(samples, torch.device("cpu") if device is None else device)
+        _, *dims = held_of(shape, cuts)
+        return random_bits(rng.words(layer), sample_N, torch.zeros_like(sample_N), dims, least_kept(p))
 
 
-def hashed(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Returns 24 random bits for each place: its index within its sample, and the two words of the sample's key."""
-    words = _mix32_(place.to(torch.int32) ^ first)
-    return _mix32_(words.add_(second)).bitwise_and_(0xFFFFFF)
+def dropout_factors(keep: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """Returns the factors by which dropout of probability ``p`` multiplies elements: 1 / (1 - p) where kept, else 0.
+
+    >>> dropout_factors(torch.tensor([True, False]), 0.5, torch.float32)
+    tensor([2., 0.])
+    """
+    return keep.view(torch.int8).to(dtype).mul_(1 / (1 - p) if p < 1 else 0.0)  # int8 is converted in vectors
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeyedDropout:
-    """Dropout of one layer with masks from ``rng``; ``cuts`` are the slices of the activation that this rank has.
+    """Dropout of one layer with masks keyed by ``rng``; ``cuts`` are the slices of the activation that this rank has.
 
-    ``rows`` gives the samples, by default the microbatch's; ``tokens`` the cuts of a tensor of one shape, where they
-    depend on the length of its sequences. The samples are in ``dim``, 0 or 1; masks are made with them in dim 0.
+    ``rows()`` returns the indices of the samples, by default the microbatch's. ``tokens(shape)`` returns further cuts
+    of a tensor of that shape, which depend on the length of its sequences. ``dim``, 0 or 1, is the dim of the samples;
+    masks are made with the samples in dim 0. ``traced`` replaces :meth:`factors` in compiled code.
     """
 
     rng: RngTracker
@@ -195,9 +244,19 @@ class KeyedDropout:
     rows: Callable[[], Sequence[int]] | None = None
     tokens: Callable[[Sequence[int]], tuple[DimSlice, ...]] | None = None
     dim: int = 0
+    traced: Callable[[Tensor, float], Tensor] | None = None
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
-        """Returns the input with elements dropped. Raises PlanError unless its samples are in ``dim``."""
+        """Returns the input with dropout applied. Raises PlanError unless its samples are in ``dim``."""
+        if self.traced is not None and torch.compiler.is_dynamo_compiling():
+            return input * self.traced(input, p)
+        return input * self.factors(input, p)
+
+    def factors(self, input: Tensor, p: float) -> Tensor:
+        """Returns the factors by which this call of dropout multiplies the input, and counts the call.
+
+        Raises PlanError unless the samples of the input are in ``dim``.
+        """
         samples = self.rng.samples if self.rows is None else self.rows()
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
@@ -211,12 +270,12 @@ class KeyedDropout:
         part = self.rng.part_of(input) if self.dim == 0 else None
         if part is not None:
             cuts = (*cuts, *part[0])
-        keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
-        scale = 1 / (1 - p) if p < 1 else 0.0
-        keep = keep.to(input.device).to(input.dtype)
+        key = self.rng.call(self.layer)
+        keep = dropout_mask(self.rng, key, shape, cuts, p, samples, input.device).transpose(0, self.dim)
+        factors = dropout_factors(keep, p, input.dtype)
         if part is not None:
-            part[1](keep)
-        return input * (keep * scale)
+            part[1](factors)
+        return factors
 
 
 def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:
@@ -235,12 +294,12 @@ def drop_out_slice(module: nn.Dropout, input: Tensor, cut: DimSlice) -> Tensor:
     """
     if not module.training:
         return input
-    drop: KeyedDropout = module.__dict__["_keyed_dropout"]
-    return _dropout(module, replace(drop, cuts=(*drop.cuts, cut)), input)
+    drop: KeyedDropout = module.__dict__[KEYED_DROPOUT]
+    return _dropout(module, replace(drop, cuts=(*drop.cuts, cut), traced=None), input)
 
 
 def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Callable[..., Any]:
-    """The module's own forward, torch's code, with keyed functions in place of those that drop."""
+    """Returns torch's forward of the module with its dropout replaced by ``drop``."""
 
     def dropout(weights: Tensor, p: float, **_: Any) -> Tensor:
         by_head = weights.view(-1, module.num_heads, *weights.shape[-2:])
@@ -262,7 +321,7 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Calla
 
 
 def with_names(function: Any, **names: Any) -> FunctionType:
-    """Returns a copy of a function in which the given global names have other values.
+    """Returns a copy of a function in which some global names, such as a called function's, are replaced.
 
     >>> def count(things):
     ...     return len(things)
@@ -277,12 +336,14 @@ def with_names(function: Any, **names: Any) -> FunctionType:
 
 
 def keyed_dropout_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor] | None:
-    """Returns the current dropout of a module's attention weights, keyed by :func:`key_dropout`; None without one.
+    """Returns the dropout of a module's attention weights that :func:`key_dropout` set, as a function of the weights.
+
+    It is None if there is none, or if the module is not in training.
 
     >>> keyed_dropout_of(nn.MultiheadAttention(4, 2)) is None
     True
     """
-    drop: KeyedDropout | None = module.__dict__.get("_keyed_dropout")
+    drop: KeyedDropout | None = module.__dict__.get(KEYED_DROPOUT)
     if drop is None or not module.training:
         return None
     return lambda weights_BNTS: drop(weights_BNTS, module.dropout)
@@ -298,8 +359,9 @@ def key_dropout(
 ) -> None:
     """Makes every ``nn.Dropout`` of ``model``, and the dropout of attention weights, compute its masks from ``rng``.
 
-    By layer name: ``cuts`` gives the elements that a layer sees, ``rows`` the samples, where they are not the
-    microbatch's; ``tokens`` the tokens, for a tensor of a given shape. Layers in ``but`` are left as they are.
+    ``cuts``, ``rows`` and ``tokens`` map names of layers to the fields of their :class:`KeyedDropout`: the elements
+    that a layer sees on this rank; the samples, where they are not the microbatch's; and the tokens, for a tensor of a
+    given shape. Layers in ``but`` are left as they are.
 
     >>> model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
     >>> key_dropout(model, rng)
@@ -322,13 +384,13 @@ def key_dropout(
 
 
 def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
-    """Replaces a module's forward by one that drops with masks from ``drop``."""
+    """Replaces a module's forward by one whose dropout masks are those of ``drop``."""
     set_forward(module, Rung.DROPOUT, "masks from the seed, the step and the sample", by="core", forward=forward)
-    module.__dict__["_keyed_dropout"] = drop
+    module.__dict__[KEYED_DROPOUT] = drop
 
 
 def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
-    """Yields the dropouts inside torch's transformer layers that are not ``batch_first``."""
+    """Yields the names of dropouts inside torch's transformer layers that are not ``batch_first``."""
     for path, layer in model.named_modules():
         if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
             yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
@@ -336,9 +398,10 @@ def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A context in which models are built on ``torch.device("meta")``, and no initial values are drawn.
+    """Returns a context in which models are built on the meta device, so that no initial values are drawn or stored.
 
-    Modules remember how their constructors would have filled them, so that a run starts from values like these.
+    Use it to build a model that is too large for one host. Modules remember how their constructors would have filled
+    them, so that a run starts from such values, each rank with its shard alone.
 
     >>> with without_values():
     ...     layer = nn.Embedding(10**9, 4096)

@@ -1,7 +1,7 @@
-"""The ``Strategy`` protocol: what a file of ``strategies/`` must define, and checks that several strategies share.
+"""The ``Strategy`` protocol, which a file of ``strategies/`` implements, and checks that several strategies share.
 
 A strategy is one frozen value with three methods. ``place`` refines the plan (pure, on the meta device), ``apply``
-changes this rank's modules, ``traffic`` states the collectives of a step and shares no code with what records them.
+changes this rank's modules, ``traffic`` states the collectives of a step and shares no code with the recorder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 from torch import nn
 
+from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
@@ -31,51 +33,54 @@ class Strategy(Protocol):
 
     @property
     def name(self) -> str:
-        """The strategy's name in the registry; the collectives that it makes are recorded under it."""
+        """The strategy's name in the registry, under which its collectives are recorded."""
         ...
 
     @property
     def axis(self) -> str:
-        """The mesh axis that it divides work over: its own (``AXIS`` of its file), or another strategy's."""
+        """The mesh axis over which the strategy divides work or state: its own (``AXIS`` of its file) or another's."""
         ...
 
     @property
     def phase(self) -> Literal["operators", "stages", "state"]:
-        """When it refines the plan: operators (layers) first, then pipeline stages, then training state."""
+        """The phase in which the strategy refines the plan: operators (layers), then pipeline stages, then state."""
         ...
 
     @property
     def default(self) -> bool:
-        """Whether a layout that names the axis (``dp4``) uses this strategy without an option."""
+        """Whether a layout that names the axis without an option (``dp4``) uses this strategy."""
         ...
 
     @property
     def options(self) -> Mapping[str, StrategyOption]:
-        """What each layout option does; one with a value shows it in its text: "stages by hand: cut:conv1,conv2"."""
+        """The layout options that the strategy declares, by name; the text of one with a value ends with an example."""
         ...
 
     @property
     def source(self) -> str:
-        """The paper that the strategy implements."""
+        """The paper whose method the strategy implements."""
         ...
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan with this strategy's sharding added. Raises LayoutError: it does not fit the model."""
+        """Returns the plan with this strategy's sharding added.
+
+        Raises LayoutError if the strategy does not fit the model.
+        """
         ...
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Changes this rank's modules and loss, whose parameters are already sharded; returns event hooks."""
+        """Changes this rank's modules and loss, whose parameters are already sharded, and returns its event hooks."""
         ...
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the collective calls of one step on the rank at ``coord``: they must equal what is recorded."""
+        """Returns the collectives and messages of a step on the rank at ``coord``, equal to the recorded ones."""
         ...
 
 
 def apply_in_turn(
     strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
 ) -> tuple[Job, tuple[Applied, ...]]:
-    """Applies the strategies to this rank's modules in order; returns the job and what they add to the run."""
+    """Applies the strategies to this rank's modules in order; returns the job, and each strategy's :class:`Applied`."""
     found = []
     for strategy in strategies:
         own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
@@ -86,10 +91,11 @@ def apply_in_turn(
     return job, tuple(found)
 
 
-def check_samples_apart(model: nn.Module, factor: str) -> None:
-    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in an unknown way.
+def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None = None) -> None:
+    """Raises LayoutError if a layer mixes the samples of a batch, which ``factor`` cuts, in an unsupported way.
 
-    The statistics of torch's own BatchNorms are combined over ranks. Embedding tables that renormalise rows or scale
+    With a ``graph`` of the model, the model's own code is checked too, between layers and in unregistered ones. The
+    statistics of torch's own BatchNorms are combined over ranks. Embedding tables that renormalize rows or scale
     gradients by the tokens they see are errors: they would see one rank's tokens only.
 
     >>> class Halved(nn.BatchNorm1d):
@@ -113,17 +119,32 @@ def check_samples_apart(model: nn.Module, factor: str) -> None:
                 allowed=f"{', '.join(k.__name__ for k in BATCH_NORMS)}, and layers that treat each sample alone",
                 fix="use one of these as it is, or GroupNorm, or LayerNorm",
             )
+    if graph is not None:
+        check_own_code(graph, factor, [path for path, _ in batch_norms(model)])
+
+
+def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ()) -> None:
+    """Raises LayoutError if the model's own code mixes samples, outside of the modules ``shared``, which may."""
+    call = graph.mixing_call(shared)
+    if call is not None:
+        where = f"in '{call.module}'" if call.module else "in the model's own forward"
+        raise LayoutError(
+            f"the model computes a sample's values from other samples of the batch, which '{factor}' cuts",
+            given=f"{call.name} over the samples {where}, whose result goes back into each sample",
+            allowed="code that treats each sample alone, and BatchNorms of torch that are attributes of modules",
+            fix="make a BatchNorm an attribute, not an item of a plain list; or use GroupNorm, LayerNorm or one rank",
+        )
 
 
 TABLE_OPTIONS: Mapping[str, str] = {
     "max_norm": "changes rows by the tokens that one rank sees",
     "scale_grad_by_freq": "counts the tokens that one rank sees",
 }
-"""Options of embedding tables that look at the tokens of the whole batch, and what they do on one rank instead."""
+"""Options of embedding tables that depend on the tokens of the whole batch, and their effect on one rank."""
 
 
 def check_table(path: str, table: nn.Module, factor: str, options: Collection[str] = tuple(TABLE_OPTIONS)) -> None:
-    """Raises LayoutError for an embedding table with one of ``options``, given that ``factor`` cuts tokens or rows."""
+    """Raises LayoutError for an embedding table with one of ``options``, because ``factor`` cuts tokens or rows."""
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
         return
     for option in options:

@@ -1,7 +1,7 @@
-"""Gives ``global_tensor.save`` and ``load`` the checkpoint functions, which their layer may not import itself.
+"""Lets ``global_tensor.save`` and ``load`` call the checkpoint functions, which are in a higher layer.
 
-A lower layer does not import a higher one. It declares here what it needs, and ``shardwright/__init__.py``, which
-imports every layer, provides it.
+A lower layer does not import a higher one. So this file declares the functions, and ``shardwright/__init__.py``, which
+imports every layer, provides them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,20 +15,20 @@ class TensorStore(Protocol):
     def save_tensors(
         self, tensors: Mapping[str, Any], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
     ) -> Path:
-        """Saves global tensors as the checkpoint ``folder/step-N``; returns its path."""
+        """Saves global tensors as the checkpoint ``folder/step-N`` and returns its path: ``global_tensor.save``."""
 
     def load_tensors(self, path: str | Path, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fills global tensors from a checkpoint; returns ``extra``, the user data saved with them."""
+        """Fills global tensors from a checkpoint and returns ``extra``, the user data saved with them."""
 
 
 _PROVIDER: list[Callable[[], TensorStore]] = []
 
 
 def provide_tensor_store(load_store: Callable[[], TensorStore]) -> None:
-    """Sets what imports the checkpoint functions at their first use; ``import shardwright`` calls this once."""
+    """Sets the function that imports the checkpoint functions at their first use; ``import shardwright`` calls it."""
     _PROVIDER[:] = [load_store]
 
 
 def tensor_store() -> TensorStore:
-    """Returns the checkpoint functions for global tensors that were provided."""
+    """Returns the checkpoint functions for global tensors, imported at the first call."""
     return _PROVIDER[0]()

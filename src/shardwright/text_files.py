@@ -1,4 +1,4 @@
-"""Reads text files that a person names: never a device, and never more than such a file can sensibly hold."""
+"""Reads text files that a user names, with limits on their kind and size."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 
-def read_text(path: Path, most_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of a regular file or a pipe.
+def read_text(path: Path, most_bytes: int, encoding: str = "utf-8", *, pipes: bool = True) -> str:
+    """Returns the text of a regular file or, unless ``pipes`` is False, of a pipe, of up to ``most_bytes`` bytes.
 
-    Raises: OSError: it cannot be read, is something else, such as a device, or is longer than ``most_bytes``.
+    Raises: OSError: the file cannot be read, is something else, such as a device, or is longer than ``most_bytes``.
         UnicodeDecodeError: it is no text.
 
     >>> read_text(Path("/dev/null"), 100)
@@ -19,7 +19,7 @@ def read_text(path: Path, most_bytes: int, encoding: str = "utf-8") -> str:
     OSError: [Errno 22] no regular file: '/dev/null'
     """
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+    if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, "a folder" if stat.S_ISDIR(mode) else "no regular file", str(path))
     with path.open("rb") as file:

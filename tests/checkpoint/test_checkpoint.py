@@ -636,3 +636,32 @@ def test_state_is_written_in_files_that_are_copied_one_at_a_time(checkpoints, tm
     assert len(list(tmp_path.glob("step-*/part-00000*.safetensors"))) > 5
     expected, found = whole("dp2/zero3", before), whole("tp2", loaded("tp2", tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_state_of_another_shape_than_its_parameter_loads_as_it_was(tmp_path, line):
+    """Adafactor keeps sums of the rows and columns of a matrix."""
+    model, batch = nn.Linear(3, 2), (torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+
+    def started(world):
+        run = parallelize(model, line, world)
+        return run, run.optimizer(torch.optim.Adafactor, lr=0.1)
+
+    def saved(world):
+        run, optimizer = started(world)
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        save(tmp_path, run, optimizer)
+        return optimizer.state[run.parameters["weight"]]["row_var"]
+
+    def again(world):
+        run, optimizer = started(world)
+        load(tmp_path, run, optimizer)
+        found = optimizer.state[run.parameters["weight"]]["row_var"].clone()
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        return found
+
+    layout = Layout.parse(line)
+    before, after = launch(saved, layout, ranks="threads"), launch(again, layout, ranks="threads")
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -73,7 +73,8 @@ def changed(folder, change, *, new=False):
     path = find(folder) / MANIFEST
     found = json.loads(path.read_text())
     change(found)
-    path.write_text(signed(json.dumps({**found, "version": 2}, indent=1)) if new else json.dumps(found))
+    version = 2 if found["version"] else 0
+    path.write_text(signed(json.dumps({**found, "version": version}, indent=1)) if new else json.dumps(found))
 
 
 # ---- old checkpoints
@@ -155,6 +156,8 @@ WRONG = {
     "a scalar of no dtype": lambda m: m["scalars"]["0.bias"].update(step=["load", 1.0]),
     "a scalar that is text": lambda m: m["scalars"]["0.bias"].update(step=["float32", "1"]),
     "options that replace parameters": lambda m: m["groups"][0]["options"].update(params=[]),
+    "no groups": lambda m: m.update(groups=[]),
+    "version 0": lambda m: m.update(version=0),
     "groups as a table": lambda m: m.update(groups={}),
     "a manifest nested deeply": lambda m: m.update(extra=1),
 }
@@ -168,6 +171,49 @@ def test_a_manifest_outside_of_the_schema_is_refused_and_changes_nothing(old, na
     if name == "a manifest nested deeply":
         (find(old) / MANIFEST).write_text("[" * 100_000)
     assert "is broken" in one(refused, old) or "of another model" in one(refused, old)
+
+
+UNFIT = {
+    "a moment of one parameter is missing": lambda m: m["tensors"].pop("optimizer/0.bias/exp_avg"),
+    "no scalars": lambda m: m["scalars"].clear(),
+    "a step count that is no tensor": lambda m: m["scalars"]["0.bias"].update(step=["", "x"]),
+    "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
+    "betas that are text": lambda m: m["groups"][0]["options"].update(betas=["x", 0.9]),
+    "a parameter of no group": lambda m: m["groups"][0]["parameters"].remove("0.bias"),
+}
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero3", "dp2/zero3/offload:disk"])
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.sampled(6)
+def test_state_with_which_the_optimizer_could_not_step_is_refused_and_changes_nothing(old, name, line):
+    changed(old, UNFIT[name], new=True)
+    for told in launch(refused, 1 if line == "single" else 2, old, line, ranks="threads"):
+        assert "cannot step with the state of" in told or "no param group has '0.bias'" in told
+
+
+class NeedsClosure(torch.optim.SGD):
+    """An optimizer of which no step can be tried."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_steps_cannot_be_tried_is_loaded(tmp_path):
+    def work(world):
+        with without_values():
+            model = nn.Linear(3, 2)
+        run = parallelize(model, "single", world, seed=9)
+        optimizer = run.optimizer(NeedsClosure, lr=1e-2, momentum=0.9)
+        run.step(next(run.shard([(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))])))
+        optimizer.step(None)
+        save(tmp_path, run, optimizer)
+        before = str(optimizer.state_dict())
+        optimizer.state.clear()
+        load(tmp_path, run, optimizer)
+        assert str(optimizer.state_dict()) == before
+
+    one(work)
 
 
 @pytest.mark.parametrize("fails_at", [0, 5, 11])
@@ -223,6 +269,21 @@ def test_a_part_that_is_no_regular_file_is_refused_before_anything_is_opened(old
         part.symlink_to(old / "moved" if kind == "a link" else "/dev/zero")
     monkeypatch.setattr("shardwright.checkpoint.manifest.checksum", None)
     assert "part-00001.safetensors is no regular file" in one(refused, old)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to a device"])
+def test_a_manifest_that_is_no_regular_file_is_never_read(old, kind):
+    step = find(old)
+    manifest = step / "manifest.json"
+    manifest.rename(old / "moved")
+    if kind == "a pipe":
+        os.mkfifo(manifest)
+    elif kind == "a folder":
+        manifest.mkdir()
+    else:
+        manifest.symlink_to("/dev/zero")
+    for path in (old, step):
+        assert "manifest" in one(refused, path)
 
 
 # ---- several steps, several writers

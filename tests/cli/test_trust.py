@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -99,6 +100,38 @@ def test_a_factory_that_the_command_names_too_is_resumed_and_a_file_of_options_c
     assert run(*again[:2], *again[4:], "--config", tmp_path / "options.toml").exit_code == 0
 
 
+NOTES = [
+    {"stdlib": "zz"},
+    {"stdlib": [None, 3]},
+    {"stdlib": {"a": 1}},
+    {"stdlib": []},
+    {"stdlib": [True, "x"]},
+    [1],
+    "x",
+    None,
+]
+
+
+@pytest.mark.parametrize("note", NOTES)
+@pytest.mark.sampled(4)
+def test_a_damaged_note_of_the_data_is_refused_unless_the_data_are_accepted(trained, tmp_path, note):
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    found = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**found, "data": note}))
+    again = ["train", "--resume", "--steps", "2", "--ranks", "threads", "--out", out]
+    assert "add --changed-data" in refused(*again)
+    assert run(*again, "--changed-data").exit_code == 0
+    assert run(*again[:3], "3", *again[4:]).exit_code == 0
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_lock_that_is_a_folder_is_refused(tmp_path, line):
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    told = refused(*TRAIN, "--layout", line, "--out", tmp_path / "run")
+    assert f"'{tmp_path / 'run' / '.lock'}' is no regular file" in told
+
+
 # ---- values and files that nothing can be done with
 
 
@@ -152,9 +185,28 @@ def test_more_ranks_than_the_machine_can_start_are_refused_by_number_in_a_second
     assert not (tmp_path / "run").exists()
 
 
+def test_processes_are_counted_by_the_memory_that_each_needs(tmp_path):
+    words = ["train", "--layout", "dp5000", "--batch", "5000", "--seq", "1", *TINY, "--out", tmp_path / "run"]
+    assert "5,000 ranks that are processes" in refused(*words)
+
+
+def test_a_million_chunks_are_refused_by_number_before_their_schedule_is_written():
+    begun_s = time.process_time()
+    assert "of 1000000 chunks each" in refused("show", "--layout", "pp2/interleaved:v1000000 mb4", *TINY)
+    assert time.process_time() - begun_s < 2
+
+
 def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
     assert "1,000,000 ranks" in run("show", "--layout", "dp1000000", *TINY).stdout
     assert "cannot be cut into 1048576 stages" in refused("show", "--layout", "pp1048576", *TINY)
+
+
+def test_plan_takes_a_million_ranks_in_seconds():
+    begun_s = time.process_time()
+    words = ["plan", "--layout", "dp1000000", "--cluster", "a100-80gb:125000x8", "--batch", "1000000", "--seq", "16"]
+    found = run(*words, "--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4")
+    assert "dp1000000: " in found.stdout
+    assert time.process_time() - begun_s < 20
 
 
 def test_a_model_of_ones_own_that_cannot_take_the_data_is_refused_by_train_too(tmp_path):
@@ -195,8 +247,13 @@ def test_the_seed_of_a_sample_is_checked(trained):
     assert "the seed is out of range" in refused("sample", "--from", trained, "--seed", "9" * 20)
 
 
-def test_ctrl_c_while_the_command_imports_ends_it_in_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+def code_that_signals(name):
+    return f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\n"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_stop_signal_while_the_command_imports_ends_it_in_one_line(tmp_path, name):
+    (tmp_path / "torch.py").write_text(f"{code_that_signals('SIGUSR1')}{code_that_signals(name)}time.sleep(9)\n")
     source = Path(shardwright.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{source}"}
     for command in (["-m", "shardwright.cli"], [tmp_path / "shardwright"]):
@@ -205,6 +262,35 @@ def test_ctrl_c_while_the_command_imports_ends_it_in_one_line(tmp_path):
             [sys.executable, *command, "--help"], env=environment, capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):
+    signals = code_that_signals("SIGUSR1") + code_that_signals("SIGTERM")
+    (tmp_path / "shardwright").write_text(
+        f"import sys, shardwright.cli\nfound = sys.modules['shardwright.cli.main']\n"
+        f"found.app = lambda: exec({signals!r})\nfound.main()\n"
+    )
+    done = subprocess.run([sys.executable, tmp_path / "shardwright"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_signals_that_the_command_is_started_to_ignore_stay_ignored(tmp_path):
+    names = ("SIGHUP", "SIGINT", "SIGUSR1")
+    (tmp_path / "torch.py").write_text("".join(map(code_that_signals, names)) + "os._exit(7)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
+    ignored = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN); " for name in names)
+    code = f"import os, signal, sys; {ignored}os.execv(sys.executable, ['python', '-m', 'shardwright.cli'])"
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 7
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_program_that_imports_the_library_keeps_its_signals(tmp_path, name):
+    now = f"signal.getsignal(signal.{name})"
+    code = f"import signal; before = {now}; import shardwright.cli.main; assert {now} is before"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    (tmp_path / "bench.py").write_text(code)
+    words = [sys.executable, str(tmp_path / "bench.py"), "shardwright", "-m", "shardwright.cli"]
+    assert subprocess.run(words, check=False).returncode == 0
 
 
 # ---- export

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+collect_ignore = ["calls_of_torch.py"]  # a program: imported, it would make a process group in the tests' own process
+
 
 @pytest.fixture
 def within_2_s():

@@ -192,8 +192,14 @@ def scenario_sums_repeat_bit_for_bit_and_are_equal_on_every_rank(world: World) -
 # ---- messages
 
 
+def connected(axis: Axis) -> Axis:
+    """The axis, on which any two members may send each other messages."""
+    axis.connect(list(permutations(range(axis.size), 2)))
+    return axis
+
+
 def scenario_messages_arrive_in_the_order_in_which_they_were_sent(world: World) -> None:
-    axis = world.everyone()
+    axis = connected(world.everyone())
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     for number in range(3):
         axis.send(held_by(10 * world.rank + number, number + 1, 2).T, after)
@@ -203,7 +209,7 @@ def scenario_messages_arrive_in_the_order_in_which_they_were_sent(world: World) 
 
 
 def scenario_what_was_sent_may_be_overwritten_once_the_wait_is_over(world: World) -> None:
-    axis = world.everyone()
+    axis = connected(world.everyone())
     if axis.index == 0:
         message = held_by(0, 4)
         pending = [axis.send_async(message, to) for to in range(1, axis.size)]
@@ -217,7 +223,7 @@ def scenario_what_was_sent_may_be_overwritten_once_the_wait_is_over(world: World
 
 
 def scenario_a_message_may_be_asked_for_before_it_is_sent(world: World) -> None:
-    axis = world.everyone()
+    axis = connected(world.everyone())
     if axis.index == 0:
         pending = [axis.receive_async((3,), torch.int64, source) for source in range(1, axis.size)]
         axis.barrier()
@@ -226,6 +232,19 @@ def scenario_a_message_may_be_asked_for_before_it_is_sent(world: World) -> None:
     else:
         axis.barrier()
         axis.send(held_by(world.rank, 3, dtype=torch.int64), 0)
+
+
+def scenario_messages_to_all_members_at_once_meet(world: World) -> None:
+    axis = world.everyone()
+    others = [i for i in range(axis.size) if i != axis.index]
+    with world.recorder.recording() as records:
+        sends = {to: held_by(world.rank, to, 2) for to in others}
+        found = axis.send_and_receive_async(sends, dict.fromkeys(others, (axis.index, 2)), torch.float64).wait()
+    for source in others:
+        same(found[source], held_by(axis.ranks[source], axis.index, 2))
+    sent = sum(16 * to for to in others)
+    assert sum(record.num_bytes for record in records if record.kind == "send") == sent
+    assert [record.kind for record in records].count("receive") == (len(others) if axis.index else 0)
 
 
 # ---- axes
@@ -281,7 +300,7 @@ def scenario_two_meshes_live_side_by_side(world: World) -> None:
 
 
 def scenario_every_call_is_recorded_with_its_payload(world: World) -> None:
-    axis = world.everyone().for_strategy("someone")
+    axis = connected(world.everyone().for_strategy("someone"))
     sizes = uneven(axis)
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     with world.recorder.recording() as records:

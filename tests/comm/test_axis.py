@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm.scenarios import SCENARIOS
-from shardwright.comm.launch import launch, run_on_threads
+from shardwright.comm.backends.threads import ThreadTransport
+from shardwright.comm.backends.through_host import ChannelThroughHost
+from shardwright.comm.launch import launch, run_on_threads, run_threads
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError
 from shardwright.mesh import Mesh
@@ -24,6 +26,17 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.in
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removeprefix("scenario_"))
 def test_threads_do_what_every_backend_must(scenario, num_ranks):
     launch(scenario, num_ranks, ranks="threads")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removeprefix("scenario_"))
+def test_channels_through_the_host_do_what_every_backend_must(scenario, monkeypatch):
+    make = ThreadTransport.channel
+
+    def through_host(transport, groups):
+        return {place: ChannelThroughHost(channel) for place, channel in make(transport, groups).items()}
+
+    monkeypatch.setattr(ThreadTransport, "channel", through_host)
+    run_threads(scenario, 3)
 
 
 def test_scenarios_can_be_sent_to_other_processes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -19,10 +20,38 @@ def test_ranks_that_end_without_a_word_are_explained():
         raise failure
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_for_others_in_vain_says_which_it_is_and_how_long(monkeypatch, rank):
-    monkeypatch.setattr(processes, "rendezvous", lambda *_, **__: iter([(HashStore(), rank, 2)]))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_waits_for_others_in_vain_says_which_are_missing_and_where_those_that_came_are(monkeypatch, rank):
+    store = HashStore()
+    store.set("shardwright/1", "key@elsewhere")
+    monkeypatch.setattr(processes, "_connected", lambda *_: store)
     monkeypatch.setattr(processes, "_START_S", 0.05)
     with pytest.raises(failures.LostPartnerError, match=f"not all ranks that torchrun started.*{PARTS}") as found:
-        processes._new_store(rank, 2, timedelta())
-    assert f"rank {rank} of 2, which has waited 0.05 s" in str(found.value)
+        processes._new_store(rank, 4, timedelta())
+    missing = "ranks 2 to 3" if rank == 0 else "ranks 0, 3"
+    there = "ranks 0 to 1" if rank == 0 else "ranks 1 to 2"
+    hosts = ", ".join(sorted({"elsewhere", socket.gethostname()}))
+    assert f"after 0.05 s {missing} of 4 had not come; {there} had, on {hosts}" in str(found.value)
+
+
+def test_a_rank_that_does_not_find_the_others_says_where_it_looked(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(processes, "_START_S", 0.3)
+    with pytest.raises(
+        failures.LostPartnerError, match=f"the rank at which all others meet has not come{PARTS}"
+    ) as found:
+        processes._new_store(1, 2, timedelta())
+    assert f"rank 1, which tried 127.0.0.1 port {port} for up to 0.3 s" in str(found.value)
+
+
+def test_the_first_rank_opens_the_store_and_names_those_that_never_come(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(processes, "_START_S", 0.3)
+    with pytest.raises(failures.LostPartnerError, match=r"after 0.3 s rank 1 of 2 had not come; rank 0 had, on"):
+        processes._new_store(0, 2, timedelta())

@@ -224,6 +224,22 @@ def _some(targets: torch.Tensor) -> torch.Tensor:
     return ignored
 
 
+class Blocks(nn.Module):
+    """Blocks that ``make`` gives, one after the other, between two layers: numbers of 8 features in, 5 out."""
+
+    def __init__(self, make, num=3, num_in=8):
+        super().__init__()
+        self.first = nn.Linear(num_in, 8)
+        self.blocks = nn.ModuleList(make() for _ in range(num))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 def _gpt(style: str, **settings) -> GPTConfig:
     small = {
         "vocabulary": 19,

@@ -179,6 +179,7 @@ def test_what_an_axis_of_its_own_saves_another_loads_bit_for_bit(line, other, tm
     check_same_bits(line_of(DEEP, line), line_of(DEEP, other), DEEP, tmp_path)
 
 
+@pytest.mark.of_threads  # what stands in for NCCL keeps copies of its own
 @pytest.mark.parametrize("line", ["xp2", "xp2 dp2/zero1", "yp2"])
 def test_the_ledger_predicts_the_peak_of_a_strategy_with_an_axis_of_its_own(line):
     check_close(plain, line, data())

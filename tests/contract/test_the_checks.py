@@ -219,6 +219,7 @@ def test_a_strategy_that_refuses_on_one_rank_alone_is_caught():
         check_refused("dp2", MLP.model, strategies=[Wrong(DATA, {"apply": apply})])
 
 
+@pytest.mark.of_threads
 def test_a_strategy_that_refuses_on_one_rank_while_the_others_wait_is_caught():
     def apply(job, axes, plan):
         if axes["dp"].index == 1:

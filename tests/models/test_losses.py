@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -126,3 +128,23 @@ def test_a_model_with_such_an_output_is_refused_on_every_rank_in_the_same_words(
 
     (text,) = set(launch(work, 2, ranks="threads"))
     assert "given:   dict with logits" in text
+
+
+@dataclass
+class Scored:
+    loss: torch.Tensor | None
+    scores: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "fix"),
+    [
+        (Scored(None, torch.zeros(2, 3)), torch.zeros(2), "sw.CrossEntropy()(output.scores, targets)"),
+        ((torch.zeros(2, 3), 1), torch.zeros(2), "sw.CrossEntropy()(output[0], targets)"),
+        (torch.zeros(2, 3), None, "give batches of pairs (inputs, targets)"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_a_line_that_works(output, targets, fix):
+    with pytest.raises(PlanError, match="takes one tensor as") as found:
+        CrossEntropy()(output, targets)
+    assert str(found.value).endswith(fix)

@@ -107,6 +107,18 @@ def test_a_loader_that_splits_the_samples_itself_is_refused():
         assert "write DataLoader(data, batch_size=<global>" in text
 
 
+def test_a_generator_over_such_a_loader_is_refused_too():
+    data = TensorDataset(X, Y)
+
+    def work(run):
+        sampler = DistributedSampler(data, num_replicas=2, rank=run.world.rank)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        assert len(list(run.shard((x, y) for x, y in DataLoader(data, batch_size=2)))) == 3
+        return refused(next, run.shard((x, y) for x, y in loader))
+
+    assert all("DistributedSampler(num_replicas=2)" in text for text in on_ranks("dp2", work))
+
+
 @pytest.mark.parametrize("method", ["step", "evaluate", "timeline", "accumulate"])
 def test_a_plain_pair_in_place_of_a_part_is_refused(method):
     def work(run):
@@ -193,9 +205,11 @@ def test_sizes_that_do_not_tell_where_the_classes_are_are_refused():
     ],
 )
 def test_what_is_no_loss_is_refused_before_anything_is_sent(loss, fix):
+    model = plain()
+
     def work(world):
         with world.recorder.recording() as records:
-            text = refused(parallelize, plain(), "dp2", world, loss=loss)
+            text = refused(parallelize, model, "dp2", world, loss=loss)
         return text, len(records)
 
     for text, num_sent in launch(work, 2, ranks="threads"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +118,21 @@ def test_clipping_by_torch_is_refused_where_a_rank_has_a_part_of_the_gradients(l
         return refused(lambda: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3))
 
     assert all("write run.clip_grad_norm_(max_norm)" in text for text in on_ranks(line, work))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2 mb2"])
+def test_clipping_in_two_parts_is_refused_too(line):
+    def work(run):
+        run.step(next(run.shard([batch()])))
+        own = [*run.parameters.values()]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        return [refused(partial(clip, own, 1e-3, norm)) for clip in CLIPS]
+
+    for texts in on_ranks(line, work):
+        assert all("write run.clip_grad_norm_(max_norm)" in text for text in texts)
+
+
+CLIPS = (torch.nn.utils.clip_grads_with_norm_, torch.nn.utils.clip_grad.clip_grads_with_norm_)
 
 
 def test_clipping_by_torch_is_right_where_every_rank_has_all_gradients():
@@ -248,3 +265,99 @@ def test_groups_by_the_dims_of_slices_are_refused_since_all_slices_have_one(line
 
     for text in on_ranks(line, work):
         assert "parameters=lambda name, shape: {'weight_decay': 0.1} if len(shape) > 1 else {}" in text
+
+
+def by_dims(run):
+    parameters = run.parameters.values()
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp2/zero1"])
+def test_groups_by_the_dims_of_slices_are_refused_of_optimizers_made_by_hand_too(line):
+    def work(run):
+        optimizer = torch.optim.AdamW(by_dims(run), lr=0.1)
+        run.step(next(run.shard([batch()])))
+        return refused(optimizer.step)
+
+    for text in on_ranks(line, work):
+        assert "group 0 has no parameter, and this rank stores slices of one dim" in text
+        assert "parameters=lambda name, shape: {'weight_decay': 0.1} if len(shape) > 1 else {}" in text
+
+
+def by_dim_each(parameters, _):
+    """As some training scripts have it: a group for each parameter."""
+    return [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in parameters]
+
+
+def by_dims_where_any(parameters, run):
+    return [group for group in by_dims(run) if group["params"]]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("groups", [by_dim_each, by_dims_where_any])
+def test_groups_that_all_say_that_nothing_decays_are_refused_of_slices(groups, kind):
+    def work(run):
+        found = groups([*run.parameters.values()], run)
+        text = refused(lambda: run.optimizer(kind, found, lr=0.1))
+        without = [{"params": group["params"]} for group in found]
+        for optimizer in (
+            run.optimizer(kind, without, lr=0.1, weight_decay=0.0),
+            run.optimizer(kind, parameters=lambda name, shape: {"weight_decay": 0.0}, lr=0.1),
+        ):
+            assert optimizer.param_groups[0]["weight_decay"] == 0.0
+            run.step(next(run.shard([batch()])))
+            optimizer.step()
+        return text
+
+    for text in on_ranks("dp2/zero1", work):
+        assert "no group of the optimizer decays, and this rank stores slices of one dim" in text
+        assert "parameters=lambda name, shape: {'weight_decay': 0.1} if len(shape) > 1 else {}" in text
+    assert len(on_ranks("dp2", lambda run: run.optimizer(kind, groups([*run.parameters.values()], run), lr=0.1))) == 2
+
+
+def test_groups_by_the_dims_of_slices_are_refused_on_every_stage_of_a_pipeline():
+    def work(run):
+        return refused(lambda: run.optimizer(torch.optim.AdamW, by_dims(run), lr=0.1))
+
+    for text in on_ranks("pp2 mb2 dp2/zero3", work):
+        assert "this rank stores slices of one dim" in text
+
+
+def test_a_stage_that_has_no_matrix_to_decay_may_have_none():
+    """The table of the first stage is not decayed, by its name; the layer of the second is."""
+
+    def work(run):
+        own = run.parameters.items()
+        groups = [
+            {"params": [p for name, p in own if name == "2.weight"], "weight_decay": 0.1},
+            {"params": [p for name, p in own if name != "2.weight"], "weight_decay": 0.0},
+        ]
+        return len(run.optimizer(torch.optim.AdamW, groups, lr=0.1).param_groups)
+
+    assert on_ranks("pp2 mb2 dp2/zero3", work) == [2] * 4
+
+
+def test_groups_by_name_may_decay_vectors_alone():
+    def work(run):
+        own = run.parameters.items()
+        groups = [{"params": [p for name, p in own if "bias" in name], "weight_decay": 0.1},
+                  {"params": [p for name, p in own if "bias" not in name], "weight_decay": 0.0}]  # fmt: skip
+        return len(run.optimizer(torch.optim.AdamW, groups, lr=0.1).param_groups)
+
+    assert on_ranks("dp2/zero3", work) == [2, 2]
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+def test_gradients_of_a_first_try_of_the_model_hide_no_optimizer_that_trains_nothing(line):
+    model = plain()
+    nn.functional.cross_entropy(model(batch()[0]), batch()[1]).backward()
+
+    def work(run):
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.step(next(run.shard([batch()])))
+        return refused(optimizer.step)
+
+    assert all("AdamW.step() would train nothing" in text for text in on_ranks(line, work, model))

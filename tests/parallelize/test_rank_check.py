@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import nn
 
 from shardwright import launch, parallelize
+from shardwright.comm.agreement import tensor_digest
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
+from shardwright.parallelize.rank_check import some_elements
 from shardwright.plan.plan import Job
 
 LINES = ("dp2", "tp2", "dp2/zero3", "dp2x2/zero3", "dp2 tp2", "pp2 mb2", "tp2x2/2d", "dp2 bf16")
@@ -58,6 +62,27 @@ def test_a_rank_that_skips_an_update_is_named(line):
     assert len(set(found)) == 1
     assert "in the updates" in found[0]
     assert "rank 1 differs from rank 0" in found[0] or "rank 0 differs from rank 1" in found[0]
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3"])
+def test_another_learning_rate_for_one_update_between_two_comparisons_is_named(line):
+    def harm(run, step, optimizer, batch):
+        optimizer.param_groups[0]["lr"] = 0.2 if run.world.rank == 1 and step == 0 else 0.1
+        return True, batch
+
+    found = trained(line, harm, check_every=2)
+    assert len(set(found)) == 1
+    assert "in the updates: rates of all updates" in found[0]
+
+
+def test_another_number_of_samples_between_two_comparisons_is_named():
+    def harm(run, step, optimizer, batch):
+        few = run.world.rank == 1 and step == 1
+        return True, (X[:6], Y[:6]) if few else batch
+
+    found = trained("dp2/zero3", harm, check_every=2)
+    assert len(set(found)) == 1
+    assert "in the step: samples of all steps" in found[0]
 
 
 @pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "dp2x2/zero3"])
@@ -110,6 +135,43 @@ def test_other_samples_in_a_tensor_parallel_group_are_named(line):
     assert len(set(found)) == 1
     assert "in the batch: tensor 0" in found[0]
     assert "the same order of the samples" in found[0]
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "dp2 tp2", "pp2 dp2 mb2", "tp2x2/2d"])
+def test_global_batches_in_another_order_are_named(line):
+    def harm(run, step, optimizer, batch):
+        ours = (
+            [*range(8)]
+            if run.axes.get("dp", run.axes.get("row", run.axes["world"])).index == 0
+            else [*range(7, -1, -1)]
+        )
+        return True, (X[ours], Y[ours])
+
+    found = trained(line, harm)
+    assert len(set(found)) == 1
+    assert "in the global batch: tensor 0" in found[0]
+    assert "a generator with one seed" in found[0]
+
+
+@pytest.mark.parametrize(("shape", "count"), [((1,), 1), ((4,), 4), ((0, 3), 0), ((256, 16), 241), ((300, 8, 8), 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_some_elements_of_any_tensor_are_compared_in_all_places_of_a_sample(shape, count, dtype):
+    (found,) = some_elements(torch.arange(prod(shape)).view(shape).to(dtype))
+    assert len(found) == count
+    assert tensor_digest(found)
+    places = some_elements(torch.arange(prod(shape)).view(shape))[0] % max(1, prod(shape[1:]))
+    assert len(places.unique()) == min(count, prod(shape[1:]))
+
+
+def test_parts_of_batches_that_ranks_loaded_alone_are_not_compared_with_others():
+    model = plain()
+
+    def work(world):
+        run = parallelize(model, "dp2", world, check_every=1)
+        mine = run.share(8)
+        return run.step(run.part(X[mine.start : mine.stop], Y[mine.start : mine.stop], 8)).isfinite().item()
+
+    assert launch(work, 2, ranks="threads") == [True, True]
 
 
 def test_another_number_of_samples_is_named_before_anything_is_computed():

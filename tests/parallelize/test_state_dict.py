@@ -45,6 +45,36 @@ def on_ranks(line, work, model=None):
     return launch(lambda world: work(parallelize(model, line, world)), Layout.parse(line), ranks="threads")
 
 
+@pytest.mark.parametrize(
+    "line", ["dp2 bf16", "dp2 tp2 bf16", "dp2/zero1 fp16", "pp2 mb2 bf16", "dp2/zero1", "dp2/zero3"]
+)
+def test_values_that_the_next_update_would_undo_are_refused(line):
+    def work(run):
+        with pytest.raises(PlanError, match="would be undone by the next update") as found:
+            run.model.load_state_dict(other.state_dict())
+        if line == "dp2 bf16":  # a copy, as of averages, is no business of the run's optimizer
+            copy.deepcopy(run.model).load_state_dict(other.state_dict())
+        return str(found.value)
+
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    assert all("write to run.parameters[name] and call run.changed()" in text for text in on_ranks(line, work, model))
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2 mb2"])
+def test_values_that_are_loaded_into_the_model_stay_where_its_own_parameters_are_updated(line):
+    model, other = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def work(run):
+        run.model.load_state_dict(other.state_dict())
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.0)
+        run.step(next(run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])))
+        optimizer.step()
+        return run.state_dict()["weight"]
+
+    for found in on_ranks(line, work, model):
+        assert torch.equal(found, other.weight)
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_the_full_state_is_that_which_the_plain_model_loads(line):
     line = line.replace("mb2", "mb2/own-statistics")

@@ -16,5 +16,10 @@ def test_every_file_of_the_source_that_is_no_code_is_declared_as_package_data():
     found = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert {"page.css", "page.html", "timeline.css", "timeline.html", "timeline.js"} <= {path.name for path in found}
     for path in found:
-        package = ".".join(path.parent.relative_to(SOURCE.parent).parts)
-        assert any(path.match(pattern) for pattern in declared.get(package, ())), f"{path} is not installed"
+        folders = [folder for folder in path.parents if folder == SOURCE or SOURCE in folder.parents]
+        patterns = {
+            folder / pattern
+            for folder in folders
+            for pattern in declared.get(".".join(folder.relative_to(SOURCE.parent).parts), ())
+        }
+        assert any(path.match(str(pattern)) for pattern in patterns), f"{path} is not installed"

@@ -9,9 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contract import cases
 from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
 from shardwright import launch, parallelize, verify
 from shardwright.errors import PlanError
+from shardwright.layout import Layout
+from shardwright.models import CrossEntropy
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 
 NAMED = {case.name: case for case in CASES}
 
@@ -38,20 +43,9 @@ def test_what_is_computed_again_is_that_of_one_device_and_sends_what_is_stated(l
     check_traffic(line, NAMED[name])
 
 
-class Blocks(nn.Module):
-    """Blocks that ``make`` gives, one after the other, between two layers."""
-
+class Blocks(cases.Blocks):
     def __init__(self, make, num=2):
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(make() for _ in range(num))
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+        super().__init__(make, num, num_in=6)
 
 
 def wide():
@@ -83,6 +77,7 @@ def doubled():
 
 MADE = [("dp2", wide, (5,)), ("tp2", wide, (5,)), ("dp2", doubled, (5,)), ("dp2", normed, (6,))]
 MADE += [("dp2 tp2", normed, (6,)), ("tp2", Encoder, (3, 4))]
+MADE += [("pp2/1f1b mb2", wide, (5,)), ("pp2/1f1b mb2 dp2/zero3 tp2", doubled, (8,)), ("pp4 mb2", wide, (5,))]
 
 
 @pytest.mark.parametrize("word", ["full", "selective"])
@@ -122,15 +117,17 @@ class Counts(TorchDispatchMode):
 
 
 def calls_of(line):
+    model = Blocks(wide)
+
     def work(world):
-        run = parallelize(Blocks(wide), line, world)
+        run = parallelize(model, line, world)
         (mine,) = run.shard([batch(5)])
         run.step(mine)
         with Counts() as counts:
             run.step(mine)
         return counts.calls
 
-    return launch(work, 1, ranks="threads")[0]
+    return sum(launch(work, Layout.parse(line), ranks="threads"), Counter())
 
 
 def test_full_computes_products_again_as_far_as_they_are_wanted_and_selective_none():
@@ -140,6 +137,19 @@ def test_full_computes_products_again_as_far_as_they_are_wanted_and_selective_no
     assert plain["tanh"] == 2
     assert full["tanh"] == 4
     assert selective["tanh"] == 4
+
+
+def test_blocks_of_a_sequence_of_layers_are_offloaded_in_stages_too():
+    plan, _ = make_plan(Job(Blocks(wide), CrossEntropy()), Layout.parse("pp2 mb2 recompute:offload"))
+    called = {name for chunk in range(2) for name in plan.stages.chunked.calls_of(chunk)}
+    assert plan.offloaded_activations == ("blocks.0", "blocks.1")
+    assert called >= set(plan.offloaded_activations)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2 recompute:full", "pp2/1f1b mb2 recompute:blocks.*"])
+def test_blocks_of_a_sequence_of_layers_are_computed_again_in_stages_too(line):
+    assert calls_of("pp2 mb2")["addmm"] == 12
+    assert calls_of(line)["addmm"] == 20
 
 
 def test_a_pattern_names_what_is_computed_again():

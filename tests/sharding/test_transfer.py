@@ -136,19 +136,18 @@ def test_every_destination_adds_the_terms_in_the_same_order():
         assert orders == [(2, False), (1, True), (0, True), (3, True)]
 
 
-def test_a_plan_of_64_to_64_ranks_takes_under_a_tenth_of_a_second():
+def test_a_plan_of_64_to_64_ranks_takes_a_tenth_of_a_processor_second_at_most_one_for_4096_messages():
     whole, mesh = TensorLayout.whole((4096, 4096)), Mesh(tp=64)
     rows = whole.cut("tp", 0, balanced_ranges(4096, 64)).by_rank(mesh)
     columns = whole.cut("tp", 1, balanced_ranges(4096, 64)).by_rank(mesh)
     few = whole.cut("tp", 0, balanced_ranges(4096, 64)).by_rank(mesh)
-    fastest = []
-    for old, new in ((rows, few), (rows, columns)):
-        began = time.perf_counter()
-        transfer = plan_transfer(old, new)
-        fastest.append((time.perf_counter() - began, len(transfer.messages)))
-    assert [count for _, count in fastest] == [64, 4096]
-    assert fastest[0][0] < 0.1
-    assert fastest[1][0] < 1.0  # every rank sends to every rank
+    for new, number, limit_s in ((few, 64, 0.1), (columns, 4096, 1.0)):
+        seconds = []
+        for _ in range(3):  # of several the fastest: other work on the machine does not count
+            began = time.process_time()
+            assert len(plan_transfer(rows, new).messages) == number
+            seconds.append(time.process_time() - began)
+        assert min(seconds) < limit_s
 
 
 def test_fused_weights_change_tensor_parallel_size():

@@ -25,7 +25,7 @@ def refused(kind, call, *args, **named):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("grace_s", value) for value in (NAN, INFINITY, -1.0, 0)),
+        *(("grace_s", value) for value in (NAN, INFINITY, -1.0, 0, 1e300)),
         *((key, value) for key in ("lr", "clip", "weight_decay", "timeout_s") for value in (NAN, INFINITY, -1.0)),
         *((key, 0) for key in ("batch", "seq", "steps", "eval_batches", "timeout_s")),
         *((key, -1) for key in ("batch", "steps", "warmup", "save_every", "keep", "eval_every", "stop_at")),

@@ -17,11 +17,13 @@ import torch
 from typer.testing import CliRunner
 
 from shardwright.checkpoint import saving
-from shardwright.checkpoint.manifest import steps_in
+from shardwright.checkpoint.manifest import read, steps_in
+from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
 from shardwright.errors import CheckpointError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.step import TrainStep
 from shardwright.runtime.executor import Executor
 from shardwright.train import emergency, loop, progress
 from shardwright.train.config import TrainConfig
@@ -111,6 +113,31 @@ def test_rows_are_cut_off_where_there_is_no_room_for_a_copy(tmp_path):
     with small_files(1):
         cut_metrics(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+DAMAGED = [b'{"loss": 1}', b"[1]", b"null", b"\xff\xfe\x00", b'{"step": "a"}', b'{"step": true}', b"[" * 100_000]
+DAMAGED += [b'{"step": %s}' % (b"9" * 5000), b'{"step": 1, "loss": "a"}', b'{"step": 1, "lr": NaN}', b'{"st', b"", b"3"]
+DAMAGED += [
+    b'{"step": 1, "memory_bytes": 7}',
+    b'{"step": 1, "memory_bytes": ["a"]}',
+    b'{"step": 1, "loss": 1' + b"0" * 400 + b"}",
+]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_damaged_rows_of_metrics_are_dropped_with_one_warning_and_the_run_goes_on(tmp_path, capsys, place):
+    out = tmp_path / "run"
+    train(config(stop_at=2), out, ranks="threads")
+    path = out / "metrics.jsonl"
+    rows = path.read_bytes().splitlines()
+    path.write_bytes(b"".join(line + b"\n" for line in [*rows[:place], *DAMAGED, *rows[place:]]))
+    capsys.readouterr()
+    found = CliRunner().invoke(app, ["train", "--resume", "--steps", "5", "--ranks", "threads", "--out", str(out)])
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert found.stderr.count("warning") == 1
+    assert f"{len(DAMAGED)} damaged rows of '{path}' were removed; the run goes on" in found.stderr
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2, 3, 4, 5]
+    assert path.read_bytes().splitlines()[:2] == rows
 
 
 def test_a_run_resumed_on_a_full_disk_goes_on(tmp_path, monkeypatch, capsys):
@@ -207,13 +234,69 @@ def test_it_is_said_once_whether_the_last_step_could_be_saved(tmp_path, monkeypa
     assert ("step 3 could not be saved: [Errno 28] No space left on device" in said) == bool(full)
 
 
-@pytest.mark.parametrize(("why", "options"), [("buffers", {}), ("updates in the backward", {"clip": 0})])
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2 fp16", "dp2/zero3 fp16"])
+@pytest.mark.parametrize("clip", [0, 1])
+@pytest.mark.parametrize("name", ["step", "take"])
+@pytest.mark.sampled(6)
+def test_an_error_before_the_update_saves_the_last_step_without_clipping_and_in_fp16_too(
+    tmp_path, monkeypatch, line, clip, name
+):
+    options = {"layout": line, "clip": clip}
+    train(config(**options), tmp_path / "whole", ranks="threads")
+    plain = TrainStep.take
+
+    def broken(self, *given):
+        plain(self, *given)  # which has updated the loss scale
+        raise BrokenError("in take")
+
+    if name == "take":
+        monkeypatch.setattr(TrainStep, "take", lambda self, *given: (broken if given[2] == 3 else plain)(self, *given))
+    else:
+        breaks(monkeypatch, Run, name, Layout.parse(line).num_ranks - 1, 4)
+    with pytest.raises(RankFailedError, match=f"BrokenError: in {name}"):
+        train(config(**options), tmp_path / "run", ranks="threads")
+    monkeypatch.undo()
+    assert saved_in(tmp_path / "run") == [3]
+    assert train(config(**options), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
+    found, expected = ([row["loss"] for row in read_metrics(tmp_path / run)] for run in ("run", "whole"))
+    assert found == expected
+    scales = [
+        read(tmp_path / run / "checkpoints" / "step-00000005").scalars.get(LOSS_SCALE) for run in ("run", "whole")
+    ]
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "why"),
+    [
+        (
+            {"clip": 0, "layout": "dp2/zero3/offload:disk"},
+            "run",
+            "offloaded state is updated while gradients are computed",
+        ),
+        ({}, "step", "had begun to update the parameters"),
+    ],
+)
+def test_a_last_step_that_cannot_be_saved_is_said_with_the_reason(tmp_path, monkeypatch, capsys, options, name, why):
+    breaks(monkeypatch, Executor if name == "run" else torch.optim.AdamW, name, 1, 4)
+    with pytest.raises(RankFailedError, match=f"BrokenError: in {name}"):
+        train(config(**{"layout": "dp2", **options}), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == []
+    said = capsys.readouterr().err
+    assert said.count("step 3, the last that was complete, is not saved: ") == 1
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [("buffers", {}), ("updates in the backward", {"clip": 0, "layout": "dp2/zero3/offload:disk"})],
+)
 def test_a_state_that_the_step_may_have_changed_is_not_saved(tmp_path, monkeypatch, why, options):
     if why == "buffers":
         monkeypatch.setattr(emergency, "kept_buffers", lambda model: {"mean": torch.tensor([next(count)])})
     breaks(monkeypatch, Executor, "run", 1, 4)
     with pytest.raises(RankFailedError, match="BrokenError: in run"):
-        train(config(layout="dp2", save_every=2, **options), tmp_path / "run", ranks="threads")
+        train(config(**{"layout": "dp2", "save_every": 2, **options}), tmp_path / "run", ranks="threads")
     assert saved_in(tmp_path / "run") == [2]
 
 
@@ -369,6 +452,28 @@ def test_the_next_attempt_of_a_run_without_a_checkpoint_starts_anew(tmp_path, mo
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(config(), out, ranks="threads")["steps"] == 5
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("flags", [{}, {"resume": True}])
+def test_the_next_attempt_checks_what_a_resume_checks(tmp_path, monkeypatch, counted, flags):
+    text, out = tmp_path / "text", tmp_path / "run"
+    text.write_bytes(bytes(range(256)) * 16)
+    if not counted:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    train(config(stop_at=3, data=str(text), layout="dp2"), out, ranks="threads")
+    if counted:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    before = (out / "run.json").read_bytes()
+    for changed in ({"seed": 9}, {"batch": 4}, {"settings": {**SMALL, "width": 16}}):
+        with pytest.raises(PlanError, match=f"a resumed run cannot change '{next(iter(changed))}'"):
+            train(config(data=str(text), **changed), out, ranks="threads", **flags)
+    text.write_bytes(bytes(range(256)) * 8)
+    with pytest.raises(PlanError, match="the data have changed since the run was started"):
+        train(config(data=str(text)), out, ranks="threads", **flags)
+    assert (out / "run.json").read_bytes() == before
+    accepted = train(config(data=str(text)), out, ranks="threads", changed_data=True, **flags)
+    assert (accepted["steps"], accepted["layout"]) == (5, "single")
 
 
 def test_auto_fit_takes_the_ranks_that_are_there_and_says_so(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""Analyses of a user's model before it is parallelized: recorded forwards, traced code, costs, random numbers."""
+"""Analyses of a user's model before it is parallelized: its operators, module calls, costs and random numbers."""

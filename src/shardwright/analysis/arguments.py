@@ -1,4 +1,4 @@
-"""Matches a batch's inputs with the arguments of a model's forward, for which its code is traced into stages."""
+"""Matches a batch's inputs to the arguments of a model's forward, so that the forward can be traced with them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from shardwright.errors import PlanError
 
 
 def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
-    """Returns the names of the forward's arguments that a batch's inputs fill, in order, as ``trace`` takes them.
+    """Returns the names of the arguments of a model's forward that a batch's inputs fill, in the signature's order.
 
-    :data:`IS_NONE` or :data:`IS_NO_TENSOR` follows a name if the value is one; a None that is the default is left out.
+    The result can be passed to :func:`trace` as ``given``. The suffix :data:`IS_NONE` or :data:`IS_NO_TENSOR` is
+    appended to a name if its value is None or is not a tensor. A None that equals the argument's default is left out.
 
-    Raises: PlanError: inputs that the forward does not name, or too few.
+    Raises: PlanError: the inputs contain an argument that the forward does not name, or a required argument is missing.
 
     >>> import torch
     >>> arguments_given(nn.Linear(1, 1), torch.ones(1))
@@ -54,7 +55,9 @@ def _suffix(value: Any) -> str:
 
 
 def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
-    """Returns a batch's inputs by the names of the graph's placeholder nodes; a None has no node and is left out.
+    """Returns a batch's inputs keyed by the names of the graph's placeholder nodes, as :func:`run` takes them.
+
+    An input that is None is left out, because the graph has no node for it.
 
     >>> import torch
     >>> from shardwright.analysis.call_graph import CallSite, read_graph

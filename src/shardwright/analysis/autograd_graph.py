@@ -1,4 +1,4 @@
-"""Walks the graph that autograd has recorded: its nodes, and the parameters that a backward will reach."""
+"""Walks the graph that autograd has recorded: lists its nodes, and the parameters that a backward would reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
-    """Returns the nodes of the graph that some tensors were computed by, each once.
+    """Returns every autograd node through which a backward of ``tensors`` would pass, each once.
 
     >>> import torch
     >>> x = torch.ones(1, requires_grad=True)
@@ -27,7 +27,7 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns the ids of the parameters, and other leaves, that get a gradient from a backward of these tensors.
+    """Returns the ids of the leaf tensors, such as parameters, to which a backward of ``tensors`` would add a gradient.
 
     >>> import torch
     >>> x, y = (torch.ones(1, requires_grad=True) for _ in range(2))

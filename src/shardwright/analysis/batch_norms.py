@@ -1,4 +1,4 @@
-"""Layers whose result or state depends on the whole batch, and how to run a model without batch statistics."""
+"""Finds layers that depend on the whole batch, such as BatchNorm, and runs models without batch statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
 
 def iterates(module: nn.Module) -> bool:
-    """Whether a module is a spectral norm, which takes one step of its power iteration in every training forward.
+    """Returns whether a module applies spectral norm, which takes a power-iteration step in each training forward.
 
     >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     >>> [path for path, module in layer.named_modules() if iterates(module)]
@@ -30,7 +30,9 @@ def iterates(module: nn.Module) -> bool:
 
 
 def sees_batch(module: nn.Module) -> bool:
-    """Whether a module computes statistics over a batch's samples: BatchNorm, or InstanceNorm with running statistics.
+    """Returns whether a module computes statistics over the samples of a batch.
+
+    These are every BatchNorm, and InstanceNorm with ``track_running_stats``.
 
     >>> sees_batch(nn.BatchNorm1d(2)), sees_batch(nn.InstanceNorm1d(2))
     (True, False)
@@ -39,7 +41,7 @@ def sees_batch(module: nn.Module) -> bool:
 
 
 def keeps_state_between_calls(module: nn.Module) -> bool:
-    """Whether a training forward updates the module's buffers, so that number and order of calls matter.
+    """Returns whether a training forward updates a module's buffers, so that the number and order of its calls matter.
 
     >>> [keeps_state_between_calls(nn.BatchNorm1d(2, track_running_stats=tracks)) for tracks in (True, False)]
     [True, False]
@@ -48,7 +50,7 @@ def keeps_state_between_calls(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the name and module of every BatchNorm that can be synchronised.
+    """Yields the name and the module of every BatchNorm whose statistics can be synchronized over ranks.
 
     >>> [path for path, _ in batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
     ['1']
@@ -59,7 +61,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uses_batch(module: nn.Module) -> bool:
-    """Whether a BatchNorm normalises by the batch's statistics rather than by its running statistics.
+    """Returns whether a BatchNorm normalizes by the statistics of the current batch, not by its running statistics.
 
     >>> uses_batch(nn.BatchNorm1d(2)), uses_batch(nn.BatchNorm1d(2).eval())
     (True, False)
@@ -68,7 +70,9 @@ def uses_batch(module: nn.Module) -> bool:
 
 
 def ignore_batch_statistics(model: nn.Module) -> None:
-    """Replaces BatchNorm forwards in a model on the meta device, so that it accepts batches too small for statistics.
+    """Replaces the BatchNorm forwards of a model on the meta device, so that it accepts a batch of one or no sample.
+
+    The replaced forwards return the right shapes and compute no statistics. The model is changed in place.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
@@ -82,7 +86,7 @@ def ignore_batch_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which :func:`ignore_batch_statistics` applies to a model; restores its forwards after.
+    """Returns a context with :func:`ignore_batch_statistics` applied to a model; the forwards are restored at its end.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")

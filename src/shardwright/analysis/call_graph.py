@@ -1,4 +1,4 @@
-"""A model's graph of calls cut into chunks for pipeline stages, and the runner of one chunk's part of it.
+"""Cuts a model's graph of calls into chunks for pipeline stages, and runs the nodes of one chunk.
 
 Each call of a module is assigned to a chunk. An operator between modules (an addition, a reshape) joins the latest
 chunk among its inputs. An operator that depends only on the model's inputs is computed by every chunk that needs it,
@@ -27,18 +27,18 @@ from shardwright.analysis.tracer import ATTRIBUTES, NO_GRADIENT, line_of
 from shardwright.errors import LayoutError, UnknownCodeError
 
 Repeat = Callable[[str, int, int], None]
-"""A callback: a module's name, the number of calls that earlier chunks made of it, and the number that all make."""
+"""A callback ``repeat(module, times, total)``: earlier chunks made ``times`` of the ``total`` calls of that module."""
 
 
 class CallSite(NamedTuple):
-    """One call of a module: the module's name, and the index of the call among its calls."""
+    """One call of a module: the module's name, and the number of the call among all calls of that module, from 0."""
 
     module: str
     number: int = 0
 
 
 class Edge(NamedTuple):
-    """The values, by node name, that chunk ``source`` computes and the later chunk ``target`` uses."""
+    """The names of the activations that the pipeline chunk ``source`` sends to the later chunk ``target``."""
 
     source: int
     target: int
@@ -47,7 +47,9 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunked:
-    """A model's graph with a chunk assigned to each call of a module; made by the pipeline's cut.
+    """A model's traced graph in which every module call is assigned to a pipeline chunk.
+
+    ``chunk_of`` gives the chunk of each call, and ``names`` gives the parameters and buffers inside each module.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 0, CallSite("2"): 1}
@@ -65,7 +67,7 @@ class Chunked:
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, int | None]:
-        """The chunk that runs each node of the graph; None if every chunk computes the node for itself."""
+        """The chunk that runs each node of the graph, or None if every chunk that needs it computes it for itself."""
         found: dict[fx.Node, int | None] = {}
         for node, site in sites(self.graph):
             before = [found[each] for each in node.all_input_nodes]
@@ -84,19 +86,22 @@ class Chunked:
 
     @cached_property
     def arguments(self) -> tuple[tuple[str, str], ...]:
-        """The model's arguments in the order of its forward: node name and argument name."""
+        """The model's arguments in the order of its forward, as pairs of placeholder node name and argument name."""
         return tuple((node.name, str(node.target)) for node in self.graph.nodes if node.op == "placeholder")
 
     @property
     def attributes(self) -> tuple[tuple[str, str], ...]:
-        """The plain attributes of modules that the code reads: module path and attribute name."""
+        """The attributes of modules that the model's code reads, as pairs of module path and attribute name.
+
+        Parameters, buffers and submodules are not among them.
+        """
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
         return found
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """The values that pipeline chunks send to later chunks, ordered by source and target."""
+        """The values that pipeline chunks send to later chunks: one :class:`Edge` for each pair of chunks, sorted."""
         crossing: dict[tuple[int, int], dict[str, None]] = {}
         for node, chunk in self.nodes.items():
             for value in node.all_input_nodes:
@@ -107,7 +112,10 @@ class Chunked:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The names of graph nodes that may need a gradient: they reach the output outside of no_grad and detach."""
+        """The names of the graph nodes that may receive a gradient.
+
+        These nodes lead to the model's output by a path without ``no_grad`` and ``detach``.
+        """
         found: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
             reached = node.op == "output" or node in found
@@ -116,7 +124,10 @@ class Chunked:
         return frozenset(node.name for node in found)
 
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
-        """The graph nodes that one chunk runs, in order: its own, and weight reads and operators that these need."""
+        """Returns the graph nodes that one chunk runs, in order.
+
+        These are the nodes assigned to the chunk, and the weight reads and shared operators on which they depend.
+        """
         needed: set[fx.Node] = set()
         found: list[fx.Node] = []
         for node in reversed(self.graph.nodes):
@@ -131,9 +142,11 @@ class Chunked:
         return {node: site.number for node, site in sites(self.graph) if site is not None}
 
     def before(self, repeat: Repeat) -> Callable[[fx.Node], None]:
-        """Returns the ``before`` callback of one :func:`run`: calls ``repeat`` for calls of a module in earlier chunks.
+        """Returns a function to pass to :func:`run` as ``before``, which reports the module calls of earlier chunks.
 
-        So random numbers and buffers continue as if one device had made all the calls.
+        Before this chunk calls a module that earlier chunks have called too, ``repeat(path, times, total)`` is called:
+        earlier chunks made ``times`` of the ``total`` calls of the module. Random numbers and buffers then continue as
+        if one device had made all the calls.
         """
         called: Counter[str] = Counter()
 
@@ -148,7 +161,10 @@ class Chunked:
 
     @cached_property
     def _chunks_by_call(self) -> Mapping[str, Sequence[frozenset[int]]]:
-        """By module, the chunks that make each of its calls; a call that depends on inputs alone has several."""
+        """Maps each module to the chunks that make each of its calls.
+
+        A call that depends on model inputs alone has several.
+        """
         ran = [set(self.nodes_of(chunk)) for chunk in range(self.num_chunks)]
         found: dict[str, list[frozenset[int]]] = {}
         for node in self._numbers:
@@ -172,11 +188,11 @@ class Chunked:
         return tuple(len(by_call[min(n // inner_calls, len(by_call) - 1)] & set(chunks)) for n in range(num_calls))
 
     def calls_of(self, chunk: int) -> tuple[str, ...]:
-        """The names of the modules that one chunk calls, each once."""
+        """Returns the names of the modules that one chunk calls, each once."""
         return tuple(dict.fromkeys(str(n.target) for n in self.nodes_of(chunk) if n.op == "call_module"))
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
-        """The names of the parameters and buffers that one chunk uses."""
+        """Returns the names of the parameters and buffers that one chunk uses."""
         found = {str(node.target) for node in self.nodes_of(chunk) if node.op == "get_attr"}
         for module in self.calls_of(chunk):
             found.update(self.names.get(module, ()))
@@ -184,7 +200,7 @@ class Chunked:
 
 
 def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
-    """Yields every node of a graph with its call site (module and number of the call); None if it calls no module."""
+    """Yields each node of a graph with its :class:`CallSite`, or with None if the node does not call a module."""
     calls: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op != "call_module":
@@ -195,18 +211,22 @@ def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
         calls[path] += 1
 
 
-def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection[str] = ()) -> fx.Graph:
-    """Returns the model's graph of calls, in which weights that its code reads are ``get_attr`` nodes.
+def read_graph(
+    model: nn.Module, opened: Collection[str] = (), given: Collection[str] = (), whole: Collection[str] = ()
+) -> fx.Graph:
+    """Traces a model and returns its graph of calls, ready to be cut into pipeline chunks.
 
-    Moves between devices are removed, since a rank has one device. ``opened`` and ``given`` are those of ``trace``.
+    Parameters and buffers that the model's own code reads become ``get_attr`` nodes. Moves between devices are removed,
+    since a rank has one device. ``opened`` names modules whose code is traced too, ``whole`` containers that stay one
+    call each, and ``given`` the optional arguments that are passed; all are handed to :func:`trace`.
 
-    Raises: LayoutError: the code depends on values, or writes into a weight.
+    Raises: LayoutError: the code depends on tensor values, or writes into a parameter or buffer.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['input_1', '_0', '_1', 'output']
     """
     failures: list[Exception] = []
-    graph = trace(model, opened=opened, given=given, shows_weights=True, failures=failures)
+    graph = trace(model, opened=opened, whole=whole, given=given, shows_weights=True, failures=failures)
     if graph is None:
         raise UnknownCodeError(
             f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
@@ -233,7 +253,9 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
 
 
 def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns, by module, the names of all parameters and buffers in it; a tied parameter has one name.
+    """Returns the names of all parameters and buffers inside each module, by module name.
+
+    A tied parameter appears under one name everywhere.
 
     >>> weights_by_module(nn.Sequential(nn.Linear(1, 1, bias=False)))
     {'': ('0.weight',), '0': ('0.weight',)}
@@ -265,7 +287,10 @@ def _read_weights(node: fx.Node, names: Mapping[int, str]) -> None:
 
 
 class Ready(NamedTuple):
-    """A graph node resolved for running: the function it calls, and the values that can be freed after it."""
+    """A graph node with the function that it calls looked up.
+
+    ``call`` is None for nodes that call nothing, and ``done_with`` names the values that can be freed after the node.
+    """
 
     node: fx.Node
     call: Callable[..., Any] | None
@@ -273,7 +298,7 @@ class Ready(NamedTuple):
 
 
 def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]:
-    """Returns one chunk's graph nodes with the functions they call, resolved once for any number of :func:`run`."""
+    """Returns the graph nodes of one chunk with their functions looked up, for any number of calls of :func:`run`."""
     nodes = chunked.nodes_of(chunk)
     kept = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
     last_use: dict[str, fx.Node] = {}
@@ -310,10 +335,11 @@ def _call_method(method: str, self: Any, /, *args: Any, **named: Any) -> Any:
 
 
 def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Node], None] | None = None) -> Any:
-    """Runs a chunk's nodes and returns the model's output if the chunk computes it, else None.
+    """Runs the nodes of one chunk and returns the model's output, or None if another chunk computes the output.
 
-    ``values`` holds the model's inputs and the received values by node name; results are added to it, and dropped after
-    their last use unless they are sent. ``before`` is called ahead of each call of a module.
+    ``ready`` is the chunk as :func:`prepare` returns it. ``values`` holds, by node name, the model's inputs and the
+    values received from other chunks. Results are added to it, and removed after their last use unless they are sent to
+    another chunk. ``before`` is called with the node of each module call just before the call.
 
     >>> import torch
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())

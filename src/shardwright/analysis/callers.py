@@ -21,20 +21,25 @@ from shardwright.analysis.structure import CONTAINERS, LayerChain, trace
 
 
 class AllowedCallers(NamedTuple):
-    """The modules ``callers`` whose code may call a layer, while the forward of ``owner``, which was traced, runs."""
+    """The modules whose code may call a sharded layer.
+
+    A call is allowed if it comes from one of ``callers`` while the forward of ``owner`` runs. ``owner`` is the module
+    whose traced code showed that the layer can be sharded.
+    """
 
     owner: str
     callers: frozenset[str]
 
     @staticmethod
     def of(owner: str) -> AllowedCallers:
-        """Returns the allowed callers of a layer that only the module ``owner`` calls."""
+        """Returns an :class:`AllowedCallers` that allows calls from the code of the module ``owner`` alone."""
         return AllowedCallers(owner, frozenset([owner]))
 
     def is_caller(self, running: Sequence[str], containers: Collection[str]) -> bool:
-        """Whether a layer may be called now, given the modules whose forwards are ``running``, outermost first.
+        """Returns whether a call of the layer is allowed while the forwards of the modules ``running`` are active.
 
-        A container has no code of its own: its caller counts instead.
+        ``running`` lists module names, outermost first. A module in ``containers`` has no code of its own, so the
+        module around it counts as the caller.
 
         >>> allowed = AllowedCallers.of("mlp")
         >>> allowed.is_caller(["", "mlp", "mlp.layers"], {"mlp.layers"}), allowed.is_caller([""], ())
@@ -51,7 +56,9 @@ class AllowedCallers(NamedTuple):
 
 
 def chain_callers(model: nn.Module, chain: LayerChain) -> dict[str, AllowedCallers]:
-    """Returns the allowed callers of a chain's column- and row-parallel layers, and of dropouts between, by layer name.
+    """Returns the allowed callers of each layer in a column- and row-parallel chain, by layer name.
+
+    Dropouts between the layers are included. The result is empty for a chain that the user named.
 
     >>> from shardwright.analysis.structure import find_chains
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
@@ -65,14 +72,14 @@ def chain_callers(model: nn.Module, chain: LayerChain) -> dict[str, AllowedCalle
 
 
 def plain_containers(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the modules that only hold others, such as ``nn.Sequential``."""
+    """Returns the names of the modules that only hold other modules, such as ``nn.Sequential``."""
     return frozenset(path for path, module in model.named_modules() if type(module) in CONTAINERS)
 
 
 def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
-    """Returns the layers that the model's code, where it can be traced, calls from outside their allowed callers.
+    """Returns the names of the layers that other code than their allowed callers calls.
 
-    Each module around an owner is traced with everything down to the callers entered.
+    The modules around each owner are traced to find such calls; code that cannot be traced is skipped.
 
     >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> class Looking(nn.Module):
@@ -115,6 +122,6 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The names of the modules around one: of "a.b.c" these are "", "a" and "a.b"."""
+    """Returns the names of the modules around one: of "a.b.c" these are "", "a" and "a.b"."""
     parts = path.split(".") if path else []
     return (".".join(parts[:number]) for number in range(len(parts)))

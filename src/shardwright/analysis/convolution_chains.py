@@ -44,10 +44,12 @@ CHANNELWISE_FUNCTIONS = frozenset((
 
 
 class ConvolutionChain(NamedTuple):
-    """Layers between which channels can be sharded, by module names; ``units`` is the most shards there can be.
+    """A chain of layers, by name, between which channels can be sharded.
 
-    ``last`` is a convolution, or a ``Linear`` after a flatten. ``between`` lists norms and dropouts, which depend on
-    the sharding; other operators do not. ``channels`` are the out-channels of each layer, the in-channels of ``last``.
+    ``firsts`` are cut by their out-channels, ``middles`` are grouped convolutions that keep the cut, and ``last`` (a
+    convolution, or a ``Linear`` after a flatten) is cut by its in-channels. ``between`` lists the norms and dropouts
+    inside the chain, which must know about the cut. ``units`` is the largest number of shards, and ``channels`` gives
+    the number of channels that are cut in each layer. ``allowed_callers`` gives the code that may call each layer.
     """
 
     firsts: tuple[str, ...]
@@ -62,9 +64,10 @@ class ConvolutionChain(NamedTuple):
 def find_convolution_chains(
     model: nn.Module, taken: Collection[str] = (), parts: int = 2
 ) -> tuple[ConvolutionChain, ...]:
-    """Returns every chain of convolutions; a layer is in one chain at most, and in none if it is in ``taken``.
+    """Returns the chains of convolutions in a model whose channels can be sharded.
 
-    A chain contains a GroupNorm only if each of ``parts`` shards can have a whole group.
+    A layer belongs to one chain at most, and to none if its name is in ``taken``. A chain contains a GroupNorm only if
+    each of ``parts`` shards gets at least one whole group.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     >>> (chain,) = find_convolution_chains(block)
@@ -97,11 +100,11 @@ def _is_convolution(module: nn.Module | None) -> bool:
 
 
 class _NoChainError(Exception):
-    """A node on the way back from a last layer cannot be part of a chain."""
+    """Raised in the search, backwards from a last layer, at a node that cannot be part of a chain."""
 
 
 class _Part(NamedTuple):
-    """The part of a chain that leads to one node: all nodes back to the first convolutions."""
+    """The part of a chain from its first convolutions to one node."""
 
     firsts: tuple[fx.Node, ...]
     middles: tuple[fx.Node, ...]
@@ -173,13 +176,13 @@ class _Search:
         return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, allowed_callers)
 
     def _allowed_callers(self, node: fx.Node) -> AllowedCallers:
-        """The innermost running module that is not a plain container calls the layer."""
+        """Returns the only allowed caller of a layer: the innermost running module that is not a plain container."""
         running = [path for path in node.meta["within"] if type(self.root.get_submodule(path)) not in CONTAINERS]
         caller = f"{self.path}.{running[-1]}".lstrip(".") if running else self.path
         return AllowedCallers(self.path, frozenset([caller]))
 
     def _part(self, node: fx.Node) -> _Part:
-        """The part that leads to ``node`` and ends with it."""
+        """Returns the part of a chain that ends with ``node``; raises _NoChainError if there is none."""
         convolution = self._convolution(node)
         if convolution is not None:
             return self._part_to_convolution(node, convolution)
@@ -217,7 +220,7 @@ class _Search:
         return _Part((node,), (), (), out, groups if groups > 1 else out)
 
     def _flat_part(self, node: fx.Node, in_features: int) -> _Part:
-        """Like ``_part``, for a value behind a flatten, where each channel is a run of features."""
+        """Returns the part that leads to a value behind a flatten, where each channel is a run of features."""
         if _is_flatten(node, self.root):
             part = self._part(node.all_input_nodes[0])
             if in_features % part.channels:

@@ -1,8 +1,9 @@
-"""A deep copy of a model's structure, functions included, in half the time of ``copy.deepcopy``; planning makes many.
+"""Makes a deep copy of a model, closures included, in half the time of ``copy.deepcopy``; planning makes many copies.
 
 ``deepcopy`` shares functions between the original and the copy, and with them the modules that their closures hold. A
-model whose forward calls ``self.run = lambda x: layer(x)`` would train the original's layer. So functions that hold
-something of the original are built again over the copies. :func:`check_apart` finds what cannot be: a global name.
+copied model whose forward calls ``self.run = lambda x: layer(x)`` would train the original's layer. So functions that
+hold an object of the original are rebuilt to hold its copy. :func:`check_apart` finds what cannot be rebuilt, such as a
+function that reads a layer by a global name.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from shardwright.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)
 _HOOKS = frozenset(vars(nn.Module()))
-"""The attributes that every module has: their empty dicts belong to no other object."""
+"""The attributes that every ``nn.Module`` has. Where one is an empty dict, no other object shares that dict."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
-    """Returns a deep copy of ``model``, faster than ``deepcopy``, whose ``memo`` (ids of objects to copies) it takes.
+    """Returns a deep copy of a model, as ``copy.deepcopy`` does but in half the time, and with closures copied too.
 
-    Most of a module's attributes are empty dicts for hooks, which are copied here directly. Functions that hold copied
-    objects, in a closure for instance, hold the copies there. Raises: PlanError: such a function cannot be copied.
+    ``memo`` maps ids of objects to the copies to use for them, as for ``deepcopy``. Functions that hold an object of
+    the model, for instance in a closure, are rebuilt to hold its copy. Most of a module's attributes are empty dicts
+    for hooks, which are copied directly, to save time.
+
+    Raises: PlanError: a function that holds an object of the model cannot be rebuilt.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> model.first = lambda x, layer=model[0]: layer(x)
@@ -65,7 +69,7 @@ def copied(model: M, memo: dict[int, Any]) -> M:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a deep copy of the module is a deep copy of its attributes: its class customises no copying."""
+    """Whether a deep copy of the module is a deep copy of its attributes: its class customizes no copying."""
     protocol = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs_ex__")
     kind = type(module)
     customised = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in protocol)
@@ -104,7 +108,7 @@ class _CopiedFunctions:
                     vars(module)[name] = now
 
     def _of(self, value: Any) -> Any:
-        """Returns the counterpart of a value in the copy; the value itself if it holds nothing of the original."""
+        """Returns the counterpart of a value in the copy, or the value itself if it refers to no original object."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         return self._inside(copy.deepcopy(value, self.memo)) if self._holds_original(value) else value
@@ -120,13 +124,13 @@ class _CopiedFunctions:
         return False
 
     def _is_copy(self, value: Any) -> bool:
-        """Whether the deep copy has made an object; what it shares with the original is left alone."""
+        """Whether ``deepcopy`` made an object; objects that the copy shares with the original must not be changed."""
         if len(self.memo) != self._size:
             self._owned, self._size = set(map(id, self.memo.values())), len(self.memo)
         return id(value) in self._owned
 
     def _inside(self, value: Any) -> Any:
-        """Replaces functions in a part of the copy, in place where that is possible, and returns the part."""
+        """Returns a part of the copy with its functions replaced, in place if that is possible."""
         if is_leaf(value):
             return value
         if id(value) not in self._done:
@@ -181,7 +185,7 @@ class _CopiedFunctions:
                 object.__setattr__(value, name, now)
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Returns a function of the same code that holds the copies; the same one if it holds nothing copied."""
+        """Returns a function with the same code that refers to the copies, or itself if it refers to nothing copied."""
         if id(function) in self.memo:
             found: FunctionType = self.memo[id(function)]
             return found
@@ -202,7 +206,7 @@ class _CopiedFunctions:
         return now
 
     def _cell(self, cell: CellType) -> CellType:
-        """Returns the cell of a closure for the copy: a new, empty one if it holds something of the original."""
+        """Returns the closure cell for the copy: a new, empty one if the cell refers to an original object."""
         if id(cell) not in self.memo:
             try:
                 held = self._holds_original(cell.cell_contents)
@@ -218,7 +222,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def check_apart(model: nn.Module, other: nn.Module) -> None:
-    """Raises PlanError, by name, where the copy ``other`` still holds a module, parameter or buffer of ``model``.
+    """Raises PlanError if the copy ``other`` of a model still holds a module, parameter or buffer of ``model`` itself.
+
+    The error names the module, parameter or buffer.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> check_apart(model, copied(model, {}))
@@ -244,7 +250,7 @@ def check_apart(model: nn.Module, other: nn.Module) -> None:
 
 
 def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields what the classes of a model's modules hold: their functions with closures, and class attributes."""
+    """Yields the class attributes, and the functions with their closures, of the classes of a model's modules."""
     seen: dict[int, Any] = {}
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for kind in sorted(kinds, key=lambda kind: kind.__qualname__):

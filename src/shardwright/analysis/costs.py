@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
@@ -20,32 +19,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from shardwright import devices
+from shardwright.analysis.alike import held_objects, signature
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, Chunked, prepare, run, sites
 from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.meta_values import MetaValues, ValueReadError
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.operator_results import result_of, tensors_of
 from shardwright.analysis.recording import RecordedCall, TensorUse
+from shardwright.analysis.structure import has_hooks
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
-"""The operations of a matrix product that take as long as reading and writing one element: a guess between CPU and GPU.
+"""The FLOPs that take as long as reading and writing one element; a guess between CPU and GPU.
 
-It only weighs calls against each other. :func:`time_layers` measures instead.
+Work in this unit only weighs calls against each other. :func:`time_layers` measures seconds instead.
 """
 FLOPS_PER_S = 50e9
-"""The operations per second by which work is shown in seconds: a guess for one CPU core.
+"""The FLOPs per second that convert counted work into seconds; a guess for one CPU core.
 
-Cuts, ``auto`` schedules and bubbles compare works with each other, so they do not depend on it. Seconds are right only
-where layers were timed; :meth:`Timeline.at_speed_of` scales a prediction to a run before the two are compared.
+Pipeline cuts, ``auto`` schedules and bubbles compare works with each other, so they do not depend on it. Seconds are
+right only where layers were timed; :meth:`Timeline.at_speed_of` scales a prediction to a run before the two are
+compared.
 """
 
 
 class Cost(NamedTuple):
-    """The forward work of one call, the bytes of its parameters, and the bytes of the activations it makes."""
+    """The cost of one call: its forward work, the bytes of its parameters, and the bytes of the activations it makes.
+
+    ``work`` is in floating-point operations; see the module's header for how operators without any are counted.
+    """
 
     work: float = 0.0
     parameter_bytes: int = 0
@@ -53,7 +59,7 @@ class Cost(NamedTuple):
 
 
 class CostCounting(TorchDispatchMode):
-    """Adds up the work of all operators inside of the mode, and the bytes of their results."""
+    """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,16 +78,16 @@ class CostCounting(TorchDispatchMode):
         return out
 
     def now(self) -> Cost:
-        """Returns the cost of all operators so far."""
+        """Returns the cost of all operators that have run inside the mode so far."""
         return Cost(self.work, 0, self.result_bytes)
 
     def since(self, before: Cost) -> Cost:
-        """Returns the cost of all operators since an earlier :meth:`now`."""
+        """Returns the cost of the operators that ran after ``before``, an earlier result of :meth:`now`."""
         return Cost(self.work - before.work, 0, self.result_bytes - before.activation_bytes)
 
 
 def flops_of(call: RecordedCall) -> int:
-    """Returns the floating-point operations of a product, a convolution or an attention; 0 for any other operator.
+    """Returns the floating-point operations of a recorded matrix product, convolution or attention, or else 0.
 
     >>> from shardwright.analysis.recording import record_forward
     >>> recording = record_forward(nn.Linear(4, 8).to("meta"), torch.empty(2, 4, device="meta"))
@@ -105,7 +111,9 @@ def flops_of(call: RecordedCall) -> int:
 
 
 def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite, Cost]:
-    """Returns the cost of each call by running the model, on the meta device, on ``inputs`` of that device.
+    """Returns the cost of each module call, counted in a run of the model on the meta device.
+
+    ``inputs`` are the model's inputs, on the meta device too. ``graph`` is the model's graph, from :func:`read_graph`.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
@@ -113,26 +121,58 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     {CallSite(module='0', number=0): Cost(work=128.0, parameter_bytes=160, activation_bytes=64)}
     """
     found: dict[CallSite, Cost] = {}
+    known: dict[object, tuple[Cost, Any]] = {}  # modules that are alike are run once
     call_sites = {node: site for node, site in sites(graph) if site is not None}
     chunked = Chunked(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
     def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
+        key = _key_of(call, args, named, values)
+        if key is not None and key in known:
+            found[site], result = known[key]
+            return result.tensor()
         with CostCounting() as counting:
             out = call(*args, **named)
         found[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
+        result = result_of(out)
+        if result is not None and key == _key_of(call, (*args, out), named, values, num_given=len(args)):
+            known[key] = found[site], result
         return out
 
     ready = [
         each._replace(call=partial(counted_call, call_sites[each.node], each.call)) if each.node in call_sites else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad(), on_meta(model), OnMeta(), ignoring_batch_statistics(model):
+    with torch.no_grad(), on_meta(model) as values, OnMeta(), ignoring_batch_statistics(model):
         run(ready, bind(chunked, inputs))
     return found
 
 
+def _key_of(
+    call: Any, args: tuple[Any, ...], named: Mapping[str, Any], values: MetaValues | None, num_given: int | None = None
+) -> object:
+    """Returns all that decides what a call of a module costs; None where that is not known, as with known values.
+
+    Of ``args`` only the first ``num_given`` are in the key.
+    """
+    if not isinstance(call, nn.Module) or has_hooks(call, inside=True):
+        return None
+    tensors = tensors_of((args, named))
+    if values is None or any(values.values(tensor) is not None for tensor in tensors):
+        return None
+    given = [result_of(each) or _setting(each) for each in (*args[:num_given], *named.values())]
+    if None in given:
+        return None
+    return (*signature(call), *held_objects(call).items(), *given, *named)
+
+
+def _setting(value: Any) -> object:
+    return repr(value) if isinstance(value, bool | int | float | str | None) else None
+
+
 def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallSite, Cost]:
-    """Estimates each call's cost without an example: each weight entry, embeddings excepted, is used once per token.
+    """Estimates the cost of each module call from the sizes of its weights, for a model without example inputs.
+
+    Each entry of a weight matrix, embeddings excepted, is assumed to be used once for each of ``num_tokens`` tokens.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -153,7 +193,10 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
 
 
 def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) -> dict[CallSite, Cost]:
-    """Returns the cost of each call by running the example, or from weight sizes if there is none or it needs values.
+    """Returns the cost of each module call, counted by running ``example`` or else estimated from weight sizes.
+
+    The estimate is used if ``example`` is None, or if the model's code reads tensor values, which the meta device
+    lacks.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
@@ -171,10 +214,11 @@ def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) ->
 
 
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
-    """Returns the calls' costs with work taken from measured ``seconds`` of modules, times ``FLOPS_PER_S``.
+    """Returns ``costs`` with each call's work replaced by measured time.
 
-    A module's seconds are its own entry or the sum of the entries inside it. Work that was not measured is scaled by
-    the same factor as the work that was.
+    ``seconds`` gives the seconds spent in modules, by name; they are multiplied by ``FLOPS_PER_S`` to give work. The
+    time of a module is its own entry in ``seconds``, or else the sum of the entries inside it. The work of calls that
+    were not measured is scaled by the same factor as the work of those that were.
 
     >>> costs = {CallSite("a"): Cost(10.0), CallSite("b"): Cost(20.0), CallSite("c"): Cost(30.0)}
     >>> found = measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5})
@@ -192,22 +236,25 @@ def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> di
 
 
 def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, float]:
-    """Returns the median seconds that a forward spends in each module: the ``seconds`` of ``parallelize``.
+    """Returns the median seconds that one forward spends in each module, by module name.
 
-    ``model`` must have values; it runs in this process in eval mode, on ``inputs`` as large as one microbatch, and is
-    not changed. Measure once and pass every rank the same numbers: the cut must be equal on all ranks.
+    Pass the result to ``parallelize`` as ``seconds``. ``model`` must have values; it runs ``repeats`` times after a
+    warm-up, in this process and in eval mode, and is not changed. ``inputs`` should be as large as one microbatch.
+    Measure once and pass the same numbers on every rank: all ranks must cut the model alike.
 
     >>> sorted(time_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2)))
     ['0', '1']
     """
-    began: list[float] = []
+    device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    began: list[devices.Moment] = []
+    calls: list[tuple[str, devices.Moment, devices.Moment]] = []
     found: dict[str, list[float]] = {}
 
     def before(*_: Any) -> None:
-        began.append(_now_s(inputs))
+        began.append(devices.moment(device))
 
     def after(path: str, *_: Any) -> None:
-        spent[path] = spent.get(path, 0.0) + _now_s(inputs) - began.pop()
+        calls.append((path, began.pop(), devices.moment(device)))
 
     named = [(path, module) for path, module in model.named_modules() if path]
     handles = [module.register_forward_pre_hook(before) for _, module in named]
@@ -215,22 +262,17 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
     try:
         with eval_mode(model), torch.no_grad():
             for _ in range(repeats + 1):  # the first is a warm-up, dropped below
-                spent: dict[str, float] = {}
+                calls.clear()
                 call_model(model, inputs)
+                spent: dict[str, float] = {}
+                for path, start, end in calls:
+                    spent[path] = spent.get(path, 0.0) + devices.seconds_between(start, end)
                 for path, seconds in spent.items():
                     found.setdefault(path, []).append(seconds)
     finally:
         for handle in handles:
             handle.remove()
     return {path: statistics.median(seconds[1:]) for path, seconds in found.items()}
-
-
-def _now_s(inputs: Any) -> float:
-    """The time, once the inputs' devices have finished all queued work."""
-    for device in {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _bytes(module: Any) -> int:

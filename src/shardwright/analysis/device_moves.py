@@ -1,4 +1,4 @@
-"""Removes a model's own moves between devices: every rank has one device, so its tensors stay there."""
+"""Ignores moves between devices in a model's own code, because each rank has one device and keeps its tensors there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.analysis.operator_results import tensors_of
 
 MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
-"""The tensor methods that move; a ``to`` that also changes the dtype still does that."""
+"""The tensor methods that move a tensor to a device, by name. A ``to`` that also changes the dtype keeps that part."""
 
 _MOVES = frozenset(MOVES.values())
 
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the arguments of ``Tensor.to`` without the device; None if no others remain.
+    """Returns the positional and named arguments of a ``Tensor.to`` call without the device, or None if none are left.
 
     >>> without_device(("cuda:1",), {}), without_device((torch.float16,), {})
     (None, ((torch.float16,), {}))
@@ -37,9 +37,10 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 
 
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
-    """Calls a function of a forward that runs on meta in place of ``device``: tensors say that they are on that device.
+    """Calls ``function`` on meta tensors that report ``device`` as their device, and returns its result.
 
-    So code that does one thing on one kind of device and another on another does what it does in a real run.
+    Code that branches on the kind of device then takes the same branch as in a real run. A ``device`` among the
+    arguments in ``named`` is replaced by the meta device.
     """
     if function == _DEVICE and args[0].is_meta:
         return torch.device(device)
@@ -49,7 +50,10 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
 
 
 class OnMeta(TorchFunctionMode):
-    """The context in which every function is called by :func:`call_on_meta`, in place of the CPU.
+    """A context in which meta tensors report the CPU as their device, as if the code ran there.
+
+    Every torch function is called through :func:`call_on_meta`, so a tensor made with an explicit device is a meta
+    tensor.
 
     >>> with OnMeta():
     ...     torch.empty(2, device="meta").device, torch.zeros(2, device="cpu").is_meta
@@ -63,7 +67,10 @@ class OnMeta(TorchFunctionMode):
 
 
 def ignore_device_moves(graph: fx.Graph) -> None:
-    """Removes moves to a named device from an fx graph. ``x.to(other)`` stays, since it may change the dtype."""
+    """Removes calls of ``cpu``, ``cuda`` and ``to`` that only move a tensor to another device from an fx graph.
+
+    A call that also changes the dtype keeps that part; ``x.to(other)`` stays, since it may change the dtype.
+    """
     for node in list(graph.nodes):
         moved = node.args[0] if node.op == "call_method" and node.target in MOVES else None
         if not isinstance(moved, fx.Node):
@@ -77,10 +84,10 @@ def ignore_device_moves(graph: fx.Graph) -> None:
 
 
 class IgnoresDeviceMoves(TorchFunctionMode):
-    """A torch mode in which every move goes to one device, and operators on mixed devices run on that device.
+    """A torch mode in which every move to a device goes to ``device``, and operators on mixed devices run there.
 
     A tensor that code makes without naming a device stays on the CPU, with its values, until an operator combines it
-    with a tensor on the device. ``instead`` maps functions of torch to those that run in their place.
+    with a tensor on ``device``. ``instead`` maps torch functions to the functions that run in their place.
 
     >>> with IgnoresDeviceMoves(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device

@@ -1,7 +1,7 @@
-"""Letters: the independent indices from which the dims of an operator's tensors are built, and what it needs of each.
+"""Letters: the independent indices that make up the dims of an operator's tensors, as in ``torch.einsum``.
 
-An operator's dims are written in *letters*, as in ``torch.einsum``. A letter is one independent index. A dim is
-a product of letters, or several dims end to end::
+An operator's dims are written in *letters*. A letter is one independent index. A dim is a product of letters, or
+several dims end to end::
 
     mm          x (t, k)   w (k, h)        ->  (t, h)              k is summed
     view        x (b, t, (h d))            ->  (b, t, h, d)
@@ -23,33 +23,33 @@ from shardwright.analysis.recording import RecordedCall
 
 
 class Role(Enum):
-    """What an operator needs of a letter."""
+    """How an operator uses a letter (one independent index): whether tensors may be sharded along it."""
 
     SAME = auto()
-    """Nothing: each index is computed alone."""
+    """Each index is computed by itself, so tensors may be sharded along the letter without communication."""
     SUM = auto()
-    """The results of the parts are added."""
+    """The letter is summed over, so the results of shards along it are partial sums, which must be added."""
     WHOLE = auto()
-    """All of it: the operator cannot be cut along it."""
+    """The operator needs every index of the letter at once, so tensors cannot be sharded along it."""
     LOOKUP = auto()
-    """Rows that an index chooses."""
+    """The letter numbers the rows of a table from which an index tensor chooses, as in an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Dims end to end."""
+    """Several dims concatenated end to end, as ``torch.cat`` makes them."""
 
     parts: tuple[Dim, ...]
 
 
 Dim = tuple["int | Concat", ...]
-"""A dim as a product of letters, the slowest first; no letters for a dim of one element."""
+"""One dim of a tensor as the product of its letters, slowest first. A dim of size 1 has no letters."""
 
 Dims = tuple[Dim, ...]
 
 
 class Letters:
-    """The independent indices of one operator's dims: the size of each, and what the operator needs of it.
+    """The letters (independent indices) of one operator: the size of each, and its :class:`Role` in the operator.
 
     >>> letters = Letters()
     >>> dims = letters.of((2, 1, 3))
@@ -62,30 +62,37 @@ class Letters:
         self.roles: list[Role] = []
 
     def new(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Returns a dim that is one new letter, or that has no letter if its size is 1."""
+        """Adds a letter of this size and role, and returns a dim made of it; for size 1 no letter is added."""
         return () if size == 1 else self.piece(size, role)
 
     def piece(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Returns a dim of one new letter of any size, since one element may be a piece of several end to end."""
+        """Adds a letter of this size and role, even for size 1, and returns a dim made of it.
+
+        Use it for the parts of a concatenated dim, of which one may have a single element; use :meth:`new` for other
+        dims.
+        """
         self.sizes.append(int(size))
         self.roles.append(role)
         return (len(self.sizes) - 1,)
 
     def of(self, shape: Sequence[int], role: Role = Role.SAME) -> Dims:
-        """Returns the dims of a tensor of this shape, each a new letter; none is shared with another tensor."""
+        """Adds a letter for each dim of ``shape`` and returns the dims; no letter is shared with another tensor."""
         return tuple(self.new(size, role) for size in shape)
 
     def size(self, dim: Dim) -> int:
-        """Returns the number of elements of a dim."""
+        """Returns the number of elements along a dim."""
         return prod(sum(map(self.size, p.parts)) if isinstance(p, Concat) else self.sizes[p] for p in dim)
 
 
 Rule = Callable[[RecordedCall, Letters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
-"""Returns the dims of a call's operands and of its results; None for an operand whose dims take no part."""
+"""A function from an operator's call and :class:`Letters` to the dims of the operands and of the results.
+
+The entry of an operand is None if its dims are related to no other tensor's, as those of a scalar.
+"""
 
 
 def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
-    """Returns a decorator that enters a rule into a table, for the operators of these names."""
+    """Returns a decorator that stores a function in ``table`` as the rule of the operators ``names``."""
 
     def add(function: Rule) -> Rule:
         table.update(dict.fromkeys(names, function))
@@ -95,11 +102,20 @@ def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
 
 
 def all_whole(call: RecordedCall, a: Letters) -> Any:
-    """The rule of operators that need every dim whole."""
+    """Returns the dims of an operator whose tensors may not be sharded, as letters of role WHOLE.
+
+    It is the rule of operators that no table lists.
+    """
     return [a.of(v.shape, Role.WHOLE) for v in call.operands], [a.of(v.shape, Role.WHOLE) for v in call.results]
 
 
 def broadcast(shape: Sequence[int], dims: Dims) -> Dims:
-    """Returns the dims of a tensor of this shape that is broadcast to ``dims``."""
+    """Returns the letters (independent indices) of each dim of a tensor that is broadcast, as in torch, to ``dims``.
+
+    A dim of size 1 gets no letters, because every index of the larger tensor reads its one element.
+
+    >>> broadcast((3, 1), Letters().of((2, 3, 4)))
+    ((1,), ())
+    """
     own = dims[len(dims) - len(shape) :]
     return tuple(() if size == 1 else dim for size, dim in zip(shape, own, strict=True))

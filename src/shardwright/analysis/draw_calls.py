@@ -1,6 +1,7 @@
-"""The functions of torch that draw random numbers, with their parameters: what a call draws, and for which tensor.
+"""Describes the torch functions that draw random numbers: what a call draws, and for which tensor.
 
-One table serves the recorded run, which notes draws, and training, which draws keyed numbers in their place.
+The same table is used when a forward is recorded, to note its draws, and in training, where random numbers are replaced
+by numbers that do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ _PARAMETERS: dict[Callable[..., Any], tuple[Kind, str]] = {
 }  # fmt: skip
 _OTHER_NAMES = {"logits": "input", "query": "input", "train": "training", "self": "input"}
 _OTHERS = (torch.poisson, torch.binomial, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_)
-"""Functions that draw numbers and have no keyed form."""
+"""Functions that draw random numbers and that the library cannot make independent of the layout."""
 
 in_multihead = with_names(functional.multi_head_attention_forward, has_torch_function=lambda _: False)
-"""Torch's own function, whose dropout a TorchFunctionMode that runs it sees."""
+"""A copy of ``multi_head_attention_forward`` that shows its inner calls to an active TorchFunctionMode.
+
+It lets such a mode see the dropout of ``nn.MultiheadAttention``; torch's own function hides it.
+"""
 
 
 _WORDS = {"None": None, "True": True, "False": False}
@@ -86,7 +90,7 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class DrawCall:
-    """One call of a function that draws: its kind, and its arguments by name."""
+    """One call of a torch function that draws random numbers: the function, its kind, and its arguments by name."""
 
     function: Callable[..., Any]
     kind: Kind
@@ -94,36 +98,42 @@ class DrawCall:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the torch function."""
         return str(self.function.__name__)
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns an argument, or a default where it is None or the function has none of that name."""
+        """Returns the argument ``name``, or ``default`` if it is None or the function has no such argument."""
         value = self.given.get(name)
         return default if value is None else value
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The shape of what a function draws that gets no tensor."""
+        """The shape of the result of a function that takes sizes and no tensor, such as ``torch.rand``."""
         size = (self["n"],) if "n" in self.given else self.get("size", ())
         return tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
 
     def empty(self, device: Any = None) -> Tensor:
-        """Returns the result of a function that gets no tensor, without its values."""
+        """Returns an uninitialized result for a function that takes sizes and no tensor, such as ``torch.rand``.
+
+        It is on the device that the call names, or else on ``device``.
+        """
         integers = self.name in ("randint", "randperm")
         dtype = self.get("dtype", torch.int64 if integers else torch.get_default_dtype())
         return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
 
     def drawn(self, result: Any) -> Any:
-        """Returns the tensor whose dims are those of the numbers: the input, or the result of a function without."""
+        """Returns the tensor whose shape the random numbers have: the call's input tensor, or else ``result``."""
         inputs = (self.given.get(name) for name in ("input", "mean", "std"))
         return next((each for each in inputs if isinstance(each, Tensor)), result)
 
     def without_numbers(self) -> Any:
-        """Runs the call without drawing; the values of its result have no meaning, those of one element are legal."""
+        """Runs the call without drawing random numbers and returns a result of the right shape and dtype.
+
+        The values are arbitrary, except that a result of one element gets a value that a real call could return.
+        """
         x = self.drawn(None)
         if self.kind == "attend":
             named = {name: value for name, value in self.given.items() if name not in ("input", "dropout_p")}
@@ -143,7 +153,11 @@ class DrawCall:
 
 
 def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> DrawCall | None:
-    """Returns the draw that a call makes; None for one that draws nothing, as dropout does outside of training.
+    """Returns the :class:`DrawCall` of a torch function call, or None if the call draws no random numbers.
+
+    Dropout outside of training, for example, draws nothing.
+
+    Raises: PlanError: dropout between the layers of a recurrent network is called on packed sequences.
 
     >>> draw_of(functional.dropout, (torch.ones(2),), {"p": 0.1})["p"]
     0.1
@@ -175,7 +189,7 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
 
 
 def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Binds arguments to parameters as torch's parser does."""
+    """Returns the arguments of a call by parameter name, bound as torch's parser does."""
     given: dict[str, Any] = {}
     names = []
     for each in parameters.split(" "):
@@ -195,16 +209,17 @@ def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> 
 
 
 def _is_high(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Whether ``randint`` gets no start of its range: then its first argument is the end."""
+    """Whether the first argument of a ``randint`` call is the end of its range, because no start was passed."""
     if len(args) > 1:
         return len(args) == 2 and not isinstance(args[1], int)
     return "high" not in named if args else "low" not in named
 
 
 class RefusesRandomNumbers(TorchFunctionMode):
-    """A context in which drawing a random number that no key fixes raises PlanError.
+    """A context in which a call that draws random numbers raises PlanError.
 
-    It inspects every function call, so it is for one forward, not for all.
+    It is for code that runs where random numbers would depend on the layout. It inspects every function call and is
+    slow, so it is meant for a single forward.
 
     >>> with RefusesRandomNumbers():
     ...     functional.dropout(torch.ones(2), 0.5, training=True)

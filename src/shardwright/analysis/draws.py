@@ -1,8 +1,8 @@
-"""Finds the random numbers that a model draws in its forward: by which module, and where each tensor has its samples.
+"""Finds the random numbers that a model draws in its forward, and which dim of each drawn tensor holds the samples.
 
-The forward is recorded once on an example. A draw is known by the module that runs, the number of the module's call and
-the number of the draw in that call. The axes of the run say which dim of the drawn tensor carries the samples, and
-whether they are the slow or the fast factor of that dim::
+The forward is recorded once on example inputs. A draw is identified by the module that runs, the number of the module's
+call, and the number of the draw in that call. The samples may share a dim with other indices, as their slower or faster
+factor::
 
     dropout of attention weights    [samples * heads, tokens, tokens]
     stochastic depth                [samples, 1, 1]
@@ -32,13 +32,14 @@ from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.errors import PlanError
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
-"""Numbers of samples to record with: primes, so that they do not factor, and unlike the sizes of most dims."""
+"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
 
 
 class SamplePlace(NamedTuple):
-    """Where a drawn tensor has its samples: in ``dim``, of which they are a factor between two others.
+    """The dim, and the factor of that dim, in which a drawn tensor holds the samples of the batch.
 
-    ``outside`` and ``inside`` are the numbers of elements of the slower and of the faster factors of that dim.
+    Dim ``dim`` is a product of up to three factors: ``outside`` is the number of elements of the factor that varies
+    slower than the samples, and ``inside`` that of the factor that varies faster.
     """
 
     dim: int
@@ -47,25 +48,27 @@ class SamplePlace(NamedTuple):
 
 
 MIXED = SamplePlace(-1)
-"""The place of samples in a tensor that has them in no one factor of one dim."""
+"""Marks a drawn tensor whose samples are not one factor of one dim, so that it cannot be cut by samples."""
 
 _OTHERS = Lock()
-"""Held while a forward is recorded: the state of those generators is that of all ranks that are threads."""
+"""Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
 FIRST = SamplePlace(0)
-"""The place of samples in most tensors: dim 0."""
+"""The place of samples in most drawn tensors: dim 0, with no other factor."""
 
 
 FoundDraw = tuple[tuple[str, int, int], TensorUse, str]
-"""A draw of a recorded run: its key, the tensor that it draws, and the function."""
+"""A draw of a recorded run: its key (module, call, number), the drawn tensor, and the name of the torch function."""
 
 
 @dataclass
 class Draws:
-    """The draws of a model's forward: the place of samples in each, or None for a tensor without samples.
+    """The random draws of a model's forward, with the place of the samples in each drawn tensor.
 
-    Keys are (module, number of its call, number of the draw in the call). ``others`` are generators beside torch's that
-    the forward draws from. ``across`` are the modules that reduce all samples of a batch to one, and by which function.
+    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call); a place is
+    None for a tensor without samples. ``others`` names the random generators other than torch's from which the forward
+    draws. ``across`` lists modules that reduce the samples of a batch by a function other than a sum, with that
+    function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -74,9 +77,11 @@ class Draws:
     across: tuple[tuple[str, str], ...] = ()
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
-        """Returns the place of samples in a draw; of one that the example did not make, that of its like.
+        """Returns the place of the samples in a draw, or None if the drawn tensor has no samples.
 
-        Raises: KeyError: there is no draw like it.
+        For a call that the example did not make, it is the place that this draw has in all other calls of the module.
+
+        Raises: KeyError: the module has no such draw, or its calls differ in the place.
         """
         key = (module, call, number)
         if key in self.places:
@@ -87,16 +92,17 @@ class Draws:
         return like.pop()
 
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
-        """Returns the places of samples in the draws of each module."""
+        """Returns the places of the samples in the draws of each module, by module name."""
         found: dict[str, set[SamplePlace | None]] = {}
         for (path, _, _), place in self.places.items():
             found.setdefault(path, set()).add(place)
         return found
 
     def check(self) -> None:
-        """Raises PlanError if a draw would differ where the samples of a batch are on several ranks.
+        """Raises PlanError if the model draws random numbers that depend on how samples are spread over ranks.
 
-        Warns of results that may: a maximum over all samples is another where a rank has some of them.
+        Call it when a layout shards the batch. It also warns of a module that reduces over all samples by other than a
+        sum, such as a maximum: a rank would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across:
             warn(
@@ -123,9 +129,10 @@ class Draws:
 
 
 def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str]) -> Draws:
-    """Returns the draws of a recorded run, from those that :class:`FindsDraws` noted.
+    """Returns the :class:`Draws` of a recorded run.
 
-    ``others`` are the generators beside torch's that the run drew from.
+    ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
+    than torch's from which the run drew.
     """
     draws = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
     for key, use, function in found:
@@ -138,7 +145,11 @@ def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], ot
 
 
 def draws_as_known(module: nn.Module) -> bool:
-    """Whether a module is torch's or our own, and draws as ``nn.Dropout`` and attention do, or not at all."""
+    """Returns whether a module is torch's or this library's own and draws no random numbers but those of dropout.
+
+    These are the numbers of ``nn.Dropout`` and of dropout inside attention. A model of such modules alone needs no
+    recorded run.
+    """
     home = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
     return home and "forward" not in vars(module) and not isinstance(module, _DRAWING)
 
@@ -150,7 +161,10 @@ _DRAWING = (
 
 @contextmanager
 def other_generators() -> Iterator[list[str]]:
-    """Yields a list that at the end has the names of the generators beside torch's that were drawn from."""
+    """Returns a context that finds draws from the generators of Python and NumPy, and restores their state.
+
+    It yields a list, to which the names of the generators that were used inside are appended at the end.
+    """
     numpy = sys.modules.get("numpy")
     found: list[str] = []
     with _OTHERS:
@@ -167,7 +181,7 @@ def other_generators() -> Iterator[list[str]]:
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:
-    batch = {leaf for given in recording.inputs if given.shape for leaf in leaves(axes.of(given)[0])}
+    batch = axes.of_samples(recording.inputs)
     count = next(given.shape[0] for given in recording.inputs if given.shape)
     dims = axes.of(use)
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
@@ -184,8 +198,8 @@ _REDUCTIONS = frozenset(
 
 
 def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
-    """Returns the modules that reduce samples to one number by what is no sum, each with the function."""
-    batch = {leaf for given in recording.inputs if given.shape for leaf in leaves(axes.of(given)[0])}
+    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum."""
+    batch = axes.of_samples(recording.inputs)
     found: dict[tuple[str, str], None] = {}
     for call in recording.calls:
         if call.name in _REDUCTIONS and call.operands[0].kind != "constant" and call.results[0].dtype.is_floating_point:
@@ -199,7 +213,7 @@ def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str]
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
-    """Returns the numbers of elements of an axis that are outside and inside of its samples; None where they mix."""
+    """Returns the numbers of elements slower and faster than an axis's samples, or None if these are no one factor."""
     axis = root(axis)
     if axis.is_leaf:
         return (1, 1) if axis in batch else None
@@ -217,7 +231,7 @@ def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
 
 
 class FindsDraws(TorchFunctionMode):
-    """Notes each draw of a recorded run, and draws nothing."""
+    """A torch mode that notes each random draw of a recorded forward in ``found``, without drawing the numbers."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()

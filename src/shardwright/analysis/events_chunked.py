@@ -1,6 +1,7 @@
-"""The events of a forward assigned to pipeline chunks: which values cross, which weights and modules a chunk uses.
+"""A recorded forward cut into pipeline chunks: which values are sent between chunks, and which weights each chunk uses.
 
-A chunk is a contiguous range of events; it begins at a call of a module. Code between events runs on every stage.
+A chunk is a contiguous range of events (recorded calls) and begins at a call of a module. Code between modules that
+depends on the inputs alone runs on every stage.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from shardwright.errors import LayoutError
 
 
 def crossing_name(value: ValueName) -> str:
-    """Returns the name under which a value crosses between chunks."""
+    """Returns the name under which a value is sent from one pipeline chunk to another."""
     return f"{value[0]}.{value[1]}"
 
 
 @dataclass(frozen=True, eq=False)
 class EventsChunked:
-    """A recorded forward whose chunks begin at the calls ``starts``, the first at the model's beginning.
+    """A recorded forward cut into pipeline chunks, each of which begins at one of the module calls ``starts``.
 
-    ``names`` are the parameters and buffers in each module. ``planned`` is the forward whose chunks these follow: where
-    this one skips a call at which a chunk begins, the chunk begins at the next call of it or of a later chunk.
+    The first chunk begins with the forward. ``names`` gives the parameters and buffers inside each module. ``planned``
+    is None for the forward by which the cut was chosen. For another forward of the model, such as one that skips
+    layers, it is the cut of that first one: a chunk whose first call is skipped then begins at its next call that
+    belongs to that chunk or to a later one.
     """
 
     record: ForwardRecord
@@ -34,14 +37,14 @@ class EventsChunked:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks."""
+        """The number of pipeline chunks."""
         return len(self.starts)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The number of the event at which each chunk begins, and the number of all events.
+        """The index of the event at which each chunk begins, followed by the number of all events.
 
-        Raises: LayoutError: this forward does not make the calls at which chunks begin, in their order.
+        Raises: LayoutError: this forward does not make the calls at which chunks begin, or makes them in another order.
         """
         found = [0]
         for site in self.starts[1:]:
@@ -63,9 +66,9 @@ class EventsChunked:
         return (*found, len(self.record.events))
 
     def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
-        """Returns where a chunk begins whose first call is skipped: at the first call of it or of a later chunk.
+        """Returns the event at which a chunk begins if its first call is skipped: its next call, or a later chunk's.
 
-        ``first`` is the event from which on it may begin; the calls of chunks are those of the planned forward.
+        No event before ``first`` is considered. The chunk of a call is its chunk in the forward ``planned``.
         """
         later = {
             CallSite(event.name, event.number)
@@ -77,7 +80,7 @@ class EventsChunked:
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:
-        """The chunk of each event, and at the end that of the model's output."""
+        """The chunk of each event, followed by the chunk of the model's output."""
         sizes = [stop - first for first, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         return (*(chunk for chunk, size in enumerate(sizes) for _ in range(size)), self.num_chunks - 1)
 
@@ -91,7 +94,7 @@ class EventsChunked:
 
     @cached_property
     def values(self) -> Mapping[tuple[int, int], tuple[ValueName, ...]]:
-        """The values that each chunk sends each later one, by source and target."""
+        """The values that chunks send to later chunks, by (source chunk, target chunk)."""
         crossing: dict[tuple[int, int], dict[ValueName, None]] = {}
         for chunk, value in self._uses():
             source = self.chunk_of[value[0]]
@@ -101,32 +104,38 @@ class EventsChunked:
 
     @cached_property
     def crossing(self) -> tuple[tuple[tuple[int, int], tuple[tuple[GhostSpec, bool], ...]], ...]:
-        """The values that chunks send to later chunks, with their shapes, and whether each has a gradient."""
+        """The shapes of the values sent on each edge (source chunk, target chunk), and whether each gets a gradient."""
         specs, learning = self.record.specs, self.record.learning
         return tuple((e, tuple((specs[value], value in learning) for value in v)) for e, v in self.values.items())
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """The values that chunks send to later chunks, by name, ordered by source and target."""
+        """The names of the values that chunks send to later chunks, as one :class:`Edge` for each pair of chunks."""
         return tuple(Edge(*edge, tuple(map(crossing_name, values))) for edge, values in self.values.items())
 
     def calls_of(self, chunk: int) -> tuple[str, ...]:
-        """The names of the modules that one chunk calls, each once."""
+        """Returns the names of the modules that one chunk calls, each once."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         return tuple(dict.fromkeys(event.name for event in events if event.number is not None))
 
     def weights_by_event(self, chunk: int) -> Iterator[str]:
-        """Yields the parameters and buffers that a chunk's events use, event after event, those of one in any order."""
+        """Yields the names of the parameters and buffers that a chunk uses, in the order of its events.
+
+        A name is yielded again for each further event that uses it.
+        """
         for event in self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]:
             own = self.names.get(event.name, ()) if event.number is not None else ()
             yield from (*own, *sorted(event.reads.difference(own)))
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
-        """The names of the parameters and buffers that one chunk uses; buffers that code between calls reads, none."""
+        """Returns the names of the parameters and buffers that one chunk uses.
+
+        Buffers that code between module calls reads are left out, because that code runs on every stage.
+        """
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the parameters that one chunk's functions between modules take."""
+        """Returns the names of the parameters that one chunk passes to functions outside of modules."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         return frozenset().union(*(event.reads for event in events if event.number is None))
 
@@ -140,7 +149,11 @@ class EventsChunked:
 
     @cached_property
     def repeats(self) -> Mapping[int, Sequence[tuple[str, int]]]:
-        """By event, the modules in it that earlier chunks call too, and how many calls come before the event."""
+        """Maps events to the modules in them that earlier chunks have called, so that their calls are numbered on.
+
+        A key is an event's index, and a value lists pairs of a module's path and the number of its calls before the
+        event.
+        """
         found = {}
         for number, event in enumerate(self.record.events):
             first, repeated = self.bounds[self.chunk_of[number]], []
@@ -153,7 +166,7 @@ class EventsChunked:
         return found
 
     def lines(self) -> list[str]:
-        """Returns lines of text for ranks to compare: every event with its chunk."""
+        """Returns one line of text for each event with its chunk, which ranks compare to see that they cut alike."""
         return [
             f"chunk {chunk}: {event.name} {event.number} ({', '.join(map(str, event.takes))})"
             for chunk, event in zip(self.chunk_of, self.record.events, strict=False)

@@ -1,9 +1,9 @@
-"""Records one forward of a model as a list of events: calls of modules, and the functions that run between them.
+"""Records one forward of a model as a list of events: calls of modules, and of functions between modules.
 
-The user's own forward runs once on the meta device. Modules that are named as *units* are one event each; what their
-code does inside is not listed. Functions that the code around them calls are events too, if they depend on a parameter
-or on the result of an event. A function of inputs and constants alone is none: every rank can compute it. So each value
-is known by the event that made it, and each event by the values that it takes.
+The user's own forward runs once on the meta device. A call of a module that is named as a *unit* is one event; what its
+code does inside is not listed. A function that is called outside of units is an event too if it depends on a parameter
+or on the result of an event. A function of inputs and constants alone is not an event, because every rank can compute
+it. So each value is known by the event that made it, and each event by the values that it takes.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
-"""The functions that read values without an operator."""
+"""Tensor methods that read a tensor's values without running an operator."""
 
 Draw = Callable[[str, int, int, DrawCall], Tensor]
-"""Gives a random number by module, number of the module's call, number of the draw in the call, and the draw itself."""
+"""A function of (module, number of its call, number of the draw in it, the draw) that returns the drawn tensor."""
 
 
 def below_functions() -> Any:
-    """Returns a context in which no mode sees the functions that are called."""
+    """Returns a context in which torch function modes are disabled, so that calls inside it are not recorded."""
     return torch._C.DisableTorchFunction()
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Returns a name of a torch function; the getter of an attribute has that of the attribute."""
+    """Returns the name of a torch function; for the getter of a tensor attribute, the attribute's name is included."""
     name = str(getattr(function, "__name__", function))
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
 class ParameterIndex:
-    """The names of a model's parameters and buffers, by tensor."""
+    """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor has its first name."""
 
     def __init__(self, model: nn.Module) -> None:
         # reversed, so that the first of several tied names wins
@@ -70,7 +70,7 @@ class ParameterIndex:
 
     @contextmanager
     def also(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which these tensors are parameters too, by their names."""
+        """Returns a context in which the tensors in ``parameters`` count as parameters too, under the names given."""
         known = self.parameters
         if parameters:
             self.parameters = {**known, **{id(each): (name, each) for name, each in parameters.items()}}
@@ -80,19 +80,22 @@ class ParameterIndex:
             self.parameters = known
 
     def of(self, tensor: Tensor) -> str | None:
-        """Returns the name of a parameter; None for any other tensor."""
+        """Returns the name of a parameter, or None for any other tensor."""
         found = self.parameters.get(id(tensor))
         return None if found is None else found[0]
 
     def any_of(self, tensor: Tensor) -> str | None:
-        """Returns the name of a parameter or buffer; None for any other tensor."""
+        """Returns the name of a parameter or buffer, or None for any other tensor."""
         found = self.buffers.get(id(tensor))
         return self.of(tensor) if found is None else found[0]
 
 
 @contextmanager
 def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which modules are called by other functions; their hooks do not run unless these run them."""
+    """Returns a context in which a call of each module in ``around`` runs the function given for it instead.
+
+    The modules' hooks do not run, unless the function runs them.
+    """
     for module, call in around.items():
         vars(module)["_call_impl"] = call
     try:
@@ -103,7 +106,7 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 
 
 class _Events(TorchFunctionMode):
-    """The mode that writes a :class:`ForwardRecord`."""
+    """The torch function mode that fills a :class:`ForwardRecord` while a forward runs."""
 
     takes_draws = True
 
@@ -162,7 +165,7 @@ class _Events(TorchFunctionMode):
         return results
 
     def _free(self, func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor], draw: DrawCall | None) -> Any:
-        """Runs a function of inputs and constants alone, and notes whether code reads what depends on the inputs."""
+        """Runs a function of inputs and constants alone, and notes reads of values that depend on the inputs."""
         drawn = None if draw is None else draw.drawn(None)
         self.record.draws |= draw is not None and drawn is None
         has_values = drawn is None or (self._unit is None and not drawn.is_meta)
@@ -182,11 +185,11 @@ class _Events(TorchFunctionMode):
         return results
 
     def vary(self, tree: Any) -> None:
-        """Notes that tensors have other values in another microbatch."""
+        """Notes that the values of these tensors differ between microbatches."""
         self._varying.update((id(tensor), tensor) for tensor in tensors_of(tree))
 
     def _look_at(self, tensor: Tensor) -> None:
-        """Notes which weights are read where, and values that reach an event on another way than as arguments."""
+        """Notes the use of a weight, and of a value that reached an event by another way than its arguments."""
         weight, here = self.names.any_of(tensor), len(self.record.events)
         if weight is not None and self._unit is not None:
             self._reads.add(weight)
@@ -249,7 +252,7 @@ class _Events(TorchFunctionMode):
         return call
 
     def _call_opened(self, path: str, original: Any, args: Any, named: Any) -> Any:
-        """Calls a module whose code is followed, and notes which events it makes and what they cost."""
+        """Calls a module that is not a unit, and notes the range of events inside the call and their cost."""
         scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
         self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
         outer, self._scope = self._scope, scope
@@ -279,7 +282,7 @@ class _Events(TorchFunctionMode):
         return results
 
     def finish(self, outputs: Any) -> ForwardRecord:
-        """Notes which values the model returns and which of them learn; returns the record."""
+        """Adds to the record which values the model returns and which receive a gradient, and returns the record."""
         tensors = tensors_of(outputs)
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
         behind = set(nodes_behind(tensors))
@@ -296,10 +299,11 @@ class _Events(TorchFunctionMode):
 def record_events(
     model: nn.Module, inputs: Any, units: Collection[str] = (), draw: Draw | None = None
 ) -> ForwardRecord:
-    """Runs one forward of a model on the meta device, and returns its events; ``units`` are events as a whole.
+    """Runs one forward of a model on the meta device and returns a record of its events.
 
-    ``draw`` gives what the code draws of which no tensor is cut, such as the number by which it may skip a layer;
-    without it all numbers are 0.5.
+    ``units`` names the modules whose calls are one event each. ``draw`` returns the random numbers that the code draws
+    for other uses than tensors of samples, such as a number that decides whether a layer is skipped; without ``draw``
+    all of them are 0.5.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])

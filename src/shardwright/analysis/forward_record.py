@@ -1,4 +1,4 @@
-"""What is known of one forward of a model that was recorded as events: values by name, calls, and their costs."""
+"""The record of one forward of a model as events: its module and function calls, their values, and their costs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.analysis.costs import Cost
 _TAG = "_made_by_event"
 
 ValueName = tuple[int, int]
-"""A value: the number of the event that made it, and its place among that event's results."""
+"""The name of an activation: the index of the event that made it, and its place among that event's results."""
 
 
 class GhostSpec(NamedTuple):
-    """What is known of a value without its numbers: its name, shape, strides and dtype, and whether it learns."""
+    """The name, shape, strides and dtype of another stage's activation, and whether it needs a gradient."""
 
     name: ValueName
     shape: tuple[int, ...]
@@ -29,25 +29,27 @@ class GhostSpec(NamedTuple):
     needs_gradient: bool
 
     def ghost(self) -> Tensor:
-        """Returns a tensor on the meta device that stands for the value."""
+        """Returns the activation's ghost: a meta tensor of its shape, strides and dtype, marked with its name."""
         ghost = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         tag_value(ghost.requires_grad_(self.needs_gradient), self.name)
         return ghost
 
 
 class SharedOperand(NamedTuple):
-    """Stands for a result that is one of the event's operands."""
+    """Marks a result that is no new tensor but the event's operand number ``operand``, as of an in-place call."""
 
     operand: int
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardEvent:
-    """One call: ``name`` is a module's path, or a function's name where ``number`` is None.
+    """One recorded call: of a module, or of a function outside of modules.
 
-    ``takes`` names the tensors among the arguments: values, parameters by their names, None for others. ``plain`` are
-    the numbers and words among them. ``results`` are the leaves of the returned tree, ``written`` the operands that the
-    call writes to, with their new values.
+    ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
+    ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
+    their names, and None for other tensors. ``plain`` holds the numbers and strings among the arguments. ``results``
+    are the leaves of the returned ``tree``. ``written`` lists the operands that the call writes to, with their new
+    values. ``reads`` are the names of the weights that the call uses.
     """
 
     name: str
@@ -65,7 +67,11 @@ class ForwardEvent:
 
 
 class ModuleSpan(NamedTuple):
-    """One call of a module: the events it spans, its cost, and whether its results depend on inputs alone."""
+    """One call of a module that is not a unit: the range of events inside the call, and their cost.
+
+    The events are ``first`` to ``stop``. ``caller`` is the index of the span around this one. ``is_free`` says that its
+    results depend on the model's inputs alone.
+    """
 
     path: str
     caller: int
@@ -77,16 +83,21 @@ class ModuleSpan(NamedTuple):
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """The events of one forward, in order.
+    """The events of one forward in order, their values, and the weights that they use.
 
-    ``calls`` lists, for each module, which event made each of its calls; None for calls by code between units.
-    ``inside`` are the modules in each unit, itself included, by the names that they are called by in ``calls``.
-    ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
-    are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
-    ``is_one_path``: the code between units has read no value of an input and no random number; if it has, other inputs
-    of the same shapes may give other events. ``deciding`` are the units whose own code has, and ``draws`` says whether
-    code has drawn numbers for no tensor, by which it may skip calls. ``selecting`` are the modules outside of units
-    whose own code selects by a condition on values of events, as a mixture of experts does.
+    A unit is a module whose call is one event. ``scopes`` lists the calls of modules that are not units. ``calls``
+    gives, for each module, the event that contains each of its calls, or None for a module outside of units. ``inside``
+    lists the modules in each unit, the unit itself included. ``specs`` describes the values, ``outputs`` are those that
+    the model returns, and ``learning`` those that get a gradient.
+
+    ``together`` holds pairs of events that exchange a value otherwise than by arguments and results, as through an
+    attribute. ``escaping`` are the events of which code outside of units takes a value in this way. ``shared_buffers``
+    are the buffers that code outside of units reads.
+
+    ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
+    inputs of the same shapes may give other events. ``deciding`` are the units whose own code has read such values.
+    ``draws`` says whether code has drawn random numbers for no tensor, by which it may skip calls. ``selecting`` are
+    the modules outside of units whose code selects by a condition on values of events, as a mixture of experts does.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -106,24 +117,27 @@ class ForwardRecord:
 
 
 def tag_value(tensor: Tensor, name: ValueName | None) -> None:
-    """Marks a tensor as a value of a forward."""
+    """Marks a tensor with the name of the value that it holds, and with its version, which shows later in-place writes.
+
+    A ``name`` of None marks it as no known value. :func:`value_name` and :func:`value_mark` read the mark.
+    """
     tensor.__dict__[_TAG] = name, tensor._version
 
 
 def value_mark(tensor: Tensor) -> tuple[ValueName, int] | None:
-    """Returns the name of the value that a tensor is marked as, and the tensor's version at that time."""
+    """Returns the name that :func:`tag_value` gave a tensor and the tensor's version at that time, or None."""
     found: tuple[ValueName, int] | None = tensor.__dict__.get(_TAG)
     return found
 
 
 def value_name(tensor: Tensor) -> ValueName | None:
-    """Returns the name of the value that a tensor is marked as."""
+    """Returns the name that :func:`tag_value` gave a tensor, or None."""
     found = tensor.__dict__.get(_TAG)
     return None if found is None else found[0]
 
 
 def plain_of(args: Any, named: Any) -> tuple[str, ...]:
-    """Returns the numbers, words and ranges among the arguments of a call, as text that is equal for equal ones."""
+    """Returns the numbers, strings and slices among a call's arguments as text, equal for equal arguments."""
     return tuple(repr(leaf) for leaf in tree_leaves((args, named)) if _is_plain(leaf))
 
 

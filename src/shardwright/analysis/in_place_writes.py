@@ -1,8 +1,8 @@
-"""In-place writes in a graph: a later reader of the tensor must depend on the write, also across pipeline stages.
+"""Makes in-place writes explicit in a traced graph, so that code on another pipeline stage reads the written tensor.
 
-A graph shows ``y.add_(1)`` as a call whose result is unused. Here later readers of ``y`` are changed to read the call's
-result, so that a cut between the two sends the written tensor. The model's inputs are cloned before a write, because
-every chunk has them and none may see another chunk's writes.
+A traced graph shows ``y.add_(1)`` as a call whose result is not used. :func:`follow_writes` changes later readers of
+``y`` to read the result of that call, so that a cut between the two sends the written tensor. The model's inputs are
+cloned before a write, because every chunk has them and must not see another chunk's writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VIEWS = frozenset((
     "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten",
     "unsqueeze", "view", "view_as",
 ))  # fmt: skip
-"""Functions and methods whose result may share their first argument's memory."""
+"""Names of functions and methods whose result may share memory with their first argument."""
 OPERATORS = frozenset(("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub", "itruediv"))
 
 
 def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
-    """Does ``tensor[place] = value`` and returns the tensor, for graphs, where a write must be an expression.
+    """Writes ``value`` to ``tensor[place]`` and returns ``tensor``, for fx graphs, in which a write is an expression.
 
     >>> import torch
     >>> put(torch.zeros(2), 1, 3.0)
@@ -42,7 +42,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Returns the node whose value ``node`` writes into, in place, and returns; None if it writes in no argument."""
+    """Returns the node into whose value ``node`` writes in place, or None if ``node`` writes to no argument."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -55,7 +55,7 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
-    """Changes an fx graph so that a read of a value after an in-place write reads the result of the write."""
+    """Changes an fx graph so that reads of a value after an in-place write to it use the result of the write."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
             node.target = put
@@ -78,9 +78,9 @@ def _read_instead(new: fx.Node, old: fx.Node, graph: fx.Graph) -> None:
 
 
 def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
-    """Raises LayoutError if one chunk writes into a view's memory and another chunk reads it by another name.
+    """Raises LayoutError if one chunk writes to memory that another chunk then reads through another view of it.
 
-    ``chunk_of`` maps each node to its chunk, or to None if every chunk computes it.
+    ``chunk_of`` maps each node to its pipeline chunk, or to None if every chunk computes the node.
     """
     # root: the node that allocated a node's memory, as far as names of functions show views
     root: dict[fx.Node, fx.Node] = {}

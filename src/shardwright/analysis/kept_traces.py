@@ -1,4 +1,4 @@
-"""Traces that are kept while one plan is made: the modules do not change meanwhile, and several parts look at them."""
+"""Keeps the traces of modules while one plan is made, so that several analyses share one trace of each module."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
-Traces = dict[int, tuple[nn.Module, fx.Graph | None]]
+from shardwright.analysis.alike import held_objects, signature
+
+Traces = dict[object, tuple[nn.Module, fx.Graph | None]]
 _KEPT = local()
 
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """A context in which :func:`kept` traces each module once; threads, each a rank in tests, do not share traces."""
+    """Returns a context in which :func:`kept` traces each module only once.
+
+    Threads do not share traces, because in tests each thread is a rank.
+    """
     before: Traces | None = getattr(_KEPT, "traces", None)
     _KEPT.traces = {} if before is None else before
     try:
@@ -24,7 +30,9 @@ def traces_kept() -> Iterator[None]:
 
 
 def kept(module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None]) -> fx.Graph | None:
-    """Returns ``trace(module)``, of which the caller changes nothing.
+    """Returns ``trace(module)``, or the stored result of an earlier call in the same :func:`traces_kept` context.
+
+    Modules that are alike share a trace, unless it holds tensors of one of them. The caller must not change the graph.
 
     >>> layer = nn.Linear(2, 2)
     >>> with traces_kept():
@@ -35,5 +43,13 @@ def kept(module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None]) -> fx
     if traces is None:
         return trace(module)
     if id(module) not in traces:
-        traces[id(module)] = module, trace(module)  # the module too, so that its id stays taken
+        alike = (signature(module), tuple(held_objects(module).items()))
+        found = traces[alike][1] if alike in traces else trace(module)
+        traces[id(module)] = module, found  # the module too, so that its id stays taken
+        if found is not None and not _holds_tensors(found):
+            traces[alike] = module, found
     return traces[id(module)][1]
+
+
+def _holds_tensors(graph: fx.Graph) -> bool:
+    return any(isinstance(leaf, Tensor) for node in graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))

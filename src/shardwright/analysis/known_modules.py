@@ -1,4 +1,4 @@
-"""Facts about modules that :func:`trace` cannot follow: torch's transformer layers and attention, and the library's."""
+"""Finds modules whose code :func:`trace` cannot follow: torch's transformer layers, and attention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @contextmanager
 def without_branches(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which torch's transformers run on meta: they do not read whether a mask is causal.
+    """Returns a context in which torch's transformers run on the meta device.
 
-    Unlike with ``KNOWN_LOOPS`` their own code runs, so what it allocates once for all layers is seen once.
+    Inside it they do not read a mask's values to find out whether the mask is causal. Unlike the replacements in
+    ``KNOWN_LOOPS``, torch's own code runs, including what it allocates once for all layers.
 
     >>> import torch
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False).to("meta")
@@ -48,7 +49,9 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | N
 
 
 def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
-    """Yields the feed-forward chain of each of torch's transformer layers, and whether samples are in dim 0 there.
+    """Yields the two linear layers of the feed-forward block in each of torch's transformer layers, as a chain.
+
+    Each comes with whether dim 0 of the layer's input holds the samples (``batch_first``).
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))
@@ -72,7 +75,7 @@ def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
 
 
 def is_known_attention(module: nn.Module) -> bool:
-    """Whether a module is an unchanged ``nn.MultiheadAttention`` without extra keys (add_bias_kv, add_zero_attn).
+    """Returns whether a module is a plain ``nn.MultiheadAttention``, without ``add_bias_kv`` and ``add_zero_attn``.
 
     >>> [is_known_attention(nn.MultiheadAttention(4, 2, add_bias_kv=more)) for more in (False, True)]
     [True, False]
@@ -87,7 +90,7 @@ def is_known_attention(module: nn.Module) -> bool:
 
 
 def attention_layers(attention: Attention) -> tuple[str, ...]:
-    """Returns the names of an attention's layers that project queries, keys, values and the output.
+    """Returns the names of an attention's linear layers, which project queries, keys and values, and the output.
 
     >>> attention_layers(Attention(8, 2))
     ('q', 'k', 'v', 'o')
@@ -96,7 +99,7 @@ def attention_layers(attention: Attention) -> tuple[str, ...]:
 
 
 def is_plain_attention(module: nn.Module) -> bool:
-    """Whether a module is the library's ``Attention`` with sizes and layers as built, nothing replaced and no hooks.
+    """Returns whether a module is this library's ``Attention`` as constructed, with no part replaced and no hooks.
 
     >>> attention = Attention(8, 2)
     >>> plain = is_plain_attention(attention)

@@ -1,4 +1,4 @@
-"""Runs a model's forward on the meta device although its code reads masks, mixes devices or is given no samples."""
+"""Runs a model's forward on the meta device even if its code reads masks, mixes devices or gets no samples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from shardwright.analysis.meta_values import MetaValues
 
 @contextmanager
 def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[MetaValues | None]:
-    """Returns a context in which the model's forward can run on the meta device, also on no samples.
+    """Returns a context in which a model's forward can run on the meta device, even on a batch without samples.
 
-    Yields the :class:`MetaValues`, None without them. ``values``: small constants have values that the model's code may
-    read; they are kept to the end. ``guess`` answers questions about other values, as in :class:`MetaValues`.
+    With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
+    the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
+    that are not known, as in :class:`MetaValues`.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
@@ -37,7 +38,7 @@ def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None)
 
 
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:
-    """``interpolate`` that accepts no samples on meta, where torch's nearest-neighbour kernels raise."""
+    """Returns ``interpolate``'s result also for no samples on meta, where torch's nearest-neighbour kernels raise."""
     if len(input) or not input.is_meta:
         return functional.interpolate(input, *args, **named)
     one = functional.interpolate(input.new_empty(1, *input.shape[1:]), *args, **named)

@@ -1,8 +1,8 @@
-"""Runs code on the meta device with the values of small constants beside it, so that code which reads them runs.
+"""Runs code on the meta device and keeps the values of small constants, so that code which reads these values works.
 
 A meta tensor has a shape and no values. Masks, positions and rotary tables depend on no parameter and on no input, and
 the code of many models reads them (``if mask.all()``, ``positions.max().item()``, ``x[mask]``). :class:`MetaValues`
-computes such small tensors on the CPU too, in step with their meta tensors.
+computes such small tensors on the CPU as well, alongside their meta tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwright.analysis.operator_results import map_tensors, run_on_meta, tens
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
 MOST_ELEMENTS = 2**22
-"""The most elements of a tensor whose values are kept."""
+"""The largest tensor, in elements, whose values are computed and kept."""
 
 # fmt: off
 RANDOM = frozenset((
@@ -40,11 +40,11 @@ Key = tuple[Any, ...]
 
 
 class ValueReadError(RuntimeError):
-    """Raised where code reads a value that only a real run has."""
+    """Raised when code on the meta device reads a value that is known only in a real run."""
 
 
 def view_key(tensor: Tensor) -> Key:
-    """Returns what identifies a tensor while its storage lives: storage, offset, shape, strides and dtype."""
+    """Returns a key that identifies a tensor while its storage lives: storage, offset, shape, strides and dtype."""
     try:
         storage = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
@@ -53,12 +53,12 @@ def view_key(tensor: Tensor) -> Key:
 
 
 class MetaValues(TorchDispatchMode):
-    """A context in which small tensors on the meta device that depend on no parameter and no input have values.
+    """A dispatch mode in which small meta tensors that depend on no parameter and no input have values.
 
-    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`. With ``guess``,
-    code that asks whether something is so of values that only a real run has gets this answer: such questions mostly
-    check the inputs, and every rank gets the same. While ``selects_all`` is set, conditions on such values hold
-    everywhere: code that selects by them, as the loop over experts of a mixture does, selects everything.
+    An operator on tensors of both the CPU and the meta device runs on meta. A subclass can override :meth:`ran` to see
+    every operator. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
+    in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, such conditions count as true
+    everywhere, so that code which selects by them, as the loop over the experts of a mixture does, selects everything.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -73,31 +73,34 @@ class MetaValues(TorchDispatchMode):
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_selected = 0
-        """How often everything was selected in place of what only a real run knows."""
+        """How many conditions on values that only a real run has were taken as true everywhere (``selects_all``)."""
         self.selects_all = selects_all
         self.num_guessed = 0
-        """How often ``guess`` was the answer."""
+        """How many conditions on values that only a real run has were answered by ``guess``."""
         self.num_reads = 0
-        """How often code has read values so far, or made a tensor whose shape depends on values."""
+        """How many calls so far have read values, or made a tensor whose shape depends on values."""
         self._guess = guess
         self._values: dict[Key, Tensor] = {}
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
-        """Is called after each operator with its arguments and results; does nothing here."""
+        """A hook for subclasses, called after each operator with its arguments and results; here it does nothing.
+
+        ``random`` says whether the operator draws random numbers.
+        """
 
     def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
-        """Is called when a tensor of another device is put on meta; does nothing here."""
+        """A hook for subclasses, called when ``on_meta`` replaces a tensor of another device; here it does nothing."""
 
     def selected(self) -> None:
-        """Is called when everything is selected in place of what only a real run knows; does nothing here."""
+        """A hook for subclasses, called when an unknown condition is taken as true everywhere; here it does nothing."""
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """Returns a tensor's values; None if only a real run has them."""
+        """Returns a tensor's values, or None if they are known only in a real run."""
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
 
     def give(self, tensor: Tensor, values: Tensor) -> None:
-        """Sets the values of a meta tensor."""
+        """Stores the CPU tensor ``values`` as the values of a meta tensor; later operators compute with them."""
         self._values[view_key(tensor)] = values
         self._kept.append(tensor)
 
@@ -161,7 +164,7 @@ class MetaValues(TorchDispatchMode):
         return results
 
     def _all_selected(self, name: str, args: Any) -> Any:
-        """Returns what ``nonzero``, ``masked_select`` or ``x[mask]`` give if the condition holds everywhere."""
+        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""
         self.num_selected += 1
         self.selected()
         x = args[0]
@@ -205,7 +208,7 @@ class MetaValues(TorchDispatchMode):
 
 
 def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor]) -> Any:
-    """Returns a half in place of each number that an operator draws, so that every rank takes one path."""
+    """Runs a random operator with every drawn number replaced by 0.5, so that all ranks take the same branches."""
     device = named.get("device") or (given[0].device if given else "cpu")
     results = undrawn(func, args, named, device)
     for result in tensors_of(results):

@@ -1,8 +1,8 @@
-"""One recorded run of a model, which all that plan it look at: its operators, their axes, and the numbers it draws."""
+"""Records one run of a model for all analyses that planning needs: operators, relations of dims, random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,14 +15,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
-from shardwright.analysis.recording import Recorded, Recording, record_forward
+from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
+from shardwright.analysis.sample_mixing import mixing_call
 from shardwright.errors import PlanError
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run in training on the meta device: its operators; the axes of its tensors and the numbers that it draws."""
+    """A recorded training forward on the meta device: its operators, and the random numbers that it draws.
+
+    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew.
+    """
 
     recording: Recording
     found: Sequence[FoundDraw]
@@ -30,21 +34,21 @@ class RecordedRun:
 
     @cached_property
     def axes(self) -> RunAxes:
-        """Which dims of the run's tensors are cut together, as the outputs of a layer and the inputs of the next."""
+        """The axis of each dim of the run's tensors; dims on one axis must be sharded together."""
         return axes_of(self.recording)
 
     @cached_property
     def draws(self) -> Draws:
-        """The random numbers that the run draws, and where samples are in each."""
+        """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
         return draws_of(self.recording, self.axes, self.found, self.others)
 
 
 @dataclass
 class ModelGraph:
-    """What a run of a plain model on inputs like ``example`` does; recorded once, when it is first asked for.
+    """A model and example inputs, with a recorded forward that is made when it is first needed.
 
-    The number of samples is a prime unlike all other sizes, so that no other dim is taken for the samples; code that
-    takes no such number runs on as many as the example has.
+    The recorded batch has a prime number of samples that is unlike all other sizes, so that the dim of the samples is
+    told from other dims. If the model's code does not take that number, the number of samples in ``example`` is used.
 
     >>> graph = ModelGraph(nn.Linear(3, 4), torch.empty(2, 3))
     >>> [call.name for call in graph.run.recording.calls], graph.run.recording.calls[0].results[0].shape
@@ -61,9 +65,9 @@ class ModelGraph:
 
     @property
     def run(self) -> RecordedRun:
-        """The recorded run.
+        """The recorded forward of the model.
 
-        Raises: PlanError: the model's code does not run on the meta device; what it raised is the cause.
+        Raises: PlanError: the model's code does not run on the meta device; the error quotes what the code raised.
         """
         found = self._of_prime if isinstance(self._of_prime, RecordedRun) else self._as_given
         if isinstance(found, RecordedRun):
@@ -77,9 +81,11 @@ class ModelGraph:
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
-        """:attr:`run`, and that of as many samples as the example has, since code may take another branch for these.
+        """The recorded forward :attr:`run`, and a second one with as many samples as the example has.
 
-        Raises: PlanError: the code does not run with as many samples.
+        The model's code may take another branch for that number of samples.
+
+        Raises: PlanError: the code does not run on the meta device with the example's number of samples.
         """
         if isinstance(self._as_given, RecordedRun):
             return (self.run, self._as_given)
@@ -92,15 +98,29 @@ class ModelGraph:
 
     @property
     def draws(self) -> Draws | None:
-        """The random numbers that the model draws in training; None where it does not run on the meta device.
+        """The model's calls that draw random numbers in training, or None if its forward was not recorded.
 
-        None too for models of torch's and our own layers that draw nothing but what ``nn.Dropout`` and attention drop:
-        these are keyed without a record.
+        There is no record if the forward does not run on the meta device. None is needed either for a model of torch's
+        and this library's layers alone, which draw only by dropout and attention.
         """
+        found = self._of_own_code
+        return None if found is None else found.draws
+
+    def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
+        """Returns the first operator in the model's own code that mixes the samples of a batch; None if none is known.
+
+        ``shared`` names modules that are allowed to mix samples, because ranks add up their statistics.
+        """
+        found = self._of_own_code
+        return None if found is None else mixing_call(found.recording, found.axes, shared)
+
+    @property
+    def _of_own_code(self) -> RecordedRun | None:
+        """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
         if all(map(draws_as_known, self.model.modules())):
             return None
         try:
-            return self.run.draws
+            return self.run
         except PlanError:
             return None
 
@@ -123,7 +143,7 @@ def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
 
 
 def _tried(model: nn.Module, inputs: Any) -> RecordedRun | str:
-    """Returns the recorded run, or what the model's code raised on tensors without values."""
+    """Returns the recorded run, or the text of the exception that the model's code raised on the meta device."""
     try:
         return _recorded(model, inputs)
     except Exception as failure:  # anybody's code may raise anything

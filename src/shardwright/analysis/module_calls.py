@@ -1,4 +1,4 @@
-"""Records the calls of every module in one forward of the plain model on the meta device, with their shapes."""
+"""Records the shapes of every module call in one forward of the plain model, without values on the meta device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from shardwright.analysis.meta_device import on_meta
 class AttentionCall(NamedTuple):
     """The sizes of the tensors in one call of ``nn.MultiheadAttention``, in elements per sample.
 
-    ``inputs``: for each distinct input, its tokens, its features, and whether it needs a gradient. ``padding``: the
-    key padding mask. ``mask``: an attention mask per sample. ``shared_mask``: an attention mask for all samples, if it
-    needs a gradient. ``weights``: the returned attention weights. ``scores``: the scores of one head. Fields that end
-    in ``_learns`` or ``_learn`` tell whether that tensor needs a gradient.
+    ``inputs`` has, for each distinct input, its number of tokens, its number of features, and whether it needs a
+    gradient. ``padding`` is the size of the key padding mask, ``mask`` that of an attention mask for each sample, and
+    ``shared_mask`` that of an attention mask for all samples if it needs a gradient. ``weights`` is the size of the
+    returned attention weights, and ``scores`` that of one head's scores. A field that ends in ``_learns`` or ``_learn``
+    says whether that tensor needs a gradient.
     """
 
     num_samples: int
@@ -38,7 +39,7 @@ class AttentionCall(NamedTuple):
     scores_learn: bool = False
 
     def shape(self, width: int) -> tuple[int, int, int]:
-        """Returns the shape of the queries and of the output: (samples, tokens, features)."""
+        """Returns the shape of the queries and of the output: (samples, tokens, ``width``)."""
         return self.num_samples, self.inputs[0][0], width
 
 
@@ -63,7 +64,7 @@ def attention_call(
     batched = query.dim() == 3
     tokens = int(module.batch_first and batched)
     if is_causal and key_padding_mask is None and not need_weights:
-        attn_mask = None  # torch then ignores the mask in favour of the hint
+        attn_mask = None  # torch then ignores the mask in favor of the hint
     inputs = {id(x): (x.shape[tokens], x.shape[-1], x.requires_grad) for x in (query, key, value)}
     num_scores = query.shape[tokens] * key.shape[tokens]
     by_sample = attn_mask is not None and attn_mask.dim() == 3
@@ -85,7 +86,7 @@ def attention_call(
 
 
 def leads_to(value: Tensor, results: Any) -> bool:
-    """Whether the autograd graph of ``results`` contains the intermediate ``value``.
+    """Returns whether a backward from the tensors in ``results`` would pass through the activation ``value``.
 
     >>> one = torch.ones(1, requires_grad=True) * 2
     >>> leads_to(one, {"sum": one + 1}), leads_to(one, one.detach())
@@ -96,9 +97,11 @@ def leads_to(value: Tensor, results: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: the shapes of its first input and its output, and whether the input needs a gradient.
+    """One call of a module: the shapes of its first input (``x_shape``) and of its output (``y_shape``).
 
-    ``num_forwards`` is 2 if activation checkpointing recomputes the call in the backward.
+    ``element_bytes`` is the output's bytes per element, and ``needs_gradient`` says whether the input needs a gradient.
+    ``call`` has the sizes of an attention's tensors. ``num_forwards`` is 2 if activation checkpointing recomputes the
+    call in the backward.
     """
 
     x_shape: tuple[int, ...]
@@ -114,7 +117,9 @@ ModuleCalls = Mapping[str, tuple[ModuleCall, ...]]
 
 
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
-    """Runs one forward, without values if model and inputs are on the meta device, and returns every module's calls.
+    """Runs one forward and returns the calls of every module, by module name.
+
+    If the model and ``inputs`` are on the meta device, the forward computes no values.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
     >>> module_calls = record_module_calls(model, torch.empty(5, 2, device="meta"))
@@ -157,7 +162,9 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Runs a model on a batch's inputs: one value, a tuple or list of arguments, or a dict of named arguments.
+    """Calls a model with a batch's inputs and returns its output.
+
+    The inputs are one value, a tuple or list of arguments, or a dict of named arguments.
 
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])
@@ -167,7 +174,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Splits a batch's inputs into positional and named arguments of the model.
+    """Splits a batch's inputs into positional and named arguments, as :func:`call_model` passes them to the model.
 
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))

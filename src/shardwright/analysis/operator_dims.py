@@ -1,4 +1,4 @@
-"""What each operator does with the dims of its tensors: one table, which planning and execution both read."""
+"""The table of how each operator relates the dims of its inputs and results, read by planning and execution."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ _rule = partial(rule, _RULES)
 
 @dataclass(slots=True)
 class Relation:
-    """The dims of an operator's operands and results, in letters; None for an operand whose dims take no part."""
+    """The dims of an operator's operands and results, written in letters (independent indices, as in einsum).
+
+    An operand is None if its dims are related to no other tensor's.
+    """
 
     letters: Letters
     operands: list[Dims | None]
     results: list[Dims]
     addend: int | None = None
-    """The operand that is added once, after the sum: the bias of a product."""
+    """The index of an operand that is added once to the finished sum, such as a bias, or None."""
 
 
 def relation_of(call: RecordedCall) -> Relation:
-    """Returns how the dims of an operator's tensors go together; an operator without a rule needs every dim whole.
+    """Returns how the dims of an operator's operands and results relate, from the table of operators.
 
-    An operator that writes in place (``add_``) has the rule of the one that does not.
+    An operator that the table does not list needs every dim whole. An operator that writes in place, such as ``add_``,
+    has the rule of its counterpart without the underscore.
     """
     letters, name = Letters(), call.name
     operands, results = (_RULES.get(name) or _RULES.get(name.rstrip("_")) or all_whole)(call, letters)
@@ -50,15 +54,15 @@ def _pointwise(call: RecordedCall, a: Letters) -> Any:
 # fmt: off
 _POINTWISE = (
     "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "atan2", "bernoulli", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "copy",
-    "cos", "cosh", "detach", "div", "elu", "empty_like", "eq", "erf", "exp", "expm1", "fill", "floor", "floor_divide",
-    "fmod", "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "isfinite", "isinf",
-    "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "log", "log10", "log1p", "log2", "log_sigmoid",
-    "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum",
-    "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg", "new_empty_strided", "ones_like", "pow",
-    "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub",
-    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "sub", "tan", "tanh", "threshold", "to",
-    "true_divide", "trunc", "where", "xlogy", "zero", "zeros_like",
+    "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "complex", "contiguous",
+    "copy", "cos", "cosh", "detach", "div", "elu", "empty_like", "eq", "erf", "exp", "expm1", "fill", "floor",
+    "floor_divide", "fmod", "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside",
+    "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
+    "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
+    "new_empty_strided", "ones_like", "polar", "pow", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
+    "remainder", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square",
+    "sub", "tan", "tanh", "threshold", "to", "true_divide", "trunc", "where", "xlogy", "zero", "zeros_like",
 )
 # fmt: on
 _RULES.update(dict.fromkeys(_POINTWISE, _pointwise))
@@ -77,7 +81,7 @@ def _product(call: RecordedCall, a: Letters) -> Any:
 
 @_rule("_grouped_mm")
 def _grouped_product(call: RecordedCall, a: Letters) -> Any:
-    """Rows of x, or columns of w, come in groups that the values of ``offs`` bound; with neither in 3 dims, the sum."""
+    """The rule of a grouped matrix product, in which ``offs`` bounds groups of rows, columns or inner elements."""
     x, w, *others = call.operands
     matrices = len(x.shape) == len(w.shape) == 2
     groups = a.of(x.shape[:-2] or w.shape[:-2], Role.WHOLE)
@@ -155,7 +159,7 @@ def _reduce(call: RecordedCall, a: Letters) -> Any:
 
 
 def _along(number: int) -> Rule:
-    """A rule for operators that need one dim whole, which is argument ``number``."""
+    """Returns the rule of operators that need one dim whole. Argument ``number`` of the call names that dim."""
 
     def found(call: RecordedCall, a: Letters) -> Any:
         x = call.operands[0].shape

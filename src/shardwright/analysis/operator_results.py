@@ -1,7 +1,7 @@
-"""Runs operators on the meta device, each signature once: the results of a repeated one are made from their shapes.
+"""Runs operators on the meta device quickly: a repeated call with the same shapes reuses the shapes of its results.
 
-Many operators have kernels in Python there, which take longer than all else that a recorded forward does; and the
-layers of a model repeat each other.
+Many meta kernels are written in Python and take longer than the rest of a recorded forward, and the layers of a model
+repeat each other.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOST_SIGNATURES = 8192
-"""How many signatures are kept."""
+"""The number of different calls (operator with shapes and arguments) whose results' shapes are kept."""
 
 _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 """Operators whose results are views, though their schemas do not say so."""
 
 
-class _Spec(NamedTuple):
-    """A meta tensor but for its identity."""
+class MetaSpec(NamedTuple):
+    """The shape, strides and dtype of a meta tensor, as a key."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
+        """Returns a new tensor of this shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 class _Value(NamedTuple):
-    """An argument that is no tensor; of its kind, since 1, 1.0 and True are equal."""
+    """A call's argument that is not a tensor, with its type, because 1, 1.0 and True are equal as keys."""
 
     kind: type
     value: Any
 
 
 class _UnknownError(Exception):
-    """Raised for arguments that have no signature."""
+    """Raised for arguments from which no key can be made."""
 
 
 _ATOMS = frozenset(
@@ -49,7 +51,7 @@ _ATOMS = frozenset(
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors of nested values, in order: for most arguments several times as fast as torch's walk.
+    """Returns the tensors in nested lists, tuples and dicts, in order, several times as fast as torch's tree functions.
 
     >>> len(tensors_of((torch.ones(1), [torch.ones(1), None], {"x": torch.ones(1)}, 3)))
     3
@@ -74,7 +76,7 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Returns nested values with each tensor as a function gives it; what torch's ``tree_map`` does, in less time.
+    """Returns nested values with ``function`` applied to each tensor, like torch's ``tree_map``, but faster.
 
     >>> map_tensors((torch.ones(1), {"x": [torch.ones(2)]}, 3), len)
     (1, {'x': [2]}, 3)
@@ -90,7 +92,9 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Returns what an operator makes of meta tensors.
+    """Runs an operator on meta tensors and returns its results.
+
+    A repeated call with equal shapes skips the meta kernel.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
@@ -110,15 +114,39 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     return function(*args, **named)
 
 
+def result_of(value: Any) -> MetaSpec | None:
+    """Returns the spec of a plain tensor on the meta device; None of anything else."""
+    try:
+        found = _specs(value)
+    except _UnknownError:
+        return None
+    return found if isinstance(found, MetaSpec) else None
+
+
+class MetaOperators(TorchDispatchMode):
+    """A context in which operators on meta tensors run by :func:`run_on_meta`: equal calls run a meta kernel once.
+
+    >>> with MetaOperators():
+    ...     torch.nn.functional.gelu(torch.empty(2, 3, device="meta")).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_on_meta(function, args, kwargs or {})
+
+
 def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """Returns the result of ``_grouped_mm``, whose kernel on meta takes no dtype but bf16, other than the CPU's."""
+    """Returns the result of ``_grouped_mm`` for any dtype; torch's meta kernel accepts bf16 alone."""
     groups = x.shape[:-2] if x.dim() == w.dim() == 3 else offs.shape if x.dim() == w.dim() else ()
     return x.new_empty(*groups, x.shape[-2], w.shape[-1], dtype=out_dtype)
 
 
 @cache
 def _makes_new(function: Any) -> bool:
-    """Whether an operator's results are new tensors, and it changes none."""
+    """Whether an operator writes to no argument and returns new tensors, not views."""
     schema = function._schema
     every = [*schema.arguments, *schema.returns]
     known = function.namespace == "aten" and function.overloadpacket.__name__ not in _VIEWS
@@ -130,15 +158,15 @@ def _specs(value: Any) -> Any:
         plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
         if not plain or value.dtype.is_complex:
             raise _UnknownError
-        return _Spec(tuple(value.shape), value.stride(), value.dtype)
+        return MetaSpec(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
         return tuple(map(_specs, value))
     return _Value(type(value), value)
 
 
 def _made(spec: Any) -> Any:
-    """Returns new tensors and the constants that these stand for."""
-    if isinstance(spec, _Spec):
+    """Returns new meta tensors for the specs in a key, and the constants in it as they are."""
+    if isinstance(spec, MetaSpec):
         return spec.tensor()
     return spec.value if isinstance(spec, _Value) else tuple(map(_made, spec))
 

@@ -1,7 +1,7 @@
-"""What an object holds: through attributes, containers, closures, defaults, bound methods and partials.
+"""Finds every object that a value holds, through attributes, containers, closures, defaults, methods and partials.
 
-``model.parameters()`` and ``model.modules()`` list what is registered. A model's code may also reach modules and
-tensors through a closure, a plain list or a hook; copying and checking a model must see those.
+``model.parameters()`` and ``model.modules()`` list only what is registered. A model's code may also reach modules and
+tensors through a closure, a plain list or a hook; code that copies or checks a model must find those.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from torch import Tensor, nn
 ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size)
 )
-"""Types that hold nothing."""
+"""Types whose values refer to no other object."""
 DICTS = (dict, OrderedDict)
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value holds nothing that a search should see; a class and an imported module belong to no model."""
+    """Returns whether a search for held objects stops at a value: a number, text, tensor, class or imported module."""
     return type(value) in ATOMS or isinstance(value, type | ModuleType | Tensor)
 
 
 def held_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what a value holds directly, each with the words that lead there.
+    """Yields each object that a value holds directly, as a pair of the path to it and the object.
+
+    A path is text, such as ``.name`` for an attribute and ``[0]`` for an item.
 
     >>> layer = nn.Linear(2, 2)
     >>> def run(x, scale=2):
@@ -93,9 +95,10 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields everything that a value holds, itself first, each with a phrase that says where it was found.
+    """Yields ``value`` and every object that it holds, directly or not, as pairs of a path and an object.
 
-    What is in ``seen``, by id, is left out; what is found is added. Objects with an id in ``closed`` are not entered.
+    A path is text that leads from ``value`` to the object. Objects whose ids are in ``seen`` are skipped, and each
+    object found is added to it. Objects whose ids are in ``closed`` are yielded, but what they hold is not searched.
     """
     waiting = [("", value)]
     while waiting:
@@ -109,7 +112,10 @@ def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> I
 
 
 def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of one module that may hold something beside its registered modules and tensors."""
+    """Yields the attributes of one module, by name, other than its registered parameters, buffers and submodules.
+
+    Attributes that can hold no object, such as numbers and empty dicts, are left out.
+    """
     for name, value in vars(module).items():
         kind = type(value)
         if kind not in ATOMS and (kind not in DICTS or value) and name not in REGISTERED:
@@ -117,10 +123,10 @@ def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def outside_registration(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields all that a model holds beside what is registered: in plain attributes, containers, closures and hooks.
+    """Yields all objects that a model holds in plain attributes, containers, closures and hooks, each with its place.
 
-    Each comes with a name for its place. Registered modules, parameters and buffers are among them where something
-    holds them beside their registration.
+    A place is text such as ``others['a']``. A registered module, parameter or buffer is yielded if it is also held in
+    such a place.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -140,14 +146,14 @@ def outside_registration(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unregistered(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Returns the modules that a model holds in plain lists, dicts, closures and the like, and has not registered."""
+    """Returns the modules that a model holds in plain lists, dicts, closures and the like without registering them."""
     registered = {id(module) for module in model.modules()}
     found = (each for _, each in outside_registration(model) if isinstance(each, nn.Module))
     return tuple(each for each in found if id(each) not in registered)
 
 
 def tensors_outside(model: nn.Module) -> dict[int, str]:
-    """Returns the ids of tensors that something holds beside their registration, with the place of each.
+    """Returns the tensors that a model holds in plain attributes, containers or closures: the place of each, by its id.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.again = [layer.weight]
@@ -158,7 +164,9 @@ def tensors_outside(model: nn.Module) -> dict[int, str]:
 
 
 def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[str]:
-    """Yields the global names that a function reads whose values, or items, have an id in ``wanted``.
+    """Yields the names of the globals that a function reads and that refer to an object whose id is in ``wanted``.
+
+    A global that is a list, tuple or dict with such an object counts too.
 
     >>> layer = nn.Linear(2, 2)
     >>> def run(x):

@@ -1,8 +1,8 @@
-"""Records one run of a model on the meta device: every operator that it runs, and which module ran it.
+"""Records one forward of a model on the meta device: every operator that runs, and the module that called it.
 
-The user's own forward runs once, on tensors without values. What is recorded is what torch's dispatcher sees below
-autograd: a bounded set of operators, whatever the user's classes are called. Functions whose operators depend on the
-device (``WHOLE_CALLS``) are recorded as one.
+The user's own forward runs once, on tensors without values. Operators are recorded as torch's dispatcher sees them
+below autograd, so the set of operators does not depend on the user's classes. Functions that torch splits into other
+operators on each device (``WHOLE_CALLS``) are recorded as one call.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
-"""The functions that are recorded as one operator."""
+"""Functions that are recorded as one call, although torch runs several operators for each."""
 
 
 @dataclass(eq=False, slots=True)
 class TensorUse:
-    """One tensor of a run: its shape, and where it comes from.
+    """One tensor of a recorded run: its shape, its dtype, and where its values come from.
 
-    ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (it depends on none of these), or empty; ``name`` is
-    that of a parameter or buffer.
+    ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (computed from none of these), or empty for other
+    tensors. ``name`` is the name of a parameter or buffer.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,11 @@ class TensorUse:
 
 @dataclass(eq=False, slots=True)
 class RecordedCall:
-    """One operator of a run: ``args`` and ``named`` have a :class:`TensorUse` in place of each tensor."""
+    """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
+
+    ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
+    running, and ``number`` counts the calls of that module.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -74,13 +78,13 @@ class RecordedCall:
         return written_arguments(self.function, self.args, self.named, TensorUse)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Returns the argument at a place, or of a name."""
+        """Returns an argument that was passed by position (``place``) or keyword (``name``), or else ``default``."""
         return self.args[place] if len(self.args) > place else self.named.get(name, default)
 
 
 @dataclass(eq=False)
 class Recording:
-    """All operators of one run in order, and the tensors with names."""
+    """All operator calls of one recorded run in order, with the run's parameters, buffers, inputs and outputs."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     parameters: dict[str, TensorUse] = field(default_factory=dict)
@@ -90,13 +94,15 @@ class Recording:
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions, by name."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The modules whose code asks for the shape of a parameter, by the parameter's name."""
+    """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
     uses: list[tuple[Literal["use", "hold", "release"], str]] = field(default_factory=list)
-    """What was done with parameters, in order: a module's own are used where it is called, each where code reads its
-    attribute; what a module reads of its own it may use until its forward ends."""
+    """The uses of parameters, in order. A call of a module uses all of its own parameters. Code that reads one as an
+    attribute uses it, and holds it until the reading module's forward ends, which releases it."""
     selecting: set[str] = field(default_factory=set)
-    """The modules whose code selects by a condition on values, as a mixture of experts does; here it selected all."""
+    """The modules whose code selects by a condition on values, as a mixture of experts does.
+
+    The recording took these conditions as true everywhere."""
 
     @property
     def parameters_used(self) -> set[str]:
@@ -105,7 +111,10 @@ class Recording:
 
 
 class Recorded(MetaValues):
-    """The context that records operators into a :class:`Recording`; ``where`` names the module that runs."""
+    """A dispatch mode that records every operator that runs inside it into ``recording``.
+
+    ``where`` is a function that returns the name of the running module and the number of its call.
+    """
 
     def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None) -> None:
         super().__init__(guess=guess, selects_all=guess is not None)
@@ -123,7 +132,7 @@ class Recorded(MetaValues):
         self._above.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
-        """Returns the :class:`TensorUse` of a tensor; of a new one, with this kind and name."""
+        """Returns the :class:`TensorUse` of a tensor; for a tensor not seen before, a new one of this kind and name."""
         key = view_key(tensor)
         if key not in self._uses:
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)
@@ -131,16 +140,16 @@ class Recorded(MetaValues):
         return self._uses[key]
 
     def selected(self) -> None:
-        """Notes which module's code selects by values."""
+        """Notes that the running module's code selects by a condition on values, as a mixture of experts does."""
         self.recording.selecting.add(self.where()[0])
 
     def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
-        """Gives a tensor that was put on meta the place of the one it was."""
+        """Notes that ``on_meta`` stands for the same tensor of the run as ``tensor``."""
         self._uses[view_key(on_meta)] = self.use(tensor, "constant")
         self._kept.append(on_meta)
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
-        """Records an operator."""
+        """Records one operator call, its operands and its results."""
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded
@@ -160,7 +169,7 @@ class Recorded(MetaValues):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which operators run and are not recorded."""
+        """Returns a context in which operators run without being recorded."""
         self._quiet += 1
         try:
             yield
@@ -177,7 +186,7 @@ _ASKS_SIZES = frozenset(
         Tensor.__len__,
     )
 )
-"""The functions that a function mode sees where code asks for the shape of a parameter."""
+"""The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
 class _WholeCalls(TorchFunctionMode):
@@ -205,7 +214,7 @@ class _WholeCalls(TorchFunctionMode):
 
 
 class _RecordedParameters(dict[str, Any]):
-    """A module's ``_parameters`` that notes which are read as attributes."""
+    """A module's ``_parameters`` dict that notes which parameters code reads as attributes."""
 
     def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[Any]) -> None:
         super().__init__(parameters)
@@ -226,15 +235,15 @@ class _RecordedParameters(dict[str, Any]):
         self._uses.extend(("use", name) for name in self.names.values())
 
     def leave(self) -> None:
-        """Notes that it has ended."""
+        """Notes that the module's forward has ended, so that the parameters it read are released."""
         self._uses.extend(("release", name) for name in self._read.pop())
 
 
 @contextmanager
 def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[str, int]]]:
-    """Yields a function that returns the path of the module that runs, and the number of its call.
+    """Yields a function that returns the path of the running module and the number of its call.
 
-    Notes in ``uses`` what is done with parameters.
+    Uses of parameters are appended to ``uses``.
     """
     stack, calls, handles = [("", 0)], Counter[str](), []
     named: dict[nn.Module, dict[str, str]] = {}
@@ -268,7 +277,7 @@ def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[s
 
 
 def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
-    """The operators in the backward of each autograd function of the user's own that leads to the outputs."""
+    """Returns the operators in the backward of each user-defined autograd function that leads to the outputs."""
     found: dict[str, list[RecordedCall]] = {}
     recorded = Recorded()
     for node in nodes_behind(outputs):
@@ -294,10 +303,11 @@ def _end(recorded: Recorded, calls: list[RecordedCall], *gradients: Any) -> None
 def record_forward(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
 ) -> Recording:
-    """Runs one forward of a model on the meta device, in the context ``within``, and returns its operators.
+    """Runs one forward of a model on the meta device and returns a record of its operators.
 
-    Code that asks something about values of the inputs is answered no, and if it raises then or leaves parameters
-    unused, yes.
+    The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of the
+    inputs counts as false; if the code then raises or leaves parameters unused, it is run again with such conditions
+    true.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input.
 

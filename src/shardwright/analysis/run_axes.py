@@ -1,8 +1,8 @@
-"""Which dims of all tensors of a run go together: each dim as a product of axes, found by propagation.
+"""Finds which dims of all tensors in a recorded run must be cut together, by propagation through the operators.
 
-Every operator says how the dims of its operands and results go together (``operator_dims.py``). Dims that go together
-become one :class:`DimAxis`; where two of them have other factors or other parts, both are split until they match. So
-the heads of an attention, whether its projections are one layer or three, come out as an axis of their own::
+Every operator says how the dims of its operands and results relate (``operator_dims.py``). Dims that relate become one
+:class:`DimAxis`; where one of them is a product or a concatenation of smaller axes, the other is split to match. So the
+heads of an attention, whether its projections are one layer or three, come out as an axis of their own::
 
     gpt2   c_attn.weight  [768, [(heads 64) (heads 64) (heads 64)]]
     llama  q_proj.weight  [((groups 4) 128), 4096]    k_proj.weight  [(groups 128), 4096]
@@ -12,7 +12,7 @@ The order of the operators does not matter, so operators that write in place nee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
@@ -25,10 +25,11 @@ MISMATCH = "two views of it do not match"
 
 
 class DimAxis:
-    """One axis of a run's tensors, or a product (``factors``) or a concatenation (``parts``) of others.
+    """One axis of a run's tensors: an index that dims of several tensors share, so that they must be sharded alike.
 
-    ``whole`` says which operator needs it whole; empty if none does. Axes that were found equal are linked:
-    :func:`root` returns the one that stands for all.
+    It may be a product of other axes (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
+    that needs the axis uncut, or is empty. Axes found to be equal are linked; :func:`root` returns the one that
+    represents them.
     """
 
     __slots__ = ("factors", "link", "parts", "size", "whole")
@@ -41,12 +42,12 @@ class DimAxis:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is neither a product nor a concatenation."""
+        """Whether the axis is neither a product nor a concatenation of other axes."""
         return self.factors is None and self.parts is None
 
     @property
     def inner(self) -> list[DimAxis]:
-        """Its factors or parts."""
+        """The smaller axes whose product or concatenation this axis is; empty if it is neither."""
         return [*(self.factors or ()), *(self.parts or ())]
 
     def __repr__(self) -> str:
@@ -59,7 +60,7 @@ class DimAxis:
 
 
 def root(axis: DimAxis) -> DimAxis:
-    """Returns the axis that stands for all that were found equal to ``axis``."""
+    """Returns the axis that represents all axes found to be equal to ``axis``."""
     while axis.link is not None:
         if axis.link.link is not None:
             axis.link = axis.link.link
@@ -68,7 +69,10 @@ def root(axis: DimAxis) -> DimAxis:
 
 
 def leaves(axis: DimAxis) -> Iterator[DimAxis]:
-    """Yields the axes that an axis is made of; one that occurs twice, twice."""
+    """Yields the smallest axes whose products and concatenations make up ``axis``, or ``axis`` if it is a leaf itself.
+
+    An axis that occurs twice is yielded twice.
+    """
     axis = root(axis)
     if axis.is_leaf:
         yield axis
@@ -77,7 +81,7 @@ def leaves(axis: DimAxis) -> Iterator[DimAxis]:
 
 
 def _factors(axis: DimAxis) -> list[DimAxis]:
-    """The factors of an axis, none of them a product, the slowest first; none for an axis of one element."""
+    """Returns the factors of an axis, slowest first and without nested products. An axis of one element has none."""
     axis = root(axis)
     if axis.factors is None:
         return [axis] if axis.size > 1 else []
@@ -116,7 +120,7 @@ def _need_whole(axis: DimAxis, why: str) -> None:
 
 
 def _split_off(axis: DimAxis, fast: int) -> bool:
-    """Makes an axis that is no product one whose fastest factor has ``fast`` elements; False where that cannot be."""
+    """Turns an axis that is no product into one whose fastest factor has ``fast`` elements; False if impossible."""
     axis = root(axis)
     if axis.parts is None:
         axis.factors = [DimAxis(axis.size // fast, axis.whole), DimAxis(fast, axis.whole)]
@@ -134,7 +138,7 @@ def _split_off(axis: DimAxis, fast: int) -> bool:
 
 
 def _halves(axis: DimAxis, fast: int) -> tuple[DimAxis, DimAxis] | None:
-    """Returns an axis as (slow, fast) with ``fast`` elements in the second."""
+    """Returns an axis as two factors (slow, fast), the second with ``fast`` elements, or None if that is impossible."""
     high, low, left = _factors(axis), list[DimAxis](), fast
     while left > 1:
         last = high[-1]
@@ -149,7 +153,7 @@ def _halves(axis: DimAxis, fast: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
-    """Returns an axis as two, end to end, the first of ``start`` elements; None where that cannot be."""
+    """Returns two axes whose concatenation an axis is, the first of ``start`` elements; None if impossible."""
     axis = root(axis)
     if axis.is_leaf:
         first, second = axis.parts = [DimAxis(start, axis.whole), DimAxis(axis.size - start, axis.whole)]
@@ -174,7 +178,9 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 def unify(one: DimAxis, other: DimAxis) -> None:
-    """Makes two axes one and splits both as finely as that takes; what cannot be matched is needed whole.
+    """Merges two axes into one, and splits both into the same factors and parts.
+
+    If the factors or parts cannot be matched, the axes are marked as needed whole, that is, uncut.
 
     >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
     >>> unify(columns, _product([heads, width]))
@@ -203,7 +209,7 @@ def unify(one: DimAxis, other: DimAxis) -> None:
 
 
 def _opened(axes: list[DimAxis], end: int) -> DimAxis:
-    """Takes an axis off an end of a list, and puts all but its outermost factor or part back."""
+    """Removes the axis at index ``end`` from a list, and returns the axis that represents it."""
     return root(axes.pop(end))
 
 
@@ -250,7 +256,7 @@ def _unify_parts(one: DimAxis, other: DimAxis) -> None:
 
 @dataclass(eq=False, slots=True)
 class AxisUse:
-    """An operator's role for an axis, where it is more than that each index is computed alone."""
+    """An operator (``call``) that sums over an axis, or looks up rows of a table along it, as ``role`` says."""
 
     call: RecordedCall
     axis: DimAxis
@@ -259,7 +265,7 @@ class AxisUse:
 
 @dataclass(eq=False)
 class RunAxes:
-    """The axes of every dim of a run's tensors, and the operators that sum over an axis or look rows up along it."""
+    """The axis of each dim of each tensor of a run, and the operators that sum over axes or look up rows along them."""
 
     dims: dict[TensorUse, list[DimAxis]] = field(default_factory=dict)
     uses: list[AxisUse] = field(default_factory=list)
@@ -270,11 +276,15 @@ class RunAxes:
             self.dims[tensor] = [DimAxis(size) for size in tensor.shape]
         return self.dims[tensor]
 
+    def of_samples(self, inputs: Iterable[TensorUse]) -> set[DimAxis]:
+        """Returns the smallest axes that carry the samples of a batch, which are those of dim 0 of ``inputs``."""
+        return {leaf for given in inputs if given.shape for leaf in leaves(self.of(given)[0])}
+
 
 def axes_of(recording: Recording) -> RunAxes:
-    """Finds the axes of all tensors of a run.
+    """Returns the axes of all tensors in a recorded run, found from the relations of its operators.
 
-    Constants take part in no relation: one table of positions that two layers share would tie their dims together.
+    Constants are left out: one table of positions that two layers share would tie the dims of both layers together.
 
     >>> import torch
     >>> from torch import nn
@@ -317,7 +327,9 @@ def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:
 
 
 def spread(labels: bytes, inside: int, outside: int) -> bytes:
-    """Returns the labels of a dim of which a factor has ``labels``, with so many elements inside and outside of it.
+    """Returns the rank that holds each element of a dim, from ``labels``, the ranks along one factor of the dim.
+
+    ``inside`` and ``outside`` are the numbers of elements of the dim's faster and slower factors.
 
     >>> list(spread(bytes([0, 1]), inside=2, outside=2))
     [0, 0, 1, 1, 0, 0, 1, 1]
@@ -328,7 +340,9 @@ def spread(labels: bytes, inside: int, outside: int) -> bytes:
 
 
 def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
-    """Returns the rank that holds each element of a dim, given those of the axes that are cut; None for a whole dim.
+    """Returns the rank that holds each index of ``axis``, as bytes, or None if no axis in it is cut.
+
+    ``cut`` maps each axis that is cut to the ranks that hold its indices.
 
     >>> heads = DimAxis(2)
     >>> list(labels_of(_product([heads, DimAxis(3)]), {heads: bytes([0, 1])}))

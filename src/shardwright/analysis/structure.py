@@ -1,7 +1,7 @@
-"""Reads a plain model: uses of parameters, traces of its code, pairs of linear layers to cut, the output head.
+"""Analyzes the code of a plain model: parameter uses, traces, pairs of linear layers to shard, and the output head.
 
 :func:`trace` runs a module's forward on proxies and records its calls as an ``fx.Graph``. The other functions search
-such graphs. Strategies use what they find to decide which layers can be column- and row-parallel.
+such graphs. Strategies use the results to decide which layers can be column- and row-parallel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ELEMENTWISE_MODULES = (
     nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity,
 )  # fmt: skip
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""The exact classes whose batch statistics are known; a subclass may compute anything."""
+"""The exact classes of BatchNorm whose statistics can be synchronized; a subclass may compute anything."""
 
 ELEMENTWISE_FUNCTIONS = frozenset((
     functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu,
@@ -38,13 +38,13 @@ ELEMENTWISE_FUNCTIONS = frozenset((
 ))  # fmt: skip
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that only hold others: a call of one counts as a call of its children by the same caller."""
+"""Modules without code of their own: a call of one counts as a call of its children by the same caller."""
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's global name.
+    """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's full name.
 
-    A tied parameter is one parameter with several uses; the first of its names is the global one.
+    A tied parameter is one parameter with several uses; the first of its names counts as its full name.
 
     >>> tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -61,7 +61,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
-    """Whether a module has forward or backward hooks; with ``inside``, whether it or a module in it has.
+    """Returns whether a module has forward or backward hooks; with ``inside``, its submodules are searched too.
 
     >>> layer = nn.Linear(2, 2)
     >>> handle = layer.register_forward_hook(print)
@@ -72,11 +72,11 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
 
 
 GUARDED = "guarded_kind"
-"""The attribute in which a class made to guard one module's parameters keeps the module's original class."""
+"""The class attribute that keeps a module's original class while a subclass guards its sharded parameters."""
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's class; for one whose parameters are guarded, the class that it had before.
+    """Returns a module's class; for a module whose sharded parameters are guarded, the class that it had before.
 
     >>> kind_of(nn.ReLU()).__name__
     'ReLU'
@@ -86,12 +86,12 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def runs_as(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of class ``kind``: it is no subclass, and its forward is not replaced."""
+    """Returns whether a module runs the forward of class ``kind``, not that of a subclass or a replacement."""
     return type(module) is kind and "forward" not in vars(module)
 
 
 def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of class ``kind`` and has no hooks.
+    """Returns whether a module runs the forward of class ``kind`` unchanged and has no hooks.
 
     >>> is_exactly(nn.Linear(2, 2), nn.Linear), is_exactly(nn.Bilinear(2, 2, 2), nn.Linear)
     (True, False)
@@ -100,7 +100,7 @@ def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
 
 
 def is_elementwise_module(module: nn.Module | None) -> bool:
-    """Whether a module is known, by its exact class, to compute each element on its own.
+    """Returns whether a module is known, by its exact class, to compute each output element from one input element.
 
     >>> class Mixing(nn.ReLU):
     ...     def forward(self, x):
@@ -112,7 +112,7 @@ def is_elementwise_module(module: nn.Module | None) -> bool:
 
 
 def registered_twice(model: nn.Module) -> set[int]:
-    """Returns the ids of modules that are registered in two places, so that more than one caller may use them.
+    """Returns the ids of modules that are registered in two or more places, so that several callers may use them.
 
     >>> layer = nn.Linear(2, 2)
     >>> registered_twice(nn.Sequential(layer, nn.ReLU(), layer)) == {id(layer)}
@@ -123,20 +123,24 @@ def registered_twice(model: nn.Module) -> set[int]:
 
 
 IS_NONE = " is None"
-"""The suffix, in ``given``, of an argument that is passed as None, so that ``if x is None`` can be traced."""
+"""A suffix to an argument's name in ``given``: the argument is None, so that ``if x is None`` can be traced."""
 IS_NO_TENSOR = " is no tensor"
-"""The suffix, in ``given``, of an argument that is neither a tensor nor None, whose class is then unknown."""
+"""A suffix to an argument's name in ``given``: the argument is neither a tensor nor None, and of unknown class."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class LayerChain(NamedTuple):
-    """``Linear -> elementwise -> Linear``: the ``columns`` can be column-parallel, ``row`` then row-parallel."""
+    """A chain ``Linear -> elementwise operators -> Linear``, whose layers can be column- and then row-parallel.
+
+    ``columns`` names the first layers, of which several may lead to one last layer, and ``row`` names the last layer.
+    ``between`` names the modules between them.
+    """
 
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
     entry: str | None
-    """The module whose only input all ``columns`` share, if there are several."""
+    """The module whose only input is the input of all ``columns``; None if there is one column or no such module."""
     owner: str | None = None
     """The module whose forward was traced to find the chain; None if the user named the chain."""
 
@@ -146,17 +150,20 @@ def trace(
     *,
     deep: bool = False,
     opened: Collection[str] = (),
+    whole: Collection[str] = (),
     given: Collection[str] = (),
     shows_weights: bool = False,
     failures: list[Exception] | None = None,
 ) -> fx.Graph | None:
     """Returns the graph of the calls that a module's forward makes, or None if its Python code depends on values.
 
-    Children stay single calls. Entered instead are plain containers, modules named in ``opened``, and with ``deep`` all
-    modules that are not torch's own; never a module with hooks. ``node.meta["within"]`` lists the entered modules that
-    were running at a call, outermost first. Optional arguments are left out unless ``given`` names them, with
-    :data:`IS_NONE` or :data:`IS_NO_TENSOR` after the name. Code that reads a layer's weight from outside is traced only
-    with ``shows_weights``. An exception of the traced code is appended to ``failures``.
+    A call of a submodule is a single node. The code is followed, however, into plain containers, into modules named in
+    ``opened``, and with ``deep`` into all modules that are not torch's own, but never into a module with hooks.
+    Containers in ``whole`` stay single calls too, unless they are opened.
+    ``node.meta["within"]`` lists the followed modules that were running at a call, outermost first.
+    Optional arguments keep their defaults unless ``given`` names them; :data:`IS_NONE` or :data:`IS_NO_TENSOR` after a
+    name says what is passed. Code that reads the weight of another module is traced only with ``shows_weights``. An
+    exception raised by the traced code is appended to ``failures``.
 
     torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This one changes only a copy of the module,
     so other threads can run models meanwhile.
@@ -166,13 +173,14 @@ def trace(
     """
     graph = fx.Graph()
     tracer = Tracer(graph)
-    # only the structure is copied: weights are shared, and ShowsReads recognises them by their ids
+    # only the structure is copied: weights are shared, and ShowsReads recognizes them by their ids
     copy = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
 
     def result_class(path: str) -> type | None:
         return class_of_result(module.get_submodule(path), partial(trace, shows_weights=True))
 
-    _replace_forwards(copy, tracer, result_class, deep=deep, opened=opened, shows_weights=shows_weights)
+    submodules = _submodules(copy, deep=deep, opened=opened, whole=whole)
+    _replace_forwards(submodules, tracer, result_class, deep=deep, shows_weights=shows_weights)
     try:
         inputs = {name: _input(tracer, name, given) for name in _argument_names(copy.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
@@ -196,18 +204,17 @@ def trace(
 
 
 def _replace_forwards(
-    copy: nn.Module,
+    submodules: Iterator[tuple[str, nn.Module, bool]],
     tracer: Tracer,
     result_class: ResultClass,
     *,
     deep: bool,
-    opened: Collection[str],
     shows_weights: bool,
 ) -> None:
-    """Lets submodules that a trace enters run on proxies; a call of any other one becomes a node of the graph."""
+    """Makes the submodules that a trace enters run on proxies, and turns a call of any other into a graph node."""
     running: list[str] = []
     patched = set[nn.Module]()
-    for path, child, is_entered in _submodules(copy, deep=deep, opened=opened):
+    for path, child, is_entered in submodules:
         if child in patched:
             continue  # a module with several names is traced under its first
         patched.add(child)
@@ -225,12 +232,12 @@ def _replace_forwards(
 
 
 def trace_once(module: nn.Module) -> fx.Graph | None:
-    """Returns what :func:`trace` does, found once for each plan; the caller changes nothing of it."""
+    """Returns ``trace(module)``, computed only once while a plan is made; the caller must not change the graph."""
     return kept(module, trace)
 
 
 def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
-    """The names of the required arguments and of those in ``given``."""
+    """Yields the names of a forward's required arguments and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
         is_given = any(name + suffix in given for suffix in ("", IS_NONE, IS_NO_TENSOR))
         if (is_given or parameter.default is inspect.Parameter.empty) and parameter.kind not in OPEN_ENDED:
@@ -259,20 +266,26 @@ def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: An
 
 
 def _submodules(
-    module: nn.Module, prefix: str = "", *, deep: bool = False, opened: Collection[str] = ()
+    module: nn.Module,
+    prefix: str = "",
+    *,
+    deep: bool = False,
+    opened: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The submodules down to those that stay single calls: path, module, and whether a trace enters it."""
+    """Yields each submodule as its path, the module, and whether a trace enters it; none inside modules not entered."""
     for name, child in module.named_children():
-        is_entered = type(child) in CONTAINERS or f"{prefix}{name}" in opened
+        path = f"{prefix}{name}"
+        is_entered = path in opened or (type(child) in CONTAINERS and path not in whole)
         is_entered = is_entered or (deep and not type(child).__module__.startswith("torch.nn."))
         is_entered = is_entered and not has_hooks(child)
-        yield f"{prefix}{name}", child, is_entered
+        yield path, child, is_entered
         if is_entered:
-            yield from _submodules(child, f"{prefix}{name}.", deep=deep, opened=opened)
+            yield from _submodules(child, f"{path}.", deep=deep, opened=opened, whole=whole)
 
 
 def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
-    """Returns every chain ``Linear -> elementwise -> Linear``; a layer is in one chain at most.
+    """Returns every chain ``Linear -> elementwise -> Linear`` of a model; a layer is in one chain at most.
 
     >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
     >>> find_chains(nn.Sequential(gelu, gelu))
@@ -298,18 +311,22 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
 
 
 def has_choices(module: nn.Module) -> bool:
-    """Whether the forward has optional arguments: a trace shows only the path on which they are left out."""
+    """Returns whether a module's forward has optional arguments. A trace with their defaults shows one case only."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
 def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
-    """Returns the module that a node of a trace calls; None for any other node."""
+    """Returns the module that a node of a trace calls, or None for any other node; ``root`` is the traced module."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node of a trace computes each element on its own, without a tensor that would have to be sharded."""
+    """Returns whether a node of a trace computes each output element from one element of each input.
+
+    A node with a constant tensor of several elements does not count, because that would have to be sharded too.
+    ``root`` is the traced module.
+    """
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
         return False  # one number per feature would have to be sharded, and a trained number's gradient summed
@@ -321,7 +338,7 @@ def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
-    """The chain that ends in ``row``, found backwards; None unless all features between its layers stay inside."""
+    """Returns the chain that ends in ``row``, or None if features between its layers are used elsewhere."""
     if not is_exactly(module_of(row, root), nn.Linear):
         return None
     columns: list[fx.Node] = []
@@ -361,7 +378,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Returns the name of the ``Linear`` whose output is the model's output and has no other use, or None.
+    """Returns the name of the ``Linear`` layer whose output is the model's output and is not used otherwise, or None.
 
     >>> find_head(nn.Sequential(nn.ReLU(), nn.Linear(2, 8)))
     '1'

@@ -1,9 +1,9 @@
-"""Forwards of torch's encoder and decoder that can be traced: the loop over layers without branches on values.
+"""Traceable forwards of torch's TransformerEncoder and TransformerDecoder, without branches on tensor values.
 
-torch's own code reads a mask's values to see whether it is causal. That is a hint that makes a layer faster; with the
-mask and without the hint the layers compute the same. In eval mode torch's encoder may skip padded positions and write
-zeros there (``enable_nested_tensor``). Here, as in every layout that shards layers, they are computed; all other
-positions are equal.
+torch's own code reads a mask's values to see whether it is causal. That is only a hint that makes a layer faster; with
+the mask and without the hint the layers compute the same. In eval mode torch's encoder may skip padded positions and
+write zeros there (``enable_nested_tensor``). The forwards here, as in every layout that shards layers, compute these
+positions; all other positions are equal.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoder: _decoder,
 }
-"""The traceable forward of each of these classes."""
+"""Maps torch's transformer encoder and decoder classes to functions that replace their forwards in a trace."""
 
 
 def loop_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns a module's forward, or for torch's encoder and decoder the replacement that can be traced.
+    """Returns a module's forward or, for torch's transformer encoder and decoder, the traceable replacement.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1, enable_nested_tensor=False)
     >>> import torch

@@ -1,8 +1,8 @@
-"""Replacements for the names ``torch`` and ``isinstance`` in code that is traced.
+"""Replaces the names ``torch`` and ``isinstance`` in code that is traced, so that it accepts proxies.
 
-``torch.ones(x.shape[0])`` must become a node, although no argument's class shows that a trace is under way. And
-``isinstance(x, Tensor)`` must not see that ``x`` is a proxy. The replacement infers the class of the value from the
-graph. If it cannot, it raises: the trace would follow one branch where the real run may take the other.
+``torch.ones(x.shape[0])`` must become a node of the graph, although no argument is a tensor proxy. And ``isinstance(x,
+Tensor)`` must be true for a proxy ``x`` of a tensor. The replacement infers the class of the value from the graph. If
+it cannot, it raises: the trace would follow one branch where the real run may take the other.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.utils._pytree import tree_flatten
 from shardwright.rng import with_names
 
 MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
-"""Functions that make a tensor from plain numbers."""
+"""Functions of ``torch`` that create a tensor from plain numbers."""
 NUMBERS = frozenset(("dim", "ndimension", "numel", "nelement"))
 TUPLES = frozenset(("chunk", "split", "tensor_split", "unbind"))
 UNKNOWN = frozenset(("item", "tolist", "topk", "sort", "max", "min", "median", "mode", "kthvalue", "stride", "unique"))
-"""Functions and methods whose results are of more than one class, by arguments or values."""
+"""Functions and methods whose results differ in class by their arguments or values."""
 TENSORS_OF_TENSORS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 NO_TENSOR = "no_tensor"
-"""The key, in a placeholder's ``meta``, that tells whether the argument is something else than a tensor."""
+"""A key of a placeholder's ``meta``: whether the argument is something else than a tensor."""
 
 ResultClass = Callable[[str], type | None]
-"""Returns the class of the result of a module, by the module's name; None if it is unknown."""
+"""A function from a module's name to the class of its output, or None if that is unknown."""
 
 
 class _Torch:
-    """Stands for the module ``torch``: tensors can be made from sizes and devices that are proxies."""
+    """Replaces the module ``torch`` in traced code, so that tensors can be made from sizes that are proxies."""
 
     def __init__(self, tracer: fx.proxy.TracerBase | None, result_class: ResultClass) -> None:
         self._tracer, self._result_class = tracer, result_class
@@ -57,9 +57,10 @@ class _Torch:
 def traceable_forward(
     module: nn.Module, result_class: ResultClass, tracer: fx.proxy.TracerBase | None = None
 ) -> Callable[..., Any]:
-    """Returns a module's forward with the names ``torch`` and ``isinstance`` replaced, so that it can be traced.
+    """Returns a module's forward in which ``torch`` and ``isinstance`` accept proxies, so that it can be traced.
 
-    Only with a ``tracer`` can the code make tensors from proxies.
+    ``result_class`` gives the class of a submodule's result by its name. ``tracer`` is needed if the code makes tensors
+    from sizes that are proxies.
     """
     function = getattr(module.forward, "__func__", None)
     if not isinstance(function, FunctionType) or type(module).__module__.startswith("torch."):
@@ -82,7 +83,9 @@ def _isinstance(result_class: ResultClass, value: Any, kinds: Any) -> bool:
 
 
 def class_of(node: fx.Node, result_class: ResultClass) -> type | None:
-    """Returns the class of the value that a traced node computes; None if the graph does not show it.
+    """Returns the class of the value that a traced node computes, or None if the graph does not show it.
+
+    ``result_class`` gives the class of a submodule's result by its name.
 
     >>> graph = fx.Tracer().trace(nn.Sequential(nn.Flatten()))
     >>> [class_of(node, lambda path: Tensor).__name__ for node in graph.nodes if node.op != "output"]
@@ -120,7 +123,9 @@ def _function_name(node: fx.Node) -> str:
 
 
 def class_of_result(module: nn.Module, read: Callable[[nn.Module], fx.Graph | None]) -> type | None:
-    """Returns the class of a module's output, from the module's class or from its graph, which ``read`` makes.
+    """Returns the class of a module's output, or None if it is unknown.
+
+    It is known for torch's modules, and is otherwise inferred from the module's graph, which ``read`` returns.
 
     >>> class_of_result(nn.Linear(1, 1), lambda _: None), class_of_result(nn.LSTM(1, 1), lambda _: None)
     (<class 'torch.Tensor'>, <class 'tuple'>)

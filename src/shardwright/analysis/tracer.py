@@ -1,4 +1,4 @@
-"""The tracer of ``structure.trace``, which also records weight reads, in-place writes and ``no_grad`` regions."""
+"""The fx tracer that ``structure.trace`` uses, which also records weight reads, in-place writes and ``no_grad``."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwright import devices
+
 NO_GRADIENT = "no_gradient"
-"""The key, in a node's ``meta``, that tells whether the code makes this call under ``torch.no_grad``."""
+"""A key of a node's ``meta``: whether the code makes this call under ``torch.no_grad``."""
 
 
 class _Proxy(fx.Proxy):
-    """Unlike torch's own proxy, this one can be written into: ``x[place] = value`` becomes a node."""
+    """An fx proxy that supports ``x[place] = value``, which becomes a node of the graph."""
 
     def __setitem__(self, place: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
 
 
 class Tracer(fx.proxy.GraphAppendingTracer):
-    """Builds an fx graph in which each node's ``meta`` tells whether the call is under ``no_grad``.
+    """An fx tracer whose nodes say in their ``meta`` whether the call was made under ``no_grad``.
 
     Raises: RuntimeError: a call under ``torch.autocast``, which a graph does not show.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Returns the fx proxy for the result of ``node``, which can also be written into: ``x[i] = y``."""
+        """Returns an fx proxy for the result of ``node`` that also supports writes such as ``x[i] = y``."""
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **named: Any) -> fx.Node:
-        """Appends a node to the graph and marks it if gradients are off."""
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        """Appends a node to the graph and notes in its ``meta`` whether gradients are off."""
+        if any(torch.is_autocast_enabled(kind) for kind in {"cpu", devices.accelerator()}):
             raise RuntimeError("a part of the code runs under autocast")
         node = super().create_node(*args, **named)
         node.meta[NO_GRADIENT] = not torch.is_grad_enabled()
@@ -45,11 +47,11 @@ class Tracer(fx.proxy.GraphAppendingTracer):
 
 
 ATTRIBUTES = "attributes"
-"""The key, in the output's ``meta``, of the modules' plain attributes that the code read, each by path and name."""
+"""A key of the output node's ``meta``: the plain module attributes that the code read, as (module path, attribute)."""
 
 
 class AttributeReads:
-    """Records the plain attributes of modules that a model's code reads and has not set itself.
+    """Records which plain attributes of modules a model's code reads, other than those that the code has set itself.
 
     >>> model = nn.Sequential(nn.Linear(2, 3))
     >>> reads = AttributeReads(model)
@@ -79,12 +81,14 @@ class AttributeReads:
         return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
     def has_changed(self) -> bool:
-        """Whether the code has set an attribute after it read it: the next step would read another value."""
+        """Returns whether the code sets an attribute that it has read: the next step would then read another value."""
         return any(vars(self._modules[path]).get(name) is not self._before[path][name] for path, name in self.found)
 
 
 class ShowsReads(TorchFunctionMode):
-    """A torch mode in which a function of ``weights`` that returns tensors becomes a node; shape and dtype do not.
+    """A torch mode that turns calls of torch functions on one of ``weights`` into nodes of the graph.
+
+    A function that returns no tensor, such as a read of a shape or dtype, runs as usual.
 
     >>> tracer = Tracer(fx.Graph())
     >>> weight = torch.ones(2, 3)
@@ -118,7 +122,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def line_of(failure: Exception) -> str:
-    """Returns the last line of the user's code in a traceback, as the end of an error text; empty if there is none."""
+    """Returns the last line of user code in an exception's traceback, as the end of an error text, or empty text."""
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(failure.__traceback__) if not each.filename.startswith(libraries)]
     return f"; here {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

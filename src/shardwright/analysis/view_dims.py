@@ -1,4 +1,4 @@
-"""What operators that move elements and compute none do with the dims of their tensors: views, slices, joins."""
+"""The dims of operators that only move elements, such as views, slices and concatenations, written in letters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwright.analysis.dim_letters import Concat, Dims, Letters, Role, Rule, 
 from shardwright.analysis.recording import RecordedCall
 
 VIEW_RULES: dict[str, Rule] = {}
-"""The rule of each such operator, by name."""
+"""Maps the name of each operator that only moves elements to its rule; ``operator_dims`` adds it to its table."""
 
 _rule = partial(rule, VIEW_RULES)
 
 
 def _group(a: Letters, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
-    """The letters of a reshape: the finest common factors, from the fastest dim on."""
+    """Returns the dims of a reshape's input and output: letters of the finest common factors from the fastest dim."""
     left: list[list[int | Concat]] = [[] for _ in before]
     right: list[list[int | Concat]] = [[] for _ in after]
     rest = [(d, size) for d, size in enumerate(before) if size > 1]  # what is left of each dim, the fastest last

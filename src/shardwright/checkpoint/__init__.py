@@ -1,1 +1,1 @@
-"""One checkpoint format for all layouts: saved under any layout, loaded under any other, never half written."""
+"""Checkpoints in one format for all layouts: a checkpoint saved under one layout loads under any other."""

@@ -1,4 +1,4 @@
-"""Exports the model of a checkpoint as one safetensors file."""
+"""Exports the model of a checkpoint as one safetensors file, for use without shardwright."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwright.errors import PlanError
 
 
 def export_model(folder: Path, to: Path) -> tuple[Manifest, int]:
-    """Writes the model of a checkpoint into the file ``to``; returns the manifest and the number of tensors.
+    """Writes a checkpoint's model, unsharded, into the safetensors file ``to``; returns manifest and number of tensors.
 
-    The file is written beside its place and renamed, so that a kill leaves no half file.
+    Optimizer state is left out. The file is written beside its place and renamed, so that a kill leaves no half file.
 
     Raises: CheckpointError: the checkpoint is broken. PlanError: ``to`` is no regular file, or cannot be written.
     """
@@ -45,7 +45,7 @@ def export_model(folder: Path, to: Path) -> tuple[Manifest, int]:
 
 
 def _check_target(to: Path) -> None:
-    """Raises PlanError if something else than a regular file has the name: a device, a pipe, a folder, a link."""
+    """Raises PlanError if ``to`` exists and is no regular file: a device, a pipe, a folder, a link."""
     try:
         mode = os.lstat(to).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint under any layout. Files are the sources of a transfer plan, so each rank reads only its part."""
+"""Loads a checkpoint under any layout: each rank reads from the files only the parts of tensors that it stores."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
+from shardwright.checkpoint.optimizer_trial import check_steps
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
@@ -26,10 +27,10 @@ from shardwright.sharding.transfer import plan_transfer
 
 @dataclass(frozen=True)
 class _Read:
-    """What a rank has read of a checkpoint: complete before anything of the run changes.
+    """The content of a checkpoint that a rank has read, complete before anything of the run changes.
 
-    ``values`` are the live tensors to be filled, each with what was read for it: in host memory, or where the run
-    offloads its state to disk, there.
+    ``values`` are the run's tensors to fill, each with the values read for it: in host memory or, if the run offloads
+    its state to disk, on disk.
     """
 
     manifest: Manifest
@@ -42,8 +43,8 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     """Fills ``run`` and ``optimizer`` from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
     ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
-    files that hold some of its part. All is read before anything is changed: a load that fails leaves run and optimizer
-    as they were. It waits for the saves that are under way, and all ranks read the step that the first one finds.
+    files that hold some of its part. Everything is read before anything is changed: a load that fails leaves run and
+    optimizer unchanged. The call waits for saves that are under way, and all ranks read the step that rank 0 finds.
 
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken or foreign, of another model, or without
         the optimizer's state. Every check that does not need the files comes first.
@@ -76,7 +77,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
 def _read(
     folder: Path, run: Run, optimizer: torch.optim.Optimizer | None, buffers: Mapping[str, Sequence[int]]
 ) -> _Read:
-    """Checks and reads this rank's part of a checkpoint; ``buffers`` are the shapes of all ranks' buffers."""
+    """Checks a checkpoint and reads this rank's part of it; ``buffers`` are the shapes of all ranks' buffers."""
     manifest = read_manifest(folder)
     _check_names(folder, manifest, run, buffers)
     if optimizer is not None:
@@ -111,7 +112,7 @@ def _read(
 
 
 def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
-    """Returns one unsharded tensor of a checkpoint, by its name."""
+    """Returns one tensor of a checkpoint, unsharded and in host memory, by its name in the manifest."""
     dtype, shape, _ = manifest.tensors[name]
     whole = torch.empty(shape, dtype=getattr(torch, dtype))
     read_pieces(folder, manifest, name, TensorLayout.whole(shape).pieces({}), whole)
@@ -134,7 +135,7 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
 def _wanted(
     run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
 ) -> tuple[list[tuple[str, TensorLayout, Tensor]], dict[Tensor, dict[str, Any]]]:
-    """The tensors that this rank fills, with global names and layouts; and of state, the new tensors by parameter."""
+    """Returns (global name, layout, tensor) of each tensor that this rank fills, and the new optimizer state."""
     found: list[tuple[str, TensorLayout, Tensor]] = []
     states: dict[Tensor, dict[str, Any]] = {}
     keys: dict[str, list[str]] = {}
@@ -199,9 +200,10 @@ def _fill_optimizer(
     run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest, states: dict[Tensor, dict[str, Any]],
     values: list[tuple[Tensor, Tensor]],
 ) -> tuple[Mapping[str, Any], ...]:  # fmt: skip
-    """Adds to ``states`` what is no tensor of a parameter's shape; returns the options of each param group."""
+    """Adds to ``states`` the optimizer's scalars, such as step counts; returns the options of each param group."""
     elementwise = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
     every = []
+    listed = {name for saved in manifest.groups for name in saved["parameters"]}
     for number, group in enumerate(optimizer.param_groups):
         held = group_parameters(run, group)
         for name, parameter in held.items():
@@ -217,11 +219,14 @@ def _fill_optimizer(
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
         every.append({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
+            raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
+        check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in held.items()})
     return tuple(every)
 
 
 def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: int) -> Mapping[str, Any]:
-    """The saved options of the param group that holds these parameters; of none, of the group of the same number."""
+    """Returns the saved options of the param group with these parameters; without any, of the group of that number."""
     if names:
         matching = [group for group in manifest.groups if names <= set(group["parameters"])]
     else:

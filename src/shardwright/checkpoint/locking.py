@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: one save at a time writes to it."""
+"""The lock of a checkpoint folder, by which saves into one folder wait for each other."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from shardwright.file_locks import is_same, lock
 
 SAVING = ".saving"
-"""The file that is locked while a checkpoint is written beside it. Unlike a lock of the folder, it works over NFS."""
+"""The name of the file that a save locks while it writes a checkpoint beside it. A folder's own lock fails on NFS."""
 
 MOST_WAIT_S = 300.0
-"""How long a save waits for another into the same folder."""
+"""The seconds for which a save waits for another save into the same folder."""
 
 _WAIT_S = 0.02
 
 
 @contextlib.contextmanager
 def one_save(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder's saves while the block runs; waits for the save that has it.
+    """A context that holds the lock of saves into ``folder``; it waits for a save that holds the lock.
 
     Raises: OSError: the folder cannot be written, or the other save has not ended after ``MOST_WAIT_S``.
     """

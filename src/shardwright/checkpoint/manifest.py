@@ -1,4 +1,4 @@
-"""The checkpoint format: the files of a checkpoint folder, its manifest, and the checks of both.
+"""The checkpoint format: the files of a checkpoint folder, their manifest, and the checks of both.
 
 ::
 
@@ -35,13 +35,17 @@ from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
 from shardwright.sharding.box import Box
+from shardwright.text_files import read_text
 
 FORMAT = "shardwright-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
 
+MOST_BYTES = 2**30
+"""The size in bytes up to which a manifest is read; a larger one is refused."""
+
 _SIGN = ',\n "sha256": "'
-"""What stands between a manifest's text and the checksum of that text."""
+"""The text between a manifest's text and the checksum of that text."""
 
 _STEP = re.compile(r"step-([0-9]+)(\.old)?")
 
@@ -50,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (range of every dim) of a tensor that is stored as one entry of one checkpoint file."""
+    """The place of one box (a range of every dim) of a tensor in a checkpoint: a file, and a key in it."""
 
     box: Box
     file: str
@@ -59,7 +63,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One logical checkpoint: tensors by global name, whatever layout wrote them. Made by saving or :func:`read`.
+    """The content of ``manifest.json``: the tensors of a checkpoint by global name, whatever layout wrote them.
 
     ``tensors`` maps a name to (dtype, shape, stored boxes); model tensors are named as in the plain model, optimizer
     state ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds optimizer state
@@ -129,7 +133,7 @@ class Manifest:
 
 
 def signed(text: str) -> str:
-    """Returns the JSON text of a manifest with the checksum of the text as its last entry.
+    """Returns the JSON ``text`` of a manifest with the text's checksum added as the last entry.
 
     >>> print(signed('{"step": 3\\n}')[:30])
     {"step": 3,
@@ -140,7 +144,7 @@ def signed(text: str) -> str:
 
 
 def _checked(text: str) -> str:
-    """Returns the text without its checksum, if it has one. Raises ValueError if the two do not match."""
+    """Returns a manifest's text without its checksum, if it has one. Raises ValueError if the two do not match."""
     body, sign, _ = text.rpartition(_SIGN)
     if sign and signed(f"{body}\n}}") != text:
         raise ValueError("it does not match its checksum")
@@ -148,18 +152,21 @@ def _checked(text: str) -> str:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints of a run, oldest first.
+    """Returns the complete checkpoints in the folder of a run, oldest first.
 
     ``step-N.old`` is the previous checkpoint of step N. It counts until the new one has its final name.
     """
-    found = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}")}
+    found = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()}
     steps = {path: _STEP.fullmatch(name) for name, path in found.items()}
     newest = [(int(n[1]), path) for path, n in steps.items() if n and not (n[2] and path.stem in found)]
     return [path for _, path in sorted(newest)]
 
 
 def find(path: Path) -> Path:
-    """Returns ``path`` if it is a checkpoint, else the newest complete one in it. Raises CheckpointError: none."""
+    """Returns ``path`` if it is a checkpoint, else the newest complete checkpoint in that folder.
+
+    Raises: CheckpointError: there is no complete checkpoint.
+    """
     if (path / MANIFEST).is_file():
         return path
     if found := steps_in(path):
@@ -175,24 +182,30 @@ def find(path: Path) -> Path:
 
 
 def find_on_all(everyone: Axis, path: Path) -> Path:
-    """Returns what the first rank finds, for all to read the same step. Raises CheckpointError, on every rank: none.
+    """Returns the checkpoint that rank 0 finds with :func:`find`, on every rank, so that all load the same step.
 
-    Every rank calls it: for itself, a rank could find another step while a save renames.
+    Every rank calls this function. If each rank searched for itself, a save that renames its folder at that moment
+    could make two ranks find different steps.
+
+    Raises: CheckpointError, on every rank: there is no complete checkpoint.
     """
     found = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
     return Path(path, gather_json(everyone, found)[0])
 
 
 def read(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint. Raises CheckpointError: missing, broken or foreign."""
+    """Returns the manifest of the checkpoint folder ``path``.
+
+    Raises: CheckpointError: the manifest is missing or broken, or is not one of this library's.
+    """
     try:
-        return Manifest.from_json((path / MANIFEST).read_bytes().decode(), path)
+        return Manifest.from_json(read_text(path / MANIFEST, MOST_BYTES, pipes=False), path)
     except (OSError, UnicodeDecodeError) as failure:
         raise _foreign(path, str(failure)) from failure
 
 
 def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError unless the checkpoint's files have the size and checksum that its manifest lists.
+    """Raises CheckpointError unless the checkpoint files ``names`` have the size and checksum that the manifest lists.
 
     Symbolic links, devices and whatever else is no regular file are refused before any file is opened.
     """
@@ -213,7 +226,9 @@ def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
 
 
 def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
-    """Returns ``do()``, which reads the checkpoint at ``path``. Every rank calls it; ``do`` itself sends nothing.
+    """Runs ``do`` on every rank and returns its result; if it fails on one rank, all ranks raise.
+
+    ``do`` reads the checkpoint at ``path``, and calls no collective. Every rank of ``everyone`` calls this function.
 
     Raises: CheckpointError, on every rank, if ``do`` raised on any.
     """
@@ -230,7 +245,7 @@ def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Makes every error of the block, which reads the checkpoint at ``path``, a CheckpointError."""
+    """A context that turns any exception of its block into a CheckpointError about the checkpoint at ``path``."""
     try:
         yield
     except CheckpointError:

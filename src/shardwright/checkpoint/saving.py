@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: the pieces that each rank owns, and how they are described in the manifest."""
+"""Saves a run as a checkpoint: each rank writes the pieces of tensors that it owns, and rank 0 merges the manifest."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from shardwright.sharding.box import read as read_box
 from shardwright.sharding.tensor_layout import TensorLayout
 
 LOSS_SCALE = "(loss scale)"
-"""The key of the loss scale among a manifest's scalars; no parameter can have this name."""
+"""The key of the fp16 loss scale among a manifest's scalars; no parameter can have this name."""
 
 MOST_BYTES = 2**28
-"""The most bytes of a file, unless one tensor is larger; a file's tensors are copied in memory while it is written."""
+"""The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], list[StoredBox]]]
 
 
 @dataclass
 class _Part:
-    """One file of a rank: tensors and the piece of each that the file holds, by key."""
+    """One file that a rank writes: by key, the tensors and the piece of each that the file holds."""
 
     file: str
     pieces: dict[str, tuple[Tensor, Piece]] = field(default_factory=dict)
     num_bytes: int = 0
 
     def copied(self, offload: Offload | None) -> dict[str, Tensor]:
-        """Returns copies of the pieces in host memory: safetensors refuses tensors that share memory."""
+        """Returns copies of the file's pieces in host memory, since safetensors refuses tensors that share memory."""
         found = {
             key: read_box(local, piece, piece.whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
             for key, (local, piece) in self.pieces.items()
@@ -68,8 +68,9 @@ def save(
     checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that are not persistent are left out, as in
     ``state_dict``. Saves of several runs into one folder wait for each other.
 
-    With ``wait=False`` it returns once each rank's part is copied to host memory, and is written beside training: the
-    path exists when the checkpoint is complete. The next save waits for it; so do ``run.wait_saves`` and ``launch``.
+    With ``wait=False`` the call returns once each rank's part is copied to host memory. A thread writes the copy beside
+    training, and the path exists once the checkpoint is complete. The next save waits for it; so do ``run.wait_saves``
+    and ``launch``.
 
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
         writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched.
@@ -85,10 +86,10 @@ def save(
 
 
 def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
-    """Returns what all ranks must agree on before they save, the same on each.
+    """Returns the token of a save and the writer of each buffer, which all ranks must agree on before they save.
 
-    That is a token, the random part of the name of the folder that the checkpoint is written to until it is complete,
-    and for each buffer the rank that writes it.
+    The token is the random part of the name of the folder that the checkpoint is written to until it is complete. The
+    writers are ranks, by the buffer's name.
     """
     gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
     # stages have different buffers; each is written by the first rank that has it
@@ -100,9 +101,11 @@ def save_alone(
     folder: Path, run: Run, optimizer: torch.optim.Optimizer, step: int, agreed: tuple[str, Mapping[str, int]], *,
     keep: int, failure: BaseException, most_s: float,
 ) -> bool:  # fmt: skip
-    """Saves the state of ``step``, which all ranks hold, after one has failed; see ``write_alone``.
+    """Saves a checkpoint of ``step`` without collectives, after a rank has failed. True on the rank that completes it.
 
-    ``agreed`` is what :func:`agree_on_save` returned, at any time before.
+    All ranks must hold the state of ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`; ``keep`` is
+    that of :func:`save`. ``failure``, the exception that ended this rank, and ``most_s`` are those of
+    :func:`~shardwright.checkpoint.writing.write_alone`.
     """
     run.num_steps = step
     write, merge, _ = _contents(run, optimizer, agreed[1], {})
@@ -113,9 +116,9 @@ def save_alone(
 def _contents(
     run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int], extra: Mapping[str, Any]
 ) -> tuple[Callable[[Path], Any], Callable[[list[Any]], Manifest], Callable[[], None]]:
-    """Returns what ``write_checkpoint`` takes: functions that write this rank's files, merge all, and copy the state.
+    """Returns three functions for ``write_checkpoint``: write this rank's files, merge the manifest, copy the state.
 
-    ``owners`` gives the rank that writes a buffer. Once the state is copied, they hold nothing of the run.
+    ``owners`` gives the rank that writes a buffer. Once the state is copied, the functions hold nothing of the run.
     """
     entries, parts = _owned(run, optimizer, owners)
     state = pack_entries(entries), _scalars(run, optimizer), _groups(run, optimizer)
@@ -151,7 +154,7 @@ def _contents(
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns ``extra``, the user's data, as JSON has it. Raises CheckpointError unless it can be written as that."""
+    """Returns ``extra``, the user's data, as JSON would give it back. Raises CheckpointError if it is no JSON."""
     try:
         found: dict[str, Any] = json.loads(json.dumps(extra or {}))
     except (TypeError, ValueError, RecursionError) as failure:
@@ -165,7 +168,10 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]) -> tuple[Entries, list[_Part]]:
-    """The manifest entries of what this rank writes, and its files; ``owners`` gives the rank that writes a buffer."""
+    """Returns the manifest entries of the pieces that this rank writes, and its files.
+
+    ``owners`` gives the rank that writes a buffer.
+    """
     entries: Entries = {}
     parts: list[_Part] = []
     mine = [name for name, rank in owners.items() if rank == run.world.rank or name in run.plan.buffers]
@@ -188,7 +194,7 @@ def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[st
 
 
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, TensorLayout, Tensor]]:
-    """Every parameter, and the optimizer's state of its shape: the global name, the layout and the local tensor."""
+    """Yields (global name, layout, local tensor) of each parameter and of the optimizer's per-element state."""
     for name, parameter in run.parameters.items():
         yield name, run.plan.state[name].parameter, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
@@ -197,7 +203,7 @@ def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the model's persistent buffers by name, as ``state_dict`` does, but a tied buffer only once."""
+    """Returns the model's persistent buffers by name, those that ``state_dict`` has; a tied buffer only once."""
     found = {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
@@ -215,17 +221,17 @@ def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, TensorLayout
 
 
 def buffer_layout(run: Run, name: str, buffer: Tensor) -> TensorLayout:
-    """Returns how a buffer is sharded: a whole copy on every rank, unless the plan shards it."""
+    """Returns the layout of a buffer: a whole copy on every rank, unless the plan shards it."""
     return run.plan.buffers.get(name, TensorLayout.whole(tuple(buffer.shape)))
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Whether a value of an optimizer's state has the parameter's shape, as Adam's moments have."""
+    """Returns whether a value of an optimizer's state has its parameter's shape, such as Adam's moments."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """The state that is equal on every rank: the optimizer's step counts and other scalars, and the fp16 loss scale."""
+    """Returns the state that is equal on all ranks: optimizer scalars such as step counts, and the loss scale."""
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
@@ -239,7 +245,7 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
 
 def pack_entries(entries: Entries) -> dict[str, Any]:
-    """Returns a rank's manifest entries (which box of a tensor is in which file) as lists, for sending as JSON."""
+    """Returns a rank's manifest entries (which box of a tensor is in which file) as lists, to send them as JSON."""
     return {
         name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
         for name, (dtype, shape, stored) in entries.items()
@@ -257,7 +263,7 @@ def merge_tensors(packed: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tupl
 
 
 def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
-    """Returns the optimizer's param groups, merged over ranks: a pipeline stage has a part of each group.
+    """Returns the optimizer's param groups merged over ranks, since a pipeline stage has only a part of each group.
 
     A group without parameters on a stage is ignored if others have parameters for it. A stage may also leave such a
     group out, so that its later groups have lower numbers: groups of one number are merged only if their options agree.
@@ -279,7 +285,7 @@ def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str,
 
 
 def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Returns a param group's parameters by name, without the placeholder of a pipeline stage that has none."""
+    """Returns a param group's parameters by name, without the placeholder of a stage that trains nothing."""
     names = {id(parameter): name for name, parameter in run.parameters.items()}
     return {names[id(p)]: p for p in group["params"] if id(p) in names}
 

@@ -1,4 +1,4 @@
-"""The schema of ``manifest.json``: what each entry may be, checked before anything of it is used.
+"""The schema of ``manifest.json``: the allowed entries and values, checked before any of them is used.
 
 A manifest may come from another person. File names are therefore names of parts and nothing else (no path leads out of
 the folder), dtypes are torch's, and optimizer options are plain values. So no text of it reaches an import.
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_schema(found: Any) -> None:
-    """Raises ValueError, which names the entry, unless ``found`` has the entries of a manifest and nothing else.
+    """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` has exactly a manifest's entries.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -32,7 +32,7 @@ def check_schema(found: Any) -> None:
     _need(isinstance(found, dict), "no table of entries")
     for key in sorted(KEYS ^ found.keys()):
         raise ValueError(f"{'no' if key in KEYS else 'an unknown'} entry {key!r:.80}")
-    rules = {"step": _is_count, "version": _is_count, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
+    rules = {"step": _is_count, "version": _is_version, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
     for key, rule in rules.items():
         _need(rule(found[key]), f"'{key}' is {found[key]!r:.80}")
     for key in ("files", "tensors", "scalars"):
@@ -50,6 +50,7 @@ def check_schema(found: Any) -> None:
     for file, num_bytes in used.items():  # so that reading allocates no more than the files hold
         _need(num_bytes <= found["files"][file]["bytes"], f"'{file}' is too short for its pieces")
     _check_state(found["scalars"], found["groups"])
+    _need(bool(found["groups"]) or not found["optimizer"], f"no param groups of {found['optimizer']!r:.80}")
 
 
 def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tuple[str, str], int]) -> None:
@@ -78,7 +79,7 @@ def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tu
 
 
 def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
-    """Checks the optimizer's scalars and the options of its param groups."""
+    """Checks the types of the optimizer's scalars and of the options of its param groups."""
     for name, entry in scalars.items():
         _need(isinstance(entry, dict), f"the scalars of {name!r:.80} are no table")
         for key, pair in entry.items():
@@ -106,16 +107,20 @@ def _is_count(value: Any) -> bool:
     return _is_int(value) and value >= 0
 
 
+def _is_version(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:
-    """A number or nested lists of numbers, from which torch makes a tensor."""
+    """Returns whether a value is a number or nested lists of numbers, from which torch makes a tensor."""
     return isinstance(value, bool | int | float) or (isinstance(value, list) and all(map(_is_number, value)))
 
 
 def _is_plain(value: Any) -> bool:
-    """Plain values, and lists and tables of them, as options of optimizers are."""
+    """Returns whether a value is plain (number, text, None), or a list or table of plain values."""
     inside = value.values() if isinstance(value, dict) else value
     return isinstance(value, _PLAIN) or (isinstance(value, list | dict) and all(map(_is_plain, inside)))

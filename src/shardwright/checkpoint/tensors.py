@@ -1,4 +1,4 @@
-"""Saves and loads global tensors in the checkpoint format, from any layout into any other."""
+"""Saves and loads global tensors in the checkpoint format; the layout they are loaded into may be another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from shardwright.global_tensor.view_tracking import check_fresh, count_writes, i
 def save_tensors(
     tensors: Mapping[str, GlobalTensor], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Implements :func:`shardwright.global_tensor.save`: writes the tensors as ``folder/step-N``; returns its path."""
+    """Saves global tensors by name as the checkpoint ``folder/step-N`` and returns its path; all ranks call it.
+
+    It implements :func:`shardwright.global_tensor.save`.
+    """
     extra = check_extra(extra)
     world, everyone, final = here(), everyone_here(), Path(folder) / f"step-{step:08d}"
     world.wait_pending()
@@ -68,7 +71,7 @@ def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
-    """The manifest entries of what this rank writes, and the tensors of its file by key."""
+    """Returns the manifest entries of the boxes that this rank writes, and the tensors of its file by key."""
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -90,7 +93,10 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
 
 
 def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
-    """Implements :func:`shardwright.global_tensor.load`: fills the tensors, returns the checkpoint's ``extra``."""
+    """Fills global tensors by name from a checkpoint, and returns the checkpoint's ``extra``; all ranks call it.
+
+    It implements :func:`shardwright.global_tensor.load`.
+    """
     _check_tensors(tensors)
     here().wait_pending()
     everyone = everyone_here()
@@ -104,7 +110,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
 
 def _read(folder: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, dict[str, Tensor]]:
-    """Checks a checkpoint and reads this rank's part of the tensors, before anything is changed."""
+    """Checks a checkpoint and reads this rank's shards of the tensors, before anything is changed."""
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():
         if name not in manifest.tensors or manifest.tensors[name][1] != tuple(tensor.shape):
@@ -136,7 +142,7 @@ def _read(folder: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, 
 
 
 def _part(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> Tensor | None:
-    """Returns what the local tensor is to hold; None if it has no elements."""
+    """Returns the values for this rank's local tensor; None if it has no elements."""
     layout, local = global_layout_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), layout).get(here().rank)
     if box is None or 0 in box.shape:

@@ -1,7 +1,7 @@
-"""Writes a checkpoint: every rank its files into a temporary folder, which the first rank renames last.
+"""Writes a checkpoint: each rank writes its files into a temporary folder, which rank 0 renames at the end.
 
-It may be written beside training. Collectives belong to the main threads, so the threads that write agree by files:
-each leaves a note once its rank's files are complete, and that of the first rank waits for the notes of all::
+The files may be written beside training. Collectives belong to the main threads, so the writing threads agree by files:
+each leaves a note once its rank's files are complete, and rank 0's thread waits for the notes of all::
 
     rank 0   copy | steps ...    its thread: files, note | notes of all: manifest, rename, remove older ones
     rank 1   copy | steps ...    its thread: files, note
@@ -34,17 +34,17 @@ from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, CommunicationError
 
 NOTES = "notes"
-"""The folder of the ranks' notes, inside the temporary folder of a checkpoint that is written beside training."""
+"""The name of the folder of the ranks' notes, inside the temporary folder of a checkpoint written beside training."""
 
 JOIN_S = 2.0
-"""How long the ranks wait for each other when one has failed; less than the launcher waits for the cause."""
+"""The seconds for which ranks wait for each other after one has failed; less than the launcher waits for the cause."""
 
 _GONE = "its temporary folder was removed"
 _LOOK_S = 0.01
 
 
 def new_token() -> str:
-    """Returns what tells the temporary folder of one save from that of another."""
+    """Returns a random text of eight characters, which names the temporary folder of one save."""
     return uuid.uuid4().hex[:8]
 
 
@@ -52,11 +52,12 @@ def write_checkpoint(
     world: World, everyone: Axis, final: Path, token: str, write: Callable[[Path], Any],
     merge: Callable[[list[Any]], Manifest], *, keep: int = 0, snapshot: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Writes the checkpoint ``final`` of all ranks. Every rank calls it, with the token of rank 0.
+    """Writes the files of all ranks as the checkpoint folder ``final``; every rank calls it with rank 0's ``token``.
 
-    ``write`` writes a rank's files into the folder that it is given, and returns as JSON what ``merge`` makes the
-    manifest of, on the first rank. With ``snapshot``, which copies what ``write`` needs, it returns after that, and
-    ``world.wait_pending`` waits for the rest.
+    ``write(folder)`` writes this rank's files into a temporary folder, which ``token`` names, and returns a description
+    of them as JSON values; on rank 0 ``merge`` makes the manifest from all ranks' descriptions. ``keep`` is that of
+    :func:`~shardwright.checkpoint.saving.save`. With ``snapshot``, a function that copies the state that ``write``
+    needs, this call returns after the copy: a thread writes the files, and ``world.wait_pending`` waits for it.
 
     Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` does.
     """
@@ -92,7 +93,7 @@ def write_checkpoint(
 
 
 def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
-    """Writes a rank's files into a temporary folder, and a note of them; on an error it removes all notes."""
+    """Writes a rank's files into a temporary folder, then a note of them; on an error it removes all notes."""
     notes = partial / NOTES
     try:
         text = json.dumps(write(partial))
@@ -110,7 +111,7 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
 
 
 def _notes(partial: Path, num_ranks: int) -> list[Any]:
-    """Waits for the notes of all ranks, as long as any of them writes; takes them away and returns them."""
+    """Waits for the notes of all ranks, as long as any rank still writes; returns them and removes their files."""
     size = -1
     while not _within(MOST_WAIT_S, lambda: bool(_noted(partial, num_ranks)) or not (partial / NOTES).is_dir()):
         before, size = size, sum(file.stat().st_size for file in partial.iterdir())
@@ -124,7 +125,7 @@ def _notes(partial: Path, num_ranks: int) -> list[Any]:
 
 
 def _noted(partial: Path, num_ranks: int) -> list[str]:
-    """Returns the names of the notes of all ranks; none as long as one is missing."""
+    """Returns the names of the notes of all ranks; an empty list as long as one is missing."""
     names = [f"{rank}.json" for rank in range(num_ranks)]
     return names if all((partial / NOTES / name).exists() for name in names) else []
 
@@ -133,11 +134,13 @@ def write_alone(
     world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
     keep: int, failure: BaseException, most_s: float,
 ) -> bool:  # fmt: skip
-    """Writes a checkpoint without messages, after a rank has failed; returns True on the one rank that completes it.
+    """Writes a checkpoint without collectives, after a rank has failed; returns True on the rank that completes it.
 
-    Each rank that holds the state calls it, with its own failure: first one whose failure is not that of another, which
-    ends the others' calls. Unless all ranks come within ``JOIN_S`` nothing is written. The last rank to write completes
-    the checkpoint, within ``most_s``.
+    Every rank calls it, with the exception that ended its own work as ``failure``. A rank that failed by itself, and
+    not because it lost a partner, begins: it makes the temporary folder and closes its connections, so that the calls
+    of the other ranks fail and these ranks come here too. Unless all ranks come within ``JOIN_S`` seconds nothing is
+    written. The last rank to write its part completes the checkpoint, for which all wait at most ``most_s`` seconds.
+    The other arguments are those of :func:`write_checkpoint`.
 
     Raises: OSError: this rank could not write its part, or another did not.
     """
@@ -166,7 +169,7 @@ def write_alone(
 
 
 def _is_chosen(notes: Path) -> bool:
-    """Returns True on one rank alone, however many ask at once."""
+    """Returns True on exactly one rank, however many call it at once."""
     try:
         (notes / "0.here").rename(notes / "chosen")
     except FileNotFoundError:
@@ -175,7 +178,7 @@ def _is_chosen(notes: Path) -> bool:
 
 
 def _within(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Waits until ``holds()``, for so many seconds; returns whether it does."""
+    """Waits at most ``seconds`` until ``holds()`` is true; returns whether it is."""
     end_s = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
@@ -183,7 +186,10 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.Thread]]:
-    """Runs ``work`` in a thread that does not keep the process alive: without the other ranks it might never end."""
+    """Runs ``work`` in a daemon thread; returns its result as a future, and the thread.
+
+    The thread does not keep the process alive: without the other ranks it might never end.
+    """
     future: Future[None] = Future()
 
     def run() -> None:
@@ -199,7 +205,10 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
 
 
 def clear(root: Path, token: str) -> None:
-    """Removes what killed saves have left in a folder, under its lock: temporary folders, checkpoints put aside."""
+    """Removes the remains of killed saves from the folder ``root``: temporary folders, and replaced checkpoints.
+
+    The caller holds the lock of ``root``; ``token`` is that of the caller's own save.
+    """
     for stale in root.glob(".tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
     for old in root.glob("step-*.old"):
@@ -208,7 +217,11 @@ def clear(root: Path, token: str) -> None:
 
 
 def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
-    """Writes the manifest of a checkpoint whose files are complete, and renames its folder to the final name."""
+    """Completes a checkpoint: writes the manifest into ``partial`` and renames this folder to ``final``.
+
+    All other files in ``partial`` are complete. A checkpoint that had the name before is replaced. ``token`` is that of
+    the save.
+    """
     (partial / MANIFEST).write_text(manifest.to_json())
     flush(partial / MANIFEST)
     flush(partial)
@@ -222,7 +235,7 @@ def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
 
 
 def _complete(partial: Path, final: Path, manifest: Manifest, token: str, keep: int) -> None:
-    """Makes a checkpoint of a temporary folder with the files of all ranks, and removes what need not be kept."""
+    """Makes a checkpoint of a temporary folder with the files of all ranks, and removes older ones beyond ``keep``."""
     publish(partial, final, manifest, token)
     others = [step for step in steps_in(final.parent) if step.name != final.name]
     for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
@@ -238,9 +251,10 @@ def _discard(step: Path, token: str) -> None:
 
 
 def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partial: Path) -> list[Any]:
-    """Runs this rank's part of the writing, ``do``, and returns what it returned on every rank; every rank calls it.
+    """Runs ``do``, this rank's part of a save, and returns the results of all ranks; every rank calls it.
 
-    A rank that has nothing to do passes None. Traffic: one all-gather of short texts.
+    A rank that has nothing to do passes None. Errors name the checkpoint ``final``. Traffic: one all-gather of short
+    texts.
 
     Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
     """
@@ -275,7 +289,7 @@ def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partia
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk."""
+    """Waits until a file, or the entries of a folder, are on the disk (fsync)."""
     if path.is_dir() and os.name != "posix":
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)

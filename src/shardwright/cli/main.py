@@ -1,8 +1,9 @@
-"""The commands of ``shardwright``: each reads its options, calls one function of the library and prints its result."""
+"""The commands of ``shardwright``: each reads its options, calls one function of the library and prints the result."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +18,16 @@ from shardwright import command_start
 from shardwright.checkpoint.export import export_model
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
+from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
+from shardwright.cli.planning import plan
 from shardwright.comm.limits import check_can_start
+from shardwright.comm.started_world import started_by
 from shardwright.command_start import INTERRUPTED
 from shardwright.errors import PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
+from shardwright.nodes import Nodes
 from shardwright.parallelize.planning import job_for
 from shardwright.rng import without_values
 from shardwright.verify import verify as compare
@@ -43,6 +48,7 @@ Json = Annotated[bool, opt.JSON]
 
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    started_by()  # so that all commands read torch's names of ranks
     if version:
         emit({}, f"shardwright {shardwright.__version__}", as_json=False)
         raise typer.Exit
@@ -104,7 +110,8 @@ def train(
         bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
     )  # fmt: skip
     try:
-        summary = run_training(config, out, resume=resume, ranks=backend, changed_data=changed_data)
+        with opt.stops_once():
+            summary = run_training(config, out, resume=resume, ranks=backend, changed_data=changed_data)
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
@@ -117,7 +124,7 @@ def train(
 
 
 def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
-    """Writes the report page, prints the summary of a run, and exits with its code if the run ended early."""
+    """Writes the report page of a run, prints its summary, and exits with an error code if the run ended early."""
     try:
         summary["report"] = str(_report(out, config, summary))
     except OSError as failure:  # the checkpoint is safe, and a page is not worth an error
@@ -139,7 +146,7 @@ def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: 
 
 
 def _summary_text(summary: dict[str, Any], out: Path) -> str:
-    """Returns the lines that ``train`` prints at its end."""
+    """Returns the text that ``train`` prints at its end."""
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
     if summary["step_ms_median"] is not None:
@@ -199,7 +206,7 @@ def verify(
         )
     config = config_of(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
-    check_can_start(Layout.parse(config.layout).num_ranks)
+    check_can_start(Layout.parse(config.layout).num_ranks, backend)
     with without_values():
         plain, loss, model_config = config.build()
     dropped = False
@@ -245,6 +252,9 @@ def show(
         str | None,
         typer.Option(metavar="PATH", help="Say of one module what it holds, runs and sends; (loss) for the loss."),
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Nodes x ranks on each, such as 2x4: show which axes cross between nodes.")
+    ] = None,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
@@ -267,7 +277,8 @@ def show(
     inputs = config.example(model_config)
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
-    description = describe(job, layout, inputs=inputs)
+    on_nodes = Nodes.of_environment(os.environ, layout.num_ranks) if nodes is None else Nodes.parse(nodes)
+    description = describe(job, layout, inputs=inputs, nodes=on_nodes)
     width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None
     is_drawn = timeline is not None or (measured and ("timeline" in description or not with_memory))
     given = description, config, job, backend, timeline, width
@@ -297,7 +308,7 @@ def sample(
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
-    """Writes text with a trained model, or classifies pictures, under any layout."""
+    """Generates text with a trained model, or classifies pictures, under any layout."""
     from shardwright.train.config import TrainConfig
     from shardwright.train.run_file import read_run
     from shardwright.train.sampling import sample as draw
@@ -314,11 +325,15 @@ def sample(
 @app.command()
 @report_errors
 def doctor(as_json: Json = False) -> None:
-    """Shows what this machine has, and how fast it computes and communicates."""
+    """Shows this machine's hardware, and measures how fast it computes and communicates."""
     from shardwright.report.machine import machine_text, measure_machine
 
     found = measure_machine()
     emit(found, machine_text(found), as_json=as_json)
+
+
+app.command(context_settings=EXTRA)(launch)
+app.command()(plan)
 
 
 @checkpoints.command()
@@ -326,7 +341,7 @@ def doctor(as_json: Json = False) -> None:
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
 ) -> None:
-    """Shows what a checkpoint holds: step, layout, tensors, files."""
+    """Shows the content of a checkpoint: step, layout, tensors, files."""
     folder = find(_inside(path))
     manifest = read(folder)
     tensors = {name: list(shape) for name, (_, shape, _) in manifest.tensors.items()}
@@ -352,7 +367,7 @@ def export(
     to: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     as_json: Json = False,
 ) -> None:
-    """Writes the model alone into one safetensors file, under the plain model's names."""
+    """Writes a checkpoint's model into one safetensors file, under the plain model's names."""
     manifest, num_tensors = export_model(find(_inside(path)), to)
     text = f"{to}: {num_tensors} tensors of step {manifest.step}"
     emit({"file": str(to), "tensors": num_tensors}, text, as_json=as_json)
@@ -364,6 +379,9 @@ def _inside(path: Path) -> Path:
 
 
 def main() -> None:
-    """Runs the command; the entry point of the console script."""
+    """Runs the ``shardwright`` command; the entry point of the console script."""
     command_start.imported()
-    app()
+    try:
+        app()
+    finally:
+        command_start.ending()

@@ -1,18 +1,21 @@
-"""What all commands share: reading of command-line options, and printing of results and errors."""
+"""Command-line options that several commands share, and the printing of results and errors."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
-from shardwright.comm.launch import Ranks
+from shardwright.comm.limits import Ranks
 from shardwright.command_start import INTERRUPTED
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError, explain
 from shardwright.formatting import json_text
@@ -22,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 BAD_INPUT, FAILURE = 2, 1
 
 Shared = Mapping[str, Any]
-"""The shared options that were given on the command line, by name."""
+"""The shared options that were given on the command line: values by option name."""
 
 _text, _whole = str | None, int | None
 SHARED: Mapping[str, Any] = {
@@ -50,14 +53,14 @@ SHARED: Mapping[str, Any] = {
     "seed": Annotated[_whole, typer.Option(help="Fixes initial values, data order and dropout.", show_default="0")],
     "config": Annotated[Path | None, typer.Option(help="A TOML file of these options; flags win over it.")],
 }
-"""The options that more than one command has; :func:`with_shared` adds them."""
+"""The options that several commands have, by name; :func:`with_shared` adds them to a command."""
 
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")
 
 
 def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str, str]:
-    """Parses a repeated flag such as ``--set key=value`` into a dictionary. Raises PlanError: no such pair.
+    """Returns the pairs of a repeated flag such as ``--set key=value`` as a dict. Raises PlanError: it is no pair.
 
     >>> parse_pairs("--role", "PATTERN", "ROLE", ["layers.*.up=column", "head=copied"])
     {'layers.*.up': 'column', 'head': 'copied'}
@@ -86,7 +89,7 @@ def ranks_of(given: str) -> Ranks:
 
 
 def check_one_process(config: Any) -> None:
-    """Raises PlanError if several processes would each time the layers, and so cut the model at different places."""
+    """Raises PlanError if layers would be timed in several processes, which could cut the model differently."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(
@@ -103,7 +106,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def with_shared(*names: str) -> Callable[[F], F]:
-    """Decorates a command with shared options such as ``--layout``; it gets those given as a dict, first argument."""
+    """Decorates a command with the shared options ``names``: the given ones come as a dict, its first argument."""
 
     def decorate(command: F) -> F:
         own = [*inspect.signature(command, eval_str=True).parameters.values()][1:]
@@ -125,7 +128,7 @@ def with_shared(*names: str) -> Callable[[F], F]:
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Prints a result on standard output: ``value`` as one JSON object, or ``text``."""
+    """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``."""
     print(json_text(value) if as_json else _printable(text))  # noqa: T201
 
 
@@ -135,12 +138,43 @@ def warn(text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Returns the text with what is no UTF-8, as arguments and names in files may have it, written as escapes."""
+    """Returns text in which characters that are not valid UTF-8 are written as escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
+@contextmanager
+def stops_once() -> Iterator[None]:
+    """Returns a context in which the first stop signal raises KeyboardInterrupt and later ones change nothing.
+
+    Signals that ranks are told of (``launch``) do not come here. Once the block was interrupted, stop signals are
+    ignored to the end of the process, so that its exit code is that of the interruption whatever else is sent.
+    """
+    names = ("SIGINT", "SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    kept = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    is_stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal is_stopped
+        if not is_stopped:
+            is_stopped = True
+            raise KeyboardInterrupt
+
+    for number in kept:
+        signal.signal(number, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        is_stopped = True
+        raise
+    finally:
+        for number, handler in kept.items():  # Python's end would undo a handler, but not that a signal is ignored
+            signal.signal(number, signal.SIG_IGN if is_stopped else handler)
+
+
 def report_errors(command: F) -> F:
-    """Decorates a command: its errors become a message on standard error and exit code 2 (bad input) or 1 (failure)."""
+    """Decorates a command: errors become a message on standard error and exit code 2 (bad input) or 1 (failure)."""
 
     @wraps(command)
     def run(*args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What options of ``show`` add to it: predicted memory, measured timelines, and what one module does on a rank."""
+"""Further output of ``shardwright show``: predicted memory, measured timelines, and one module's explanation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.backends.fake import fake_world
-from shardwright.comm.launch import Ranks
+from shardwright.comm.limits import Ranks
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
@@ -28,7 +28,9 @@ from shardwright.train.measuring import measure, measure_accounts
 def ledger_of(
     config: TrainConfig, job: Job, model_config: Any, ranks: Ranks, png: Path | None, width: int, *, measured: bool
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns each rank's predicted memory as data and text, drawn into ``png``; with ``measured``, a real run's too.
+    """Returns each rank's predicted memory as data and as text; with ``measured``, that of a real run too.
+
+    A picture of it is drawn into ``png``, if given.
 
     Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
@@ -57,7 +59,9 @@ def timelines_of(
     *,
     measured: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Draws a pipeline's predicted timeline into ``path``; with ``measured``, a run's beside it, which is returned.
+    """Draws a pipeline's predicted timeline into ``path``; with ``measured``, a real run's beside it.
+
+    Returns the measured timeline as data and both as text, empty without ``measured``.
 
     Raises: PlanError: the layout has no pipeline.
     """
@@ -76,7 +80,9 @@ def timelines_of(
 
 
 def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Explains what the module ``path`` does on the first rank that holds it; ``inputs`` are a global batch's.
+    """Returns the explanation of the module ``path``, as data and text, on the first rank that holds it.
+
+    ``inputs`` are those of a global batch.
 
     Raises: PlanError: the model has no such module.
     """

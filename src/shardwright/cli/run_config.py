@@ -1,4 +1,4 @@
-"""The config of a run from a command's options: the TOML file, the flags, and the run that is resumed."""
+"""Makes the config of a run from a command's options: flags, the TOML file, and the run that is resumed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from shardwright import devices
 from shardwright.cli.options import Shared, given, parse_pairs, warn
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
@@ -27,8 +26,8 @@ def config_of(
 ) -> TrainConfig:
     """Returns the config of a run from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
 
-    The options of the run in the folder ``resumed`` take the place of ``base``. With ``fits``, the folder of a run, the
-    layout may be ``auto-fit``.
+    The options of the run in the folder ``resumed`` replace ``base``. With ``fits``, the folder of a run, the layout
+    may be ``auto-fit``.
     """
     flags |= shared
     config = flags.pop("config", None)
@@ -47,7 +46,7 @@ def config_of(
 
 
 def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
-    """Returns the layout for the ranks that are there, where ``auto-fit`` asks for it, and prints what it changed."""
+    """Returns the layout for the available ranks if the layout is ``auto-fit``, and prints the change; else nothing."""
     line = values.get("layout", "")
     if AUTO_FIT not in line.split():
         return {}
@@ -55,7 +54,7 @@ def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
     with suppress(CheckpointError):  # the first start of the run
         earlier = options_of(out)["layout"]
     size = os.environ.get("WORLD_SIZE")
-    layout = refitted(line, earlier, int(size) if size is not None else torch.cuda.device_count() or None)
+    layout = refitted(line, earlier, int(size) if size is not None else devices.count() or None)
     if is_first_rank() and layout != earlier:
         before = f"{earlier} -> " if earlier is not None else ""
         warn(f"{AUTO_FIT}: {before}{layout}, for the {Layout.parse(layout).num_ranks} ranks that there are")
@@ -63,5 +62,5 @@ def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints: under torchrun every rank runs the command."""
+    """Returns whether this process is rank 0, which prints; under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"

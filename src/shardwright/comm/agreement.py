@@ -24,7 +24,7 @@ from shardwright.comm.axis import Axis
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
 _NUM_COLUMNS, _NUM_ROWS = 512, 64
-"""The matrix that ``tensor_digest`` sums: numbers in a row, and rows at once, which fit in the cache."""
+"""The shape of the blocks by which ``tensor_digest`` sums its matrix: small enough for the processor's cache."""
 
 
 def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
@@ -76,7 +76,7 @@ def text_digest(text: str) -> int:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Returns a hash of a tensor's bits and their places; reads 1 GB in a tenth of a second.
+    """Returns a hash of a tensor's bits and their places, as hexadecimal text; reads 1 GB in a tenth of a second.
 
     The bits form a matrix of int64. The sums of its columns are hashed; the sums of its rows are digested in turn until
     none are left. A number that changes or moves changes a sum.
@@ -99,7 +99,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of the sums of each column and of each row, computed while a part of the matrix is in the cache."""
+    """Returns, as bytes, the sums of the columns and of the rows of the matrix of int64 that ``flat`` is."""
     columns = torch.zeros(_NUM_COLUMNS, dtype=torch.int64, device=flat.device)
     rows = []
     for part in flat.split(8 * _NUM_COLUMNS * _NUM_ROWS):
@@ -111,7 +111,7 @@ def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Difference(NamedTuple):
-    """The first line of text, counted from 1, in which two ranks differ, and the line of each."""
+    """The first line, counted from 1, in which the texts of two ranks differ, with both ranks and both lines."""
 
     line: int
     rank: int
@@ -123,16 +123,29 @@ class Difference(NamedTuple):
         return f"rank {self.rank} has '{self.text:.200}', rank {self.other} '{self.other_text:.200}'"
 
 
+class PendingDifference(NamedTuple):
+    """A comparison of the ranks' lines of text whose all-reduce has been started."""
+
+    differs: Callable[[], Tensor]
+    """Waits for the all-reduce, and returns a bool tensor: whether any ranks differ.
+
+    The host can read several at once.
+    """
+
+    find: Callable[[], Difference]
+    """Returns the first difference. All members must call it, and only if ``differs`` is true."""
+
+
 def first_difference_async(
     axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()
 ) -> Callable[[], Difference | None]:
     """Starts to compare the ranks' ``lines`` of text by all-reduce; the returned function waits for the result.
 
-    The result is the first difference, None if all are equal.
-
-    All members call both. With ``groups``, lists of ranks, lines must be equal only within each group, and every member
-    gets a difference in any group. On the meta device, which has no values, nothing differs. Traffic: one all-reduce of
-    two numbers for each group; where lines differ, all lines are gathered too.
+    That function returns the first :class:`Difference`, or None if all lines are equal. All members of the axis call
+    this function and the returned one. With ``groups``, which are lists of ranks, lines must be equal only within each
+    group, and every member gets a difference that is found in any group. On the meta device, which has no values,
+    nothing differs. Traffic: one all-reduce of two numbers for each group; where lines differ, all lines are gathered
+    too.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def compare(axes):
@@ -140,8 +153,17 @@ def first_difference_async(
     >>> run_on_threads(Mesh(pp=2), compare)[1]
     "rank 0 has 'member 0', rank 1 'member 1'"
     """
+    found = compare_async(axis, lines, groups)
+    return lambda: found.find() if found is not None and bool(found.differs()) else None
+
+
+def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> PendingDifference | None:
+    """Starts the comparison of :func:`first_difference_async`, and leaves the result on the device.
+
+    Use it to read the results of several comparisons at once. Returns None on one rank and on the meta device.
+    """
     if axis.size == 1 or axis.device.type == "meta":
-        return lambda: None
+        return None
     # a maximum over (digest, -digest) gives the largest and the smallest digest of a group in one all-reduce
     groups = groups or [axis.ranks]
     mine, number = list(lines), text_digest("\n".join(lines))
@@ -150,16 +172,14 @@ def first_difference_async(
     pairs[2 * place], pairs[2 * place + 1] = number, -number
     pending = axis.all_reduce_async(pairs, "max")
 
-    def finish() -> Difference | None:
-        if all(most == -least for most, least in pending.wait().view(-1, 2).tolist()):
-            return None
+    def find() -> Difference:
         texts = dict(zip(axis.ranks, gather_json(axis, mine), strict=True))
         rank, other = next((ranks[0], rank) for ranks in groups for rank in ranks if texts[rank] != texts[ranks[0]])
         pairs_of_lines = enumerate(zip_longest(texts[rank], texts[other], fillvalue="nothing"), 1)
         line, (text, other_text) = next((line, pair) for line, pair in pairs_of_lines if pair[0] != pair[1])
         return Difference(line, rank, text, other, other_text)
 
-    return finish
+    return PendingDifference(lambda: pending.wait().view(-1, 2).sum(1).any(), find)
 
 
 def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception]) -> None:
@@ -177,7 +197,7 @@ def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Differenc
 def check_agreement_async(
     axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception], groups: Sequence[Sequence[int]] = ()
 ) -> Callable[[], None]:
-    """Starts :func:`check_agreement` (equal text on all ranks); the returned function waits, and raises as it does.
+    """Starts :func:`check_agreement`. The returned function waits, and raises the error if the lines of text differ.
 
     With ``groups``, lists of ranks, texts must be equal only within each group.
     """

@@ -37,7 +37,8 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(backward)
     def checked(*args: P.args, **named: P.kwargs) -> R:
-        if torch.is_grad_enabled():  # in a backward: create_graph
+        # in a backward: create_graph; a compiler reads code with gradients on, and refuses second ones itself
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             raise PlanError(
                 "a gradient of a gradient does not go through layers that ranks share",
                 given="a backward with create_graph=True",
@@ -122,8 +123,8 @@ def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
 def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
     """Returns ``x`` unchanged and all-reduces its gradient in the backward (Megatron's ``f``).
 
-    ``overwrite``: sum the gradient in place. Only for an ``x`` used in matrix products alone, whose gradients no other
-    operation reads.
+    Use it on a replicated input of column-parallel layers. With ``overwrite`` the gradient is summed in place, which is
+    allowed only if matrix products alone use ``x``, since no other operation then reads the gradient.
 
     Traffic: forward, none; backward, one all-reduce of ``x``.
     """
@@ -131,12 +132,18 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
 
 
 def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Slices a replicated ``x`` along ``dim``. Traffic: forward, none; backward, one all-gather of ``x``."""
+    """Returns a copy of this rank's slice of a replicated ``x`` along ``dim``; ``sizes`` are the lengths of all slices.
+
+    Traffic: forward, none; backward, one all-gather of ``x``.
+    """
     return _run(_WholeToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
 
 
 def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All-gathers the ranks' slices along ``dim``, for ranks that all do the same work with the result.
+    """All-gathers the ranks' slices along ``dim``, for a result with which all ranks do the same work.
+
+    The gradient is then equal on all ranks, and the backward slices it. For ranks that each do a share of the work, use
+    :func:`cut_to_shared`. ``sizes`` are the lengths of the slices along ``dim``, in the order of the ranks.
 
     Traffic: forward, one all-gather of the whole; backward, none.
     """
@@ -144,7 +151,10 @@ def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
 
 
 def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All-gathers the ranks' slices along ``dim``, for ranks that each do a share of the work with the result.
+    """All-gathers the ranks' slices along ``dim``, for a result with which each rank does a share of the work.
+
+    This is the input of a column-parallel layer under sequence parallelism. The gradient is then a partial sum on each
+    rank. ``sizes`` are the lengths of the slices along ``dim``, in the order of the ranks.
 
     Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of it.
     """

@@ -14,7 +14,7 @@ factor (:func:`~shardwright.comm.recorder.ring_factor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -27,7 +27,11 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """One collective, as all ranks of its group must make it; ``source`` and ``details`` serve error texts."""
+    """The description of one collective call or message, which the ranks of its group compare.
+
+    ``kind`` is the collective, ``shape`` and ``dtype`` are those of its tensor, and ``details`` is text on what else
+    must agree, such as the reduction. ``source``, the strategy that makes the call, is for records and error texts.
+    """
 
     kind: str
     axis: str
@@ -37,7 +41,7 @@ class CollectiveCall(NamedTuple):
     details: str = ""
 
     def agrees(self, other: CollectiveCall) -> bool:
-        """Whether the two calls of two ranks are the same collective."""
+        """Returns whether the calls of two ranks are the same collective on tensors of the same shape and dtype."""
         return (self.kind, self.axis, self.shape, self.dtype, self.details) == (
             (other.kind, other.axis, other.shape, other.dtype, other.details)
         )
@@ -77,15 +81,23 @@ def done(result: Result) -> Pending[Result]:
     return Pending(lambda: result)
 
 
+class Message(NamedTuple):
+    """One of several p2p messages: its call, the tensor to send or to fill, and the other member's number."""
+
+    call: CollectiveCall
+    tensor: Tensor
+    member: int
+
+
 class Channel(Protocol):
-    """One process group on one backend, as one of its ranks sees it: collectives and p2p, all asynchronous.
+    """One rank's end of a process group on one backend: collectives and p2p messages, all asynchronous.
 
     A channel records what it sends and reports ranks that disagree. ``Axis`` has checked the arguments; tensors are
     contiguous and detached.
     """
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """All-reduces ``tensors``, of one dtype, in place and in one message: the sum or maximum over the group."""
+        """All-reduces ``tensors``, all of one dtype, in place and as one message, by sum or maximum (``op``)."""
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
         """All-gathers: fills ``parts[i]`` with the part of member i; ``parts[index]`` holds this member's own."""
@@ -93,13 +105,13 @@ class Channel(Protocol):
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters ``tensors``, joined end to end; member i's flat ``out`` gets ``sizes[i]`` elements."""
+        """Reduce-scatters ``tensors``, joined and cut into ``sizes``; the flat ``out`` gets this member's sum."""
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with what member i sends here."""
+        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with the tensor that member i sends."""
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Broadcasts: overwrites ``tensor`` with that of member ``source``."""
+        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``."""
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
         """Sends ``tensor`` to member ``to`` without waiting for the receiver."""
@@ -108,7 +120,23 @@ class Channel(Protocol):
         """Starts to fill ``tensor`` with the next message from member ``source``, without waiting for it."""
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a channel over some of the group's members; only these call it, all in the same order."""
+        """Returns a channel over the members ``indices`` of this group; only these call it, all in the same order."""
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Creates the connections for p2p messages between pairs of members; all call it before their first message."""
+        del pairs  # nothing, unless the backend says more
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        """Starts several messages to and from other members at once, so that no message waits for another."""
+        for call, tensor, to in sends:
+            self.send(call, tensor, to)
+        pending = [self.receive(call, tensor, source) for call, tensor, source in receives]
+
+        def finish() -> None:
+            for each in pending:
+                each.wait()
+
+        return Pending(finish)
 
 
 def _in_place(tensor: Tensor, start: Callable[[Tensor], Pending[Any]]) -> Pending[Tensor]:
@@ -131,8 +159,9 @@ class Axis:
     """A rank's process group along one direction of the mesh: ``size``, ``index``, collectives and p2p messages.
 
     Every collective exists twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. Members
-    are numbered 0 to ``size - 1`` along the axis; sizes along the cut dim may differ. An axis of size 1 sends and
-    records nothing, nor does a call on tensors without elements.
+    are numbered 0 to ``size - 1`` along the axis; sizes along the cut dim may differ. ``ranks`` are the members' ranks
+    in the run, ``index`` is this rank's number among them, and calls are recorded under the name ``source``. An axis of
+    size 1 sends and records nothing, nor does a call on tensors without elements.
 
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -194,7 +223,10 @@ class Axis:
         return self.channel.all_reduce(self._call("all_reduce", shape, given[0].dtype, "sum"), given, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """All-gathers the members' tensors along ``dim``; ``sizes`` are the members' sizes there, where they differ."""
+        """All-gathers the members' tensors and returns them joined along ``dim``; ``sizes`` are their lengths there.
+
+        Without ``sizes`` all are as long as this member's.
+        """
         return self.all_gather_async(tensor, dim, sizes).wait()
 
     def all_gather_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
@@ -209,7 +241,10 @@ class Axis:
         return Pending(lambda: pending.wait().movedim(0, dim))
 
     def all_gather_into_async(self, whole: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Starts an in-place all-gather along dim 0 of the contiguous ``whole``, which holds this member's part."""
+        """Starts an in-place all-gather into ``whole``, in which this member's part along dim 0 is already filled.
+
+        ``whole`` is contiguous, and ``sizes`` are the lengths of all members' parts. ``wait`` gives ``whole``.
+        """
         self._sizes("all_gather", sizes, sizes[self.index])
         if self.size == 1 or whole.numel() == 0:
             return done(whole)
@@ -221,8 +256,8 @@ class Axis:
     def gather_parts_async(self, mine: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], Pending[None]]:
         """Starts an all-gather that returns the members' tensors separately, without copying them into one.
 
-        ``shapes[i]`` is member i's. Returns the parts, and the :class:`Pending` to wait for before another member's
-        part is read.
+        ``shapes[i]`` is the shape of member i's tensor. Returns the tensors, and the :class:`Pending` to wait for
+        before another member's tensor is read.
         """
         whole = mine.detach().contiguous()
         if self.size == 1:
@@ -255,7 +290,7 @@ class Axis:
         return self.channel.reduce_scatter(call, out, flat, sizes)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Reduce-scatters: returns this rank's slice of the sum, ``dim`` cut into ``sizes`` or into equal parts."""
+        """Reduce-scatters: returns this rank's slice of the sum, with ``dim`` cut into ``sizes`` or equal parts."""
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
@@ -280,7 +315,7 @@ class Axis:
         return Pending(lambda: (pending.wait(), out.movedim(0, dim))[1])
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """All-to-all: sends ``parts[i]`` to member i; returns what each member sent, ``shapes[i]`` from member i."""
+        """All-to-all: sends ``parts[i]`` to member i and returns the tensors sent here, ``shapes[i]`` from member i."""
         return self.all_to_all_async(parts, shapes).wait()
 
     def all_to_all_async(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending[list[Tensor]]:
@@ -299,7 +334,7 @@ class Axis:
         return self.channel.all_to_all(self._call("all_to_all", (), given[0].dtype), outs, given)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Broadcasts: overwrites ``tensor`` with that of member ``source``, and returns it."""
+        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``, and returns it."""
         return self.broadcast_async(tensor, source).wait()
 
     def broadcast_async(self, tensor: Tensor, source: int = 0) -> Pending[Tensor]:
@@ -342,6 +377,38 @@ class Axis:
             return done(tensor)
         call = self._call("receive", tensor.shape, tensor.dtype, f"from member {source}")
         return self.channel.receive(call, tensor, source)
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Creates the connections for p2p messages between ``pairs`` of members; every rank passes the same pairs.
+
+        Over NCCL it must be called before the first message. Among threads, over gloo and in shared memory it does
+        nothing.
+        """
+        if self.size > 1:
+            self.channel.connect(sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}))
+
+    def send_and_receive_async(
+        self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
+    ) -> Pending[dict[int, Tensor]]:
+        """Starts messages to and from other members at once, each recorded as one send or one receive.
+
+        ``sends`` holds the tensors to send, and ``shapes`` the shapes of the tensors to receive, both by the other
+        member's number; all tensors are of ``dtype``. No message waits for another, so no order of members can
+        deadlock; either mapping may be empty. ``wait`` of the returned :class:`Pending` gives the received tensors by
+        member.
+        """
+        given = {to: tensor.detach().contiguous() for to, tensor in sends.items()}
+        found = {source: torch.empty(tuple(shape), dtype=dtype, device=self.device) for source, shape in shapes.items()}
+        going = [
+            Message(self._call("send", each.shape, dtype, f"to member {to}"), each, to)
+            for to, each in given.items() if each.numel()
+        ]  # fmt: skip
+        coming = [
+            Message(self._call("receive", each.shape, dtype, f"from member {source}"), each, source)
+            for source, each in found.items() if each.numel()
+        ]  # fmt: skip
+        pending = self.channel.send_and_receive(going, coming) if going or coming else done(None)
+        return Pending(lambda: (pending.wait(), found)[1])
 
     def _call(self, kind: str, shape: Sequence[int], dtype: torch.dtype, details: str = "") -> CollectiveCall:
         return CollectiveCall(kind, self.name, self.source, tuple(shape), dtype, details)

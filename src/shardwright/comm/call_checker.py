@@ -17,7 +17,7 @@ _RECHECK_S = 0.5
 
 
 class CallChecker:
-    """One rank's side of the check: writes its calls into torch's store, and reads those of the group's other ranks."""
+    """One rank's part of the check: it publishes this rank's calls in torch's store and compares its group's calls."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
@@ -26,7 +26,9 @@ class CallChecker:
         self._written: dict[tuple[int, ...], str] = {}
 
     def check(self, call: CollectiveCall, ranks: tuple[int, ...], number: str) -> None:
-        """Returns once every rank of the group is about to make the same collective call.
+        """Returns once every rank of the group ``ranks`` is about to make the same collective call.
+
+        ``number`` is the name of the group and the number of the call in it.
 
         Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or one has
             returned; both are named.
@@ -77,7 +79,7 @@ class CallChecker:
             pause_s = min(2 * pause_s, 0.02)
 
     def _chain(self, other: int) -> list[tuple[int, str]]:
-        """The ranks that ``other`` waits for in turn, if that ends here or at a rank that has returned; else empty."""
+        """Returns the ranks that ``other`` waits for in turn, if they end here or at one that has returned."""
         chain: list[tuple[int, str]] = []
         rank = other
         while rank != self.rank:

@@ -1,4 +1,4 @@
-"""Binds the ranks of one machine to disjoint CPU cores.
+"""Binds the ranks of one machine to CPU cores: to disjoint ones, or to one each in turn if there are fewer cores.
 
 The system moves a busy process between cores, away from its memory. An optimizer update on state in host memory or
 files (``offload``) waits for memory most of its time, so it gains most from binding.

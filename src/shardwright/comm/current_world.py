@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,20 +11,22 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardwright import devices
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.backends.process_groups import ProcessTransport
+from shardwright.comm.backends.rank_devices import RankDevice, decided, exchanged
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 
 _WORLDS: WeakKeyDictionary[Any, tuple[World, dict[tuple[int, ...], Axis]]] = WeakKeyDictionary()
-"""World and axes of each default process group. torch has one group at a time, and the entry ends with it."""
+"""The world and axes of each default process group of torch, dropped together with that group."""
 
 _SINGLE_RANK_WORLD: list[tuple[World, dict[tuple[int, ...], Axis]]] = []
 
 
 def enter(world: World) -> None:
-    """Makes ``world`` what :func:`here` returns, for as long as torch's default process group lives."""
+    """Makes ``world`` the current one, which :func:`here` returns until torch's default process group is destroyed."""
     everyone = world.everyone()  # made now, while all ranks take part: later only some may call
     _WORLDS[dist.group.WORLD] = (world, {everyone.ranks: everyone.for_strategy("global tensors")})
 
@@ -40,7 +43,7 @@ def here() -> World:
 
 
 def axis_here(ranks: tuple[int, ...]) -> Axis:
-    """Returns the axis (process group) over these ranks, which include this one; they make it at its first use."""
+    """Returns the axis (process group) over these ranks, for global tensors; its ranks create it at its first use."""
     world, axes = _world_and_axes()
     if ranks not in axes:
         axes[ranks] = world.axis("global", [ranks]).for_strategy("global tensors")
@@ -64,9 +67,13 @@ def _world_and_axes() -> tuple[World, dict[tuple[int, ...], Axis]]:
     if dist.group.WORLD not in _WORLDS:  # all ranks get here together, at their first global tensor
         rank, size, recorder = dist.get_rank(), dist.get_world_size(), Recorder()
         timeout = timedelta(seconds=float(os.environ.get("SHARDWRIGHT_TIMEOUT_S", "600")))
-        transport = ProcessTransport(rank, size, recorder, timeout, None, "auto")
         device = torch.device("cpu")
-        if dist.get_backend() == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
+        kind = devices.accelerator()
+        if kind != "cpu" and dist.get_backend() == devices.backend_of(kind):
+            device = devices.default()
+            card = devices.identity(device) or str(rank)
+            mine = RankDevice(socket.gethostname(), "auto", kind, device.index, devices.count(), None, card)
+            decided(exchanged(mine, dist.distributed_c10d._get_default_store(), rank, size), rank)
+        transport = ProcessTransport(rank, size, recorder, timeout, None, "auto", device=device)
         enter(World(rank, size, device, transport, recorder))
     return _WORLDS[dist.group.WORLD]

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from shardwright.errors import CommunicationError, RankFailedError, explain
 
 GRACE_S = 0.3
-"""How long a rank that lost its partner waits before it ends, so that the partner's own note is written first."""
+"""Seconds that a rank which lost another rank waits before it ends, so that the other's own note is written first."""
 
 
 class LostPartnerError(CommunicationError):
-    """A call that did not complete: another rank stopped, or did not make the call in time."""
+    """Raised for a call that did not complete, because another rank stopped or did not make the call in time."""
 
 
 class StopRequested(KeyboardInterrupt):
@@ -34,7 +34,7 @@ _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
 class Note(NamedTuple):
-    """What a rank tells the launcher of its failure."""
+    """A rank's report of its failure to the launcher: the rank, the time, the exception and its traceback as text."""
 
     rank: int
     time_s: float
@@ -43,12 +43,12 @@ class Note(NamedTuple):
 
     @property
     def explains(self) -> bool:
-        """Whether it is a cause: a rank that lost its partner explains nothing."""
+        """Whether the failure can be the root cause: it cannot if the rank only lost another rank that had failed."""
         return not isinstance(self.failure, LostPartnerError)
 
 
 def note_of(rank: int, failure: BaseException) -> Note:
-    """Returns the note of a rank's exception, which can be pickled whatever the exception's class."""
+    """Returns the note of a rank's exception for the launcher. It can be pickled even if the exception cannot."""
     text = "".join(traceback.format_exception(failure))
     try:
         pickle.loads(pickle.dumps(failure))
@@ -94,7 +94,7 @@ def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stoppe
 
 
 def _how_it_ended(rank: int, code: int | None) -> str:
-    """The text for a rank that ended without a traceback; ``code`` is None where its exit was not seen."""
+    """Returns the error text for a rank that ended without a traceback; ``code`` is None for an unknown exit code."""
     if code is not None and code >= 0 and code != INTERRUPTED:
         how, given = f"ended with exit code {code}", "an exit, and no traceback"
         cause = "find what calls exit in the function it ran"

@@ -6,25 +6,24 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.threads import StoppedError, ThreadTransport, ThreadWorld
-from shardwright.comm.limits import check_can_start
+from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.recorder import Recorder
+from shardwright.comm.started_world import is_started
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 from shardwright.mesh import Mesh
 
 T = TypeVar("T")
 
-Ranks = Literal["threads", "processes"]
-
 
 class HasRanks(Protocol):
-    """Anything with a number of ranks: a layout, a mesh."""
+    """Any object with ``num_ranks``, such as a layout or a mesh."""
 
     @property
     def num_ranks(self) -> int:
@@ -41,11 +40,12 @@ def launch(
     """Runs ``work(world, *args)`` once per rank and returns the ranks' results, in rank order.
 
     ``ranks="threads"`` runs the ranks in this process. ``"processes"`` starts them on this machine, and nothing listens
-    beyond it; in a process that is already a rank (``torchrun``) it joins that world and returns this rank's result
-    alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``, ``timeout_s``,
-    ``grace_s`` for the seconds that ranks have to end after a stop signal, ``device``, ``bind_cores`` for cores of each
-    rank's own, and ``link``, a :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are
-    emulated, to measure on one machine what overlap gains. Threads take none of these.
+    beyond it; in a process that is already a rank (``torchrun``, ``srun``, ``mpirun``) it joins that world and returns
+    this rank's result alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``,
+    ``timeout_s``, ``grace_s`` for the seconds that ranks have to end after a stop signal, ``device`` ("auto", "cpu",
+    "cuda", or "cuda/gloo" for several ranks a card), ``bind_cores`` to bind each rank to cores, and ``link``, a
+    :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
+    machine what overlap gains. Threads take ``device`` alone, one for all ranks.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks; or more ranks than this machine can start.
@@ -54,12 +54,12 @@ def launch(
     [6, 6, 6, 6]
     """
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
-    check_can_start(num_ranks)
+    check_can_start(num_ranks, ranks)
     if ranks == "threads":
-        return run_threads(work, num_ranks, *args)
+        return run_threads(work, num_ranks, *args, device=options.get("device", "cpu"))
     from shardwright.comm.backends import processes  # torch.distributed is imported only when it is used
 
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if is_started():
         size = int(os.environ["WORLD_SIZE"])
         if size != num_ranks:
             raise LayoutError(
@@ -73,18 +73,23 @@ def launch(
     return processes.run_processes(work, num_ranks, args, **options)
 
 
-def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
-    """Runs :func:`launch` with ranks as threads of this process."""
-    hub = ThreadWorld(num_ranks)
+def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torch.device | str = "cpu") -> list[T]:
+    """Runs ``work(world, *args)`` on ranks that are threads of this process, and returns their results in rank order.
+
+    It is :func:`launch` with ``ranks="threads"``; all ranks use one ``device``.
+    """
+    hub, place = ThreadWorld(num_ranks), torch.device(device)
     results: dict[int, T] = {}
     texts: dict[int, str] = {}
 
     def run(rank: int) -> None:
         recorder = Recorder()
         transport = ThreadTransport(hub, rank, recorder)
-        world = World(rank, num_ranks, torch.device("cpu"), transport, recorder)
+        world = World(rank, num_ranks, place, transport, recorder)
         try:
-            result = work(world, *args)
+            # by default one thread runs all backwards of an accelerator, and ranks that wait there would block it
+            with torch.autograd.set_multithreading_enabled(place.type == "cpu"):
+                result = work(world, *args)
             world.wait_pending()
             results[rank] = result
         except StoppedError:
@@ -118,10 +123,12 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
     return [results[rank] for rank in range(num_ranks)]
 
 
-def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T]) -> list[T]:
-    """Runs ``work`` once per rank of ``mesh``, with that rank's axes, ranks being threads.
+def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T], *, device: torch.device | str = "cpu") -> list[T]:
+    """Runs ``work`` on one thread for each rank of ``mesh`` and returns the results, in rank order.
+
+    ``work`` is given the rank's axes by name, and all ranks use one ``device``. It is meant for examples and tests.
 
     >>> run_on_threads(Mesh(dp=2, tp=2), lambda axes: (axes["dp"].index, axes["tp"].ranks))
     [(0, (0, 1)), (0, (0, 1)), (1, (2, 3)), (1, (2, 3))]
     """
-    return run_threads(lambda world: work(world.axes(mesh)), mesh.size)
+    return run_threads(lambda world: work(world.axes(mesh)), mesh.size, device=device)

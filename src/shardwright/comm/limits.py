@@ -1,29 +1,40 @@
-"""How many ranks this machine can start at most, so that a layout with a typing error is refused by its number."""
+"""The number of ranks that this machine can start, so that a layout with a typing error in a size is refused."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
+from shardwright.comm.started_world import started_by
 from shardwright.errors import LayoutError
 
-LEAST_RANK_BYTES = 2**22
-"""The memory that each rank is counted with: between the 0.1 MiB that a rank takes as a thread with the smallest model
-and the 150 MiB that it takes as a process (measured). So 16 GiB allow 4,096 ranks, and a typing error is refused."""
+Ranks = Literal["threads", "processes"]
+"""What ranks of this machine are."""
+
+LEAST_RANK_BYTES: Mapping[Ranks, int] = {"threads": 2**22, "processes": 2**25}
+"""The memory that a rank is assumed to need, at least. Measured: 0.1 MiB for a thread beside its part of the model, and
+for a process of a tiny model 60 MiB of its own, of 150 MiB that are resident.
+
+With them 16 GiB allow 4,096 threads or 512 processes, and a typing error in a layout is refused.
+"""
 
 _LIMITS = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max")
 
 
-def most_ranks() -> int:
-    """Returns the most ranks that this machine's memory and its limits of processes allow; at least 1.
+def most_ranks(ranks: Ranks = "processes") -> int:
+    """Returns an upper bound on the ranks that this machine can start, at least 1: far more than run well.
 
-    >>> 1 <= most_ranks() <= psutil.virtual_memory().total // LEAST_RANK_BYTES
+    It takes the system's limits on processes, and a fraction of the memory that a process with torch needs.
+
+    >>> 1 <= most_ranks() <= most_ranks("threads") <= psutil.virtual_memory().total // 2**22
     True
     """
-    found = [int(psutil.virtual_memory().total) // LEAST_RANK_BYTES]
+    found = [int(psutil.virtual_memory().total) // LEAST_RANK_BYTES[ranks]]
     for path in _LIMITS:
         with suppress(OSError, ValueError):  # another system; or "max", which is no limit
             found.append(int(Path(path).read_text()))
@@ -36,12 +47,13 @@ def most_ranks() -> int:
     return max(min(found), 1)
 
 
-def check_can_start(num_ranks: int) -> None:
-    """Raises LayoutError if so many ranks can never run on this machine; under torchrun they are there already."""
-    if "WORLD_SIZE" not in os.environ and num_ranks > (most := most_ranks()):
+def check_can_start(num_ranks: int, ranks: Ranks = "processes") -> None:
+    """Raises LayoutError if this machine cannot start ``num_ranks`` ranks; checks nothing under torchrun."""
+    started_by()  # sets WORLD_SIZE where another launcher has started this process as a rank
+    if "WORLD_SIZE" not in os.environ and num_ranks > (most := most_ranks(ranks)):
         raise LayoutError(
             "the layout has more ranks than this machine can start",
-            given=f"{num_ranks:,} ranks",
+            given=f"{num_ranks:,} ranks that are {ranks}",
             allowed=f"up to {most:,} ranks here, by its memory and its limits of processes; show and plans take any",
             fix="write a smaller layout, or start it on several machines with torchrun",
         )

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardwright.comm.axis import CollectiveCall
 
 
 class Record(NamedTuple):
-    """One recorded collective or message: kind, axis, payload in bytes, and the strategy that made it."""
+    """One recorded collective or p2p message: its kind, axis, payload in bytes, and the strategy that made it."""
 
     kind: str
     axis: str
@@ -21,7 +21,7 @@ class Record(NamedTuple):
 
 
 def ring_factor(kind: str, num_ranks: int) -> Fraction:
-    """Returns, exactly, the share of a collective's payload that one rank sends when the ranks form a ring.
+    """Returns the bytes that one rank sends in a ring algorithm, as an exact fraction of a collective's payload.
 
     >>> ring_factor("all_reduce", 4), ring_factor("all_gather", 4), ring_factor("send", 2)
     (Fraction(3, 2), Fraction(3, 4), Fraction(1, 1))
@@ -33,11 +33,24 @@ def ring_factor(kind: str, num_ranks: int) -> Fraction:
     return Fraction(num_ranks - 1, num_ranks) * (2 if kind == "all_reduce" else 1)
 
 
+class CallFollower(Protocol):
+    """A listener to this rank's calls, from which a rehearsal learns how communication overlaps with computation."""
+
+    def began(self, call: CollectiveCall, num_bytes: int, ranks: tuple[int, ...]) -> None:
+        """Called when this rank begins a collective or message of ``num_bytes`` among ``ranks``."""
+        ...
+
+    def awaited(self, call: CollectiveCall) -> None:
+        """Called when this rank waits for a call that it began."""
+        ...
+
+
 class Recorder:
-    """Records one rank's collectives and messages, in the order of the calls."""
+    """Records one rank's collectives and p2p messages, in order, into the lists that :meth:`recording` opens."""
 
     def __init__(self) -> None:
         self._listeners: list[list[Record]] = []
+        self.follower: CallFollower | None = None
 
     def note(self, call: CollectiveCall, num_bytes: int) -> None:
         """Appends a collective call and its payload to every list that :meth:`recording` has open."""
@@ -46,7 +59,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[Record]]:
-        """Yields a list that fills with a :class:`Record` of every collective and message inside the block."""
+        """Returns a context that yields a list, to which a :class:`Record` of every call inside it is appended."""
         records: list[Record] = []
         self._listeners.append(records)
         try:

@@ -1,4 +1,4 @@
-"""``World``: a rank's number, device and process groups (axes), which the function that runs on it is given."""
+"""``World``: a rank's number, device and process groups (axes), which ``launch`` passes to the function it runs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from shardwright.comm.recorder import Recorder
 from shardwright.mesh import Mesh
 
 WRITERS_S = 3.0
-"""How long a rank that has failed waits for what it writes beside its work; all ranks end within 10 s of a failure."""
+"""Seconds that a rank which has failed waits for the threads that write its checkpoint."""
 
 
 class Transport(Protocol):
-    """What each backend (threads, processes, fake) provides to one rank: its process groups."""
+    """One rank's access to a backend (threads, processes, fake): it creates the rank's process groups."""
 
     kind: str
     blocks: Blocks | None
-    """The blocks of shared memory that hold this rank's messages; None where the backend uses none."""
+    """The shared-memory blocks that carry this rank's messages, or None if the backend uses none."""
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Returns this rank's channel in each of ``groups`` that holds it, by index; all ranks call it alike."""
+        """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index.
+
+        All ranks pass the same groups.
+        """
 
     def close(self) -> None:
         """Marks that this rank makes no more collective calls."""
 
     def abandon(self, failure: BaseException) -> None:
-        """Tells ranks that wait for this one that it has failed, so that they raise instead of waiting.
+        """Tells the other ranks that this one has failed, so that they raise instead of waiting for it.
 
-        Between machines nothing can be told: ranks there wait until their timeout.
+        Ranks on other machines cannot be told: they wait until their timeout.
         """
 
 
@@ -54,19 +57,28 @@ class World:
     transport: Transport
     recorder: Recorder
     pending: list[Pending[Any]] = field(default_factory=list, compare=False)
-    """What all ranks have begun and must wait for together, in this order: checkpoints written beside training."""
+    """Checkpoint saves under way on all ranks, which all ranks must wait for in this order."""
 
     writers: list[Thread] = field(default_factory=list, compare=False)
-    """The threads that write this rank's part of what is pending."""
+    """The threads that write this rank's part of the pending checkpoints."""
+
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, counted from 0; empty if all ranks were started on one node."""
 
     def join_writers(self) -> None:
-        """Waits some seconds for this rank's part of what is pending, without a message: where the work has failed."""
+        """Waits some seconds for the threads that write this rank's part of a checkpoint, without sending a message.
+
+        It is for a run that has failed, whose ranks can no longer wait for each other by :meth:`wait_pending`.
+        """
         end_s = time.monotonic() + WRITERS_S
         for writer in self.writers:
             writer.join(max(0.0, end_s - time.monotonic()))
 
     def wait_pending(self) -> None:
-        """Waits for all that is pending; every rank calls it, ``launch`` at the end of the work. Raises what fails."""
+        """Waits for every checkpoint save that overlaps with training, and raises the error of one that failed.
+
+        Every rank calls it, and ``launch`` does at the end of the ranks' work.
+        """
         while self.pending:
             self.pending.pop(0).wait()
 
@@ -76,7 +88,10 @@ class World:
         return self.transport.kind == "threads"
 
     def axes_in(self, name: str, groups: Sequence[tuple[int, ...]]) -> list[Axis]:
-        """Returns this rank's axis (process group) in each group that holds it; all ranks pass the same groups."""
+        """Returns this rank's axis (process group) in each group that holds it.
+
+        Every rank must pass the same groups.
+        """
         channels = self.transport.channel(groups)
         return [
             Axis(name, groups[place], groups[place].index(self.rank), channel, device=self.device)
@@ -84,12 +99,12 @@ class World:
         ]
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]]) -> Axis:
-        """Returns this rank's axis (process group) in a partition of the ranks into ``groups``."""
+        """Returns this rank's axis (process group), given a partition of all ranks into ``groups``."""
         (axis,) = self.axes_in(name, groups)
         return axis
 
     def axes(self, mesh: Mesh) -> dict[str, Axis]:
-        """Returns this rank's axes (process groups) of a mesh, by name."""
+        """Returns this rank's axes (process groups) of a mesh, by axis name."""
         return {name: self.axis(name, mesh.groups(name)) for name in mesh.axes}
 
     def everyone(self) -> Axis:

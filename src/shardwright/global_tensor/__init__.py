@@ -1,7 +1,7 @@
 """Global tensors: DTensor-like tensors with a placement and an sbp, and ``to_global`` between any two layouts.
 
-A user writes tensor code as for one device and gives each tensor a layout. ``boxing`` redistributes, ``rules`` shards
-operators, ``view_tracking`` keeps views safe.
+A user writes tensor code as for one device and gives each tensor a layout. In this package ``boxing`` redistributes
+tensors, ``rules`` shards operators, and ``view_tracking`` keeps views consistent after writes.
 """
 
 from shardwright.global_tensor import sbp

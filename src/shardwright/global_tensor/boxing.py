@@ -1,4 +1,4 @@
-"""Runs boxing (redistribution of a global tensor) on local tensors, by the collectives and messages of its plan."""
+"""Runs boxing, the redistribution of a global tensor: the collectives and p2p messages of its plan on local tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Pending
 from shardwright.comm.current_world import axis_here, everyone_here, here
 from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, chunk, is_partial, local_shape
@@ -19,9 +18,10 @@ from shardwright.sharding.transfer import BoxMessage, Transfer, deliver
 def redistribute_local(
     local: Tensor, shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout
 ) -> Tensor:  # fmt: skip
-    """Redistributes a global tensor: takes this rank's local tensor, returns that of the new layout, contiguous.
+    """Redistributes a global tensor, and returns this rank's local tensor in the layout ``destination``, contiguous.
 
-    Every rank of either placement calls it; other ranks may. Equal layouts return ``local`` itself.
+    ``local`` is this rank's local tensor in the layout ``source``, and ``shape`` is the global shape. Every rank of
+    either placement must call it; other ranks may. If the layouts are equal, ``local`` itself is returned.
     """
     if source == destination:
         return local
@@ -32,7 +32,7 @@ def redistribute_local(
 
 
 def materialized(local: Tensor) -> Tensor:
-    """Returns the tensor with torch's lazy conjugate and negative bits applied, since the raw bytes are sent."""
+    """Returns a tensor with torch's lazy conjugate and negative bits applied, because raw bytes are sent."""
     return local.resolve_conj().resolve_neg()
 
 
@@ -67,10 +67,11 @@ def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
 
 
 def run_transfer(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
-    """Sends this rank's messages of a redistribution; returns a new tensor with what it received and kept.
+    """Sends and receives this rank's messages of a redistribution, and returns its new local tensor of shape ``shape``.
 
-    Everything for one rank goes as one message, so a transfer costs each rank at most one message to each other.
-    ``zeros``: elements that no message fills are zero, as in a term of a sum.
+    ``transfer`` has the messages, and ``local`` is the old local tensor. All messages from one rank to another are sent
+    as one. With ``zeros``, elements that no message fills are zero, as a partial sum needs it; otherwise they are
+    uninitialized.
     """
     rank, local = here().rank, materialized(local)
     with torch.no_grad():
@@ -96,15 +97,12 @@ def run_transfer(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, z
 def _exchange(
     local: Tensor, sent: Mapping[int, list[Tensor]], expected: Mapping[int, list[BoxMessage]]
 ) -> dict[int, Iterator[Tensor]]:
-    """Starts all sends and receives, then waits; returns the values of each source in the order of its messages."""
-    axis = everyone_here()
-    under_way: list[Pending[None]] = []
-    for to, parts in sent.items():  # a send does not wait for its receive, so no order of ranks can deadlock
-        joined = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        under_way.append(axis.send_async(joined.reshape(-1), to))
+    """Sends and receives all messages at once; returns each source's tensors in the order of its messages."""
+    joined = {
+        to: (parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])).reshape(-1)
+        for to, parts in sent.items()
+    }
     sizes = {source: [message.box.size for message in messages] for source, messages in expected.items()}
-    received = {source: axis.receive_async((sum(each),), local.dtype, source) for source, each in sizes.items()}
-    values = {source: iter(pending.wait().split(sizes[source])) for source, pending in received.items()}
-    for pending_send in under_way:
-        pending_send.wait()
-    return values
+    shapes = {source: (sum(each),) for source, each in sizes.items()}
+    received = everyone_here().send_and_receive_async(joined, shapes, local.dtype).wait()
+    return {source: iter(tensor.split(sizes[source])) for source, tensor in received.items()}

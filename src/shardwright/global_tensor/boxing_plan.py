@@ -1,7 +1,8 @@
-"""Plans boxing (redistribution): the steps from one global layout to another, and how many elements they move.
+"""Plans boxing (the redistribution of a global tensor): the steps between two layouts, and how many elements they move.
 
-A plan has one step, or two where partial sums are cheaper to reduce-scatter first. A step is a collective if its ranks
-and boxes form one, else point-to-point messages that fetch each destination box once from the nearest holder::
+A plan has one step, or two if it is cheaper to reduce-scatter partial sums first. A step is a collective if its ranks
+and boxes form one. Otherwise it is a set of point-to-point messages, which fetch each destination box once from the
+nearest rank that holds it::
 
     partial_sum -> broadcast    all-reduce         split(0) -> broadcast   all-gather
     partial_sum -> split        reduce-scatter     split(0) -> split(1)    all-to-all
@@ -31,9 +32,10 @@ Pieces = Mapping[int, tuple[Piece, ...]]
 
 @dataclass(frozen=True)
 class BoxingStep:
-    """One step of a :class:`BoxingPlan`: a collective, or messages, that take a tensor from one layout to another.
+    """One step of a :class:`BoxingPlan`: a collective, or messages, that bring a tensor from one layout to another.
 
-    ``axis``: the placement's axis that the collective is over. ``dims``: the dims cut along it before and after.
+    ``kind`` names the collective, or is "messages". ``axis`` is the placement's axis over which the collective runs,
+    and ``dims`` are the dims that this axis cuts before and after.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +47,7 @@ class BoxingStep:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """The step as point-to-point messages. A collective moves as many elements, or fewer."""
+        """This step as point-to-point messages. A collective step moves at most as many elements."""
         shape, source, destination = self.shape, self.source, self.destination
         held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
         term_of = terms(source)
@@ -61,7 +63,7 @@ class BoxingStep:
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:
-        """For each rank that sends nothing, since its new local tensor is part of its old: the slices of that part."""
+        """Maps ranks that need no message to the slices of their old local tensor that are the new one."""
         found = {}
         for rank in self.destination.placement.ranks:
             messages = self.transfer.messages_to(rank)
@@ -71,7 +73,7 @@ class BoxingStep:
 
     @cached_property
     def moved_elements(self) -> int:
-        """How many elements this step sends between different ranks."""
+        """The number of elements that this step sends between different ranks."""
         if self.kind != "all_reduce":
             return self.transfer.moved_elements
         size = self.source.placement.shape[self.axis]
@@ -82,7 +84,7 @@ class BoxingStep:
 
 @dataclass(frozen=True)
 class BoxingPlan:
-    """The redistribution of a tensor from one layout to another, in steps. Made by :func:`plan_to_global`.
+    """The steps that redistribute a global tensor from one layout to another, as :func:`plan_to_global` returns them.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> here, there = placement("cpu", [0, 1]), placement("cpu", [2, 3])
@@ -96,11 +98,14 @@ class BoxingPlan:
 
     @property
     def moved_elements(self) -> int:
-        """How many elements all steps send between different ranks."""
+        """The number of elements that all steps send between different ranks."""
         return sum(step.moved_elements for step in self.steps)
 
     def moved_bytes(self, element_bytes: int) -> int:
-        """How many bytes all steps send between different ranks."""
+        """Returns the number of bytes that all steps send between different ranks.
+
+        ``element_bytes`` is the size of one element.
+        """
         return self.moved_elements * element_bytes
 
     def __str__(self) -> str:
@@ -115,7 +120,10 @@ class BoxingPlan:
 def plan_to_global(
     shape: tuple[int, ...], source: Placement, source_sbp: Sbps, destination: Placement, destination_sbp: Sbps
 ) -> BoxingPlan:
-    """Returns the redistribution plan that ``to_global`` runs between two layouts of a tensor; nothing is sent."""
+    """Returns the plan by which ``to_global`` redistributes a tensor of ``shape`` between two layouts; sends nothing.
+
+    Print it to see which collectives run and how many elements move.
+    """
     before = GlobalLayout(source, checked_sbp(source_sbp, source, len(shape)))
     after = GlobalLayout(destination, checked_sbp(destination_sbp, destination, len(shape)))
     return cheapest_plan(tuple(shape), before, after)
@@ -141,7 +149,7 @@ def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: Glo
 
 
 def _dims_to_sum_over(shape: tuple[int, ...], destination: GlobalLayout) -> list[int]:
-    """The dims along which partial sums may be reduce-scattered first: those the destination cuts, and the longest."""
+    """Returns the dims along which to try a first reduce-scatter: those that the destination cuts, and the longest."""
     cut = [one.dim for one in destination.sbp if isinstance(one, Shard)]
     longest = [max(range(len(shape)), key=lambda dim: shape[dim])] if shape else []
     return list(dict.fromkeys((*cut, *longest)))
@@ -176,10 +184,10 @@ def _collective_kind(before: Sbp, after: Sbp) -> Kind | None:
 def _term_shares(
     shape: tuple[int, ...], destination: GlobalLayout, holders: Pieces, term: int
 ) -> dict[int, tuple[Piece, ...]]:
-    """Which pieces of one source term each member of a partial destination adds to its own term.
+    """Returns the pieces of one source term that each rank of a partial destination adds to its own term.
 
-    A part stays on a rank that holds it already; what no destination rank holds goes to one of the terms. All copies of
-    a destination term take the same parts, because a later sum may read each term from any of its copies.
+    A part stays on a rank that holds it already; parts that no destination rank holds go to one of the terms. All
+    copies of a destination term take the same parts, because a later sum may read each term from any of its copies.
     """
     sums: defaultdict[tuple[int, ...], defaultdict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, coord in destination.placement.coords:

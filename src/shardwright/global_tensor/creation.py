@@ -1,4 +1,4 @@
-"""New global tensors: constants, ranges, and random numbers that do not depend on the layout."""
+"""Creates global tensors: constants, ranges, and random numbers that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def full(
     size: Sequence[int], value: complex, *, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor filled with one value. Under ``partial_sum`` the first rank holds it, others zeros.
+    """Returns a global tensor of shape ``size`` filled with one value.
+
+    Under ``partial_sum`` the first rank holds the value and the others hold zeros.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> full((2,), 7, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -32,7 +34,7 @@ def full(
 def zeros(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns a global tensor of zeros.
+    """Returns a global tensor of zeros of shape ``size``; each rank allocates its shard alone.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> zeros(2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -44,7 +46,9 @@ def zeros(
 def ones(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns a global tensor of ones.
+    """Returns a global tensor of ones of shape ``size``; each rank allocates its shard alone.
+
+    Under ``partial_sum`` the first rank holds the ones and the others hold zeros.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> ones(2, placement=placement("cpu", ranks=[0]), sbp=sbp.partial_sum).tolist()
@@ -56,7 +60,7 @@ def ones(
 def empty(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns an uninitialised global tensor; its copies on several ranks are equal only once it is written to.
+    """Returns an uninitialized global tensor, whose copies on several ranks are equal only after it is written to.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> empty(2, 3, placement=placement("cpu", ranks=[0]), sbp=sbp.broadcast).shape
@@ -68,7 +72,7 @@ def empty(
 def arange(
     *bounds: float, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns ``torch.arange(*bounds)`` as a global tensor; nothing is sent.
+    """Returns ``torch.arange(*bounds)`` as a global tensor; every rank computes its part, and nothing is sent.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> arange(1, 7, 2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -82,7 +86,7 @@ def randn(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False,
     seed: int | None = None,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor of normal random numbers: for one seed the same under any placement and sbp.
+    """Returns a global tensor of normal random numbers, which for one seed are the same under any placement and sbp.
 
     Without ``seed``, the first rank draws one from torch's default generator and broadcasts it.
 
@@ -99,7 +103,7 @@ def rand(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False,
     seed: int | None = None,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor of uniform random numbers in [0, 1), otherwise as :func:`randn`.
+    """Returns a global tensor of uniform random numbers in [0, 1), which are independent of the layout (:func:`randn`).
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> x = rand(9, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
@@ -110,9 +114,11 @@ def rand(
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: Any, seed: int | None = None) -> Tensor:
-    """Returns a whole tensor filled with random numbers by its method ``fill``, equal on every rank.
+    """Returns a plain tensor of random numbers that is equal on every rank, from which each rank can cut its shard.
 
-    Without ``seed``, one is drawn from torch's default generator, and every rank takes the first rank's.
+    ``fill`` is the name of the in-place tensor method that draws them, such as ``normal_``, and ``numbers`` are its
+    arguments. Without ``seed``, the first rank draws one from torch's default generator and broadcasts it.
+
     Traffic: without ``seed``, one broadcast of one number.
     """
     if seed is None:
@@ -125,7 +131,10 @@ def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: A
 
 
 def local_part(whole: Tensor, layout: GlobalLayout, device: torch.device) -> Tensor:
-    """Cuts this rank's local tensor out of a whole one; under ``partial_sum`` all terms but the first are zeros."""
+    """Returns this rank's local tensor, on ``device``, cut from the tensor ``whole``, which is equal on all ranks.
+
+    Under ``partial_sum`` the first term has the values, and all other terms are zeros.
+    """
     shape = tuple(whole.shape)
     box = boxes(shape, layout).get(here().rank)
     local = whole.new_empty(local_shape(shape, layout, here().rank)) if box is None else whole[box.slices].clone()

@@ -1,4 +1,4 @@
-"""``from_local``: a global tensor from each rank's own part, which may be cut at any place, with autograd."""
+"""``from_local``: makes a global tensor from one tensor on each rank, which may be of unequal sizes, with autograd."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from shardwright.sharding.box import Box
 from shardwright.sharding.transfer import plan_transfer
 
 _ROOM_BYTES = 256
-"""Room for the description of one part, so that the gather is one message to each rank."""
+"""The room for one rank's description of its tensor, so that they are exchanged by a single all-gather."""
 
 
 def from_local(
     local: Tensor | None, placement: Placement, sbp: Sbps, *, grad_sbp: Sbps | None = None, check: bool = False
 ) -> GlobalTensor:
-    """Returns the global tensor whose local tensors the ranks of ``placement`` give; other ranks give anything or None.
+    """Returns the global tensor whose local tensors are the tensors ``local`` of the ranks in ``placement``.
 
-    Every rank of the world calls it. Parts are copied, so later writes to them have no effect. Parts that are not cut
-    as ``torch.chunk`` cuts are redistributed until they are. The gradient comes back cut as the parts were given.
+    Every rank of the world calls it; on a rank outside the placement ``local`` is ignored and may be None. Local
+    tensors are copied, so later writes to them have no effect. If their sizes are not those of ``torch.chunk``, they
+    are redistributed to be so; the gradient comes back in the sizes that were given. ``grad_sbp`` is the sbp of the
+    gradient that each rank gets. With ``check``, local tensors that must be equal are compared by a digest.
 
     Traffic: each rank's shape; elements that move when parts are cut anew; digests of the parts with ``check``.
     Raises: LayoutError, on every rank: parts that do not fit together; copies that differ, if ``check`` is set.
@@ -76,7 +78,7 @@ def from_local(
 
 
 def _digest(local: Tensor) -> str:
-    """A hash of all bytes: ``tensor_digest`` sums rows and columns, which is equal for permuted one-hot labels."""
+    """Returns a hash of all bytes; ``tensor_digest``, by sums of rows and columns, misses permuted one-hot labels."""
     data = materialized(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -105,7 +107,7 @@ def _check_parts(members: dict[int, dict[str, Any]], placement: Placement) -> No
 
 
 def _given_boxes(shapes: dict[int, tuple[int, ...]], layout: GlobalLayout) -> tuple[tuple[int, ...], dict[int, Box]]:
-    """The global shape, and the box of each member's part: the parts follow each other in the order of the axes."""
+    """Returns the global shape, and the box of each rank's local tensor; they are joined in the order of the axes."""
     num_dims = len(next(iter(shapes.values())))
     starts: dict[int, list[int]] = {rank: [0] * num_dims for rank in shapes}
     global_shape = []
@@ -184,7 +186,7 @@ class _FromLocal(torch.autograd.Function):
 def _cut_anew(
     local: Tensor, held: dict[int, Box], wanted: dict[int, Box], layout: GlobalLayout, shape: tuple[int, ...]
 ) -> Tensor:
-    """The local tensor after each term and each copy was cut at other places, among the ranks that share it."""
+    """Returns this rank's local tensor after the ranks with the same term and copy have cut it at other places."""
     coord_of = dict(layout.placement.coords)
 
     def unsplit(rank: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which box of a global tensor each rank holds, and under ``partial_sum`` which term of the sum: integers only."""
+"""Computes which box of a global tensor each rank holds and, under ``partial_sum``, which term of the sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class GlobalLayout(NamedTuple):
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns the (start, stop) that ``torch.chunk`` gives a part of a dim: full parts first, a shorter one, then none.
+    """Returns the range (start, stop) of part number ``part`` if ``torch.chunk`` cuts a dim of ``size`` in ``parts``.
+
+    Full parts come first, then a shorter one, then empty ones, so that every rank has a part.
 
     >>> [chunk(5, 4, part) for part in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -31,7 +33,7 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def boxes(shape: tuple[int, ...], layout: GlobalLayout) -> dict[int, Box]:
-    """Returns the box (range of every dim) of the global tensor that each rank of the placement holds, by rank."""
+    """Returns, by rank, the box (a range of every dim) of the global tensor that each rank of the placement holds."""
     return {rank: _box_at(shape, layout, coord) for rank, coord in layout.placement.coords}
 
 
@@ -47,13 +49,16 @@ def _box_at(shape: tuple[int, ...], layout: GlobalLayout, coord: Coord) -> Box:
 
 
 def whole_piece(box: Box) -> Piece:
-    """Returns the piece for a local tensor that is exactly ``box`` of the global tensor."""
+    """Returns the :class:`Piece` for a local tensor that holds exactly ``box`` of the global tensor."""
     return Piece(box, (0,) * len(box.start))
 
 
 @lru_cache(maxsize=4096)
 def terms(layout: GlobalLayout) -> dict[int, int]:
-    """Returns, by rank, the number of the ``partial_sum`` term that each holds; all 0 for a layout without one."""
+    """Returns, for each rank, the number of the ``partial_sum`` term that it holds.
+
+    All numbers are 0 for a layout without partial sums.
+    """
     found = {}
     for rank, coord in layout.placement.coords:
         term = 0
@@ -65,13 +70,15 @@ def terms(layout: GlobalLayout) -> dict[int, int]:
 
 
 def is_partial(layout: GlobalLayout) -> bool:
-    """Whether the layout is ``partial_sum`` on any axis, so that ranks hold terms to be added."""
+    """Returns whether a layout is ``partial_sum`` on any axis, so that ranks hold terms to be added."""
     return any(one.is_partial() for one in layout.sbp)
 
 
 @lru_cache(maxsize=4096)
 def local_shape(shape: tuple[int, ...], layout: GlobalLayout, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor; outside the placement it is an empty one of as many dims.
+    """Returns the shape of a rank's local tensor of a global tensor of ``shape``.
+
+    Outside the placement a rank has an empty tensor with as many dims.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> [local_shape((5,), GlobalLayout(placement("cpu", [0, 2]), (sbp.split(0),)), rank) for rank in range(3)]

@@ -1,4 +1,7 @@
-"""Python lists as an index, ``x[[0, 2]]``: every rank runs the same program, so each becomes a replicated tensor."""
+"""Handles Python lists as an index, as in ``x[[0, 2]]``, by turning each list into a replicated global tensor.
+
+This is possible because every rank runs the same program and so has the same list.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def with_lists(x: GlobalTensor, index: Any) -> Any:
-    """Returns ``index`` with replicated global tensors in place of lists of integers or booleans.
+    """Returns ``index`` with each list of integers or booleans replaced by a replicated global tensor.
+
+    ``x`` is the tensor that is indexed.
 
     Raises: IndexError: a list that does not fit its dim. It is raised on every rank, so that no rank waits for another.
     """
@@ -45,7 +50,7 @@ def _is_flat(each: Sequence[Any]) -> bool:
 
 
 def _num_dims(each: Any) -> int:
-    """How many dims of the tensor an entry of an index consumes."""
+    """Returns the number of dims of the tensor that one entry of an index consumes."""
     if each is None or each is Ellipsis or isinstance(each, bool):
         return 0
     if isinstance(each, list) and _is_flat(each) and each:

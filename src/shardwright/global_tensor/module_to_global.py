@@ -23,7 +23,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def module_to_global(module: Module, placement: Placement, sbp: Mapping[str, Sbps] | None = None) -> Module:
-    """Makes the module's parameters and buffers global on ``placement``, in place; returns the module.
+    """Makes a module's parameters and buffers global tensors on ``placement``, in place, and returns the module.
 
     The values are those of the placement's first rank. ``sbp`` maps name patterns (``"*.weight"``) to an sbp; the first
     match counts, and names without a match are broadcast. Tied parameters stay tied. Every rank of the world calls it,
@@ -107,7 +107,7 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
 
 
 def _from_first_rank(tensor: Tensor, layout: GlobalLayout) -> GlobalTensor:
-    """The placement's first rank's tensor, redistributed; a tensor that is global already is only redistributed."""
+    """Returns the tensor of the placement's first rank in ``layout``; a global tensor is only redistributed."""
     if isinstance(tensor, DTensor):
         return to_global(tensor, layout.placement, layout.sbp)
     first = layout.placement.ranks[0]

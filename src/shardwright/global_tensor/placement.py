@@ -1,4 +1,4 @@
-"""``placement``: the device type and the grid of ranks that hold a global tensor, as a DeviceMesh without groups."""
+"""``placement``: the device type and the grid of ranks of a global tensor, like a DeviceMesh without process groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Coord = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks that hold a tensor, as a grid of one or more axes, in the order given. Made by :func:`placement`.
+    """The device type and the ranks of a global tensor; the ranks are a grid of one or more axes.
 
-    ``ranks`` lists the grid flattened, the last axis fastest; ``shape`` is the grid's shape.
+    Use :func:`placement` to make one. ``ranks`` lists the grid flattened with the last axis fastest, and ``shape`` is
+    the grid's shape.
     """
 
     type: str
@@ -39,7 +40,7 @@ class Placement:
 
     @cached_property
     def coords(self) -> tuple[tuple[int, Coord], ...]:
-        """Every rank and its coordinate, in the order of the grid."""
+        """The pairs (rank, coordinate) of all ranks, in the order of the grid."""
         return tuple(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
     @cached_property
@@ -47,14 +48,14 @@ class Placement:
         return dict(self.coords)
 
     def coord(self, rank: int) -> Coord | None:
-        """Returns the coordinate of ``rank`` in the grid; None when the placement does not hold it."""
+        """Returns the coordinate of ``rank`` in the grid, or None if the placement does not contain the rank."""
         return self._coord_of.get(rank)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._coord_of
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """Returns the process group of ``rank`` along ``axis``: the ranks that share its other coordinates, in order.
+        """Returns the ranks of the group along ``axis`` that contains ``rank``, in the order of the axis.
 
         >>> placement("cpu", [[0, 1], [2, 3]]).group(0, 3)
         (1, 3)
@@ -73,7 +74,9 @@ class Placement:
 
 
 def placement(type: str, ranks: Any) -> Placement:
-    """Returns a placement: a device type, and a grid of ranks as lists, a tensor or a DeviceMesh, order kept.
+    """Returns a :class:`Placement` of a device type and a grid of ranks.
+
+    ``ranks`` is a nested list, a tensor or a DeviceMesh; the order of the ranks is kept.
 
     Raises: LayoutError: ranks that are no grid of distinct numbers; ranks or a type that the world does not have.
 
@@ -124,7 +127,7 @@ def _check_in_world(given: Placement) -> None:
 
 @lru_cache(maxsize=1024)
 def mesh_of(given: Placement) -> DeviceMesh:
-    """Returns torch's DeviceMesh of the placement, without process groups: making one sends nothing."""
+    """Returns torch's DeviceMesh with the ranks of a placement; it has no process groups, so nothing is sent."""
     return DeviceMesh(given.type, torch.tensor(given.ranks).view(given.shape), _init_backend=False, _rank=here().rank)
 
 
@@ -135,7 +138,7 @@ def placement_of(mesh: DeviceMesh) -> Placement:
 
 
 def _grid(ranks: Any, given: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of nested lists, and the ranks in them in order; ``given`` is the outermost list, for errors."""
+    """Returns the shape of nested lists, and their ranks in order; ``given`` is the outermost list, for errors."""
     if isinstance(ranks, (list, tuple, range)):
         rows = [_grid(each, given) for each in ranks]
         shapes = {shape for shape, _ in rows} or {()}
@@ -157,7 +160,7 @@ def _is_type(type: object) -> bool:
 
 
 def _is_usable(type: str) -> bool:
-    """Whether this process alone can compute on a device of the type."""
+    """Returns whether this process can compute on a device of the type."""
     try:
         return bool(torch.get_device_module(type).is_available())
     except RuntimeError:  # torch has no such devices here

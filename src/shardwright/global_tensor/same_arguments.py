@@ -1,4 +1,7 @@
-"""Checks that all ranks make the same call on global tensors, before the call sends anything and would hang."""
+"""Checks that all ranks call a global-tensor function with equal arguments, before the call sends anything.
+
+Unequal calls would make ranks wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ def check_everywhere(what: str, items: Iterable[object]) -> None:
 
 
 def check_source(x: DTensor, layout: GlobalLayout) -> None:
-    """Raises LayoutError on every rank for a DTensor whose layout cannot be expressed as an sbp.
+    """Raises LayoutError on every rank if a DTensor ``x``, of this layout, cannot become a global tensor.
+
+    It cannot if one of its torch placements is no sbp, or if a rank's shard is not the slice that ``torch.chunk``
+    gives.
 
     Traffic: two short all-gathers.
     """
@@ -48,7 +54,10 @@ def check_source(x: DTensor, layout: GlobalLayout) -> None:
 
 
 def disagreement(what: str, given: str) -> LayoutError:
-    """Returns the LayoutError for a global-tensor call that ranks make with different arguments."""
+    """Returns the LayoutError for ranks that call a global-tensor function with different arguments.
+
+    ``what`` names the arguments and ``given`` their values, for the error's text.
+    """
     return LayoutError(
         f"ranks disagree on {what}",
         given=given,

@@ -1,4 +1,4 @@
-"""``save`` and ``load`` of global tensors, through the checkpoint format."""
+"""``save`` and ``load``: write global tensors to a checkpoint, and fill global tensors of any layout from one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardwright.tensor_store import tensor_store
 def save(
     tensors: Mapping[str, GlobalTensor], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Saves global tensors as the checkpoint ``folder/step-N`` and returns its path. Every rank of the world calls it.
+    """Saves global tensors as the checkpoint ``folder/step-N``, with N from ``step``, and returns its path.
 
-    Every element is written once, by the first rank that holds it; partial sums are reduced first.
+    Every rank of the world calls it. Every element is written once, by the first rank that holds it; partial sums are
+    reduced first. ``extra`` is user data to store with the tensors.
 
     Raises: CheckpointError, on every rank, as :func:`shardwright.save`.
 
@@ -31,8 +32,9 @@ def save(
 
 
 def load(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
-    """Fills global tensors from a checkpoint of any layout; returns ``extra``, the user data saved with it.
+    """Fills global tensors from a checkpoint of any layout; returns ``extra``, the user data saved in it.
 
-    Raises: CheckpointError, on every rank: a missing, broken or foreign checkpoint, or one without one of the tensors.
+    Raises: CheckpointError, on every rank: the checkpoint is missing or broken, is of another format, or lacks a
+        tensor.
     """
     return tensor_store().load_tensors(path, tensors)

@@ -22,7 +22,7 @@ from shardwright.errors import LayoutError
 from shardwright.global_tensor.placement import Placement
 
 Sbp = types.Placement
-"""How a tensor is sharded along one axis. Torch's name is ``Placement``, which here means a set of ranks."""
+"""The sharding of a tensor along one axis: torch's ``Placement``, a word that here means a set of ranks."""
 
 Sbps = Sbp | Sequence[Sbp]
 """One sbp for each axis of a placement; for a placement of one axis, the sbp alone."""
@@ -45,12 +45,12 @@ def split(dim: int) -> Shard:
 
 
 def is_split(one: object) -> TypeGuard[Shard]:
-    """Whether ``one`` is a split: torch's plain ``Shard``, not a subclass of it."""
+    """Returns whether ``one`` is a split, that is, an instance of torch's ``Shard`` and not of a subclass."""
     return type(one) is Shard
 
 
 def sbp_text(sbp: Sequence[Sbp]) -> str:
-    """Returns the sbp as a user writes it, such as ``(split(0), broadcast)``; without brackets for one axis."""
+    """Returns an sbp as a user writes it, such as ``(split(0), broadcast)``; without brackets for a single axis."""
     words = [
         f"split({one.dim})" if isinstance(one, Shard) else "broadcast" if isinstance(one, Replicate) else "partial_sum"
         for one in sbp
@@ -59,7 +59,9 @@ def sbp_text(sbp: Sequence[Sbp]) -> str:
 
 
 def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
-    """Returns a checked sbp (split, broadcast or partial sum for each axis of the placement) with dims from 0 on.
+    """Returns an sbp as a tuple with one entry for each axis of the placement, with no negative dim.
+
+    A negative dim in ``sbp`` counts from the last. ``num_dims`` is the number of dims of the tensor.
 
     Raises: LayoutError: a wrong number of entries, a dim that the tensor lacks, or an entry that is none of the three.
 
@@ -79,7 +81,7 @@ def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ..
 
 
 def checked_grad_sbp(sbp: Sbps, tensor_sbp: Sequence[Sbp], placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
-    """Checks and returns the sbp of a local tensor's gradient, which must be split as the tensor is.
+    """Returns the sbp of a local tensor's gradient, as :func:`checked_sbp` does; it must be split as the tensor is.
 
     Raises: LayoutError: as :func:`checked_sbp`, or a gradient that is cut differently.
     """

@@ -29,19 +29,19 @@ from shardwright.global_tensor.view_tracking import check_fresh, is_stale
 
 
 class GlobalTensor(DTensor):
-    """One tensor sharded over the ranks of a placement and used as on one device.
+    """A DTensor-like tensor that is sharded over the ranks of a placement and computes like a tensor on one device.
 
-    Made by :func:`from_local`, by :func:`randn` and the other creation functions, or by :func:`to_global`.
+    :func:`from_local`, :func:`randn` and the other creation functions, and :func:`to_global` make one.
     """
 
     _plain: Tensor | None = None
-    """The plain tensor that an operator was given and that this one replaces, the same on every rank."""
+    """The plain 0-d tensor from which an operator's argument was made global, with the same value on every rank."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Runs an operator by the rules of ``rules/``."""
+        """Runs an operator by its sharding rule in ``rules/``."""
         from shardwright.global_tensor.rules import dispatch  # the rules make global tensors: they import this file
 
         return dispatch(func, args, kwargs or {})
@@ -53,7 +53,7 @@ class GlobalTensor(DTensor):
 
     @property
     def sbp(self) -> tuple[Sbp, ...]:
-        """How the tensor is sharded (split, broadcast or partial sum) along each axis of its placement."""
+        """The sbp (split, broadcast or partial sum) of the tensor along each axis of its placement."""
         return tuple(self._spec.placements)
 
     def to_global(
@@ -69,9 +69,10 @@ class GlobalTensor(DTensor):
         return to_global(self, placement, sbp, grad_sbp=grad_sbp)
 
     def to_local(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
-        """Returns this rank's local tensor, sharing its memory; an empty one on a rank outside the placement.
+        """Returns this rank's local tensor, which shares memory with the global one; outside the placement it is empty.
 
-        Its gradient is taken to have this tensor's layout; a term of a sum gets the gradient of the sum.
+        Its gradient is taken to have this tensor's layout, or ``grad_placements``. For a term of a partial sum, that is
+        the gradient of the sum.
         """
         check_fresh("to_local", [self])
         grad_sbp = grad_placements
@@ -80,17 +81,20 @@ class GlobalTensor(DTensor):
         return _ToLocal.apply(self, grad_sbp)  # type: ignore[no-any-return, no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
-        """Gathers the unsharded tensor, partial sums added, and returns it on every rank of the world."""
+        """Returns the unsharded tensor on every rank of the world: shards are gathered, and partial sums added."""
         return self.to_global(everywhere(self.placement.type), broadcast).to_local(grad_placements=grad_placements)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> GlobalTensor:
-        """Returns ``to_global`` of the same layout, with the argument names of DTensor."""
+        """Returns the tensor redistributed to ``placements`` on ``device_mesh``, with the argument names of DTensor.
+
+        It is :meth:`to_global` with the ranks of ``device_mesh`` as the placement and ``placements`` as the sbp.
+        """
         placement = self.placement if device_mesh is None else placement_of(device_mesh)
         return self.to_global(placement, self.sbp if placements is None else placements)
 
     @property
     def data(self) -> Tensor:
-        """The same tensor outside of autograd; it may be set to a tensor of the same layout, shape and dtype."""
+        """The tensor without its autograd history. It can be set to a tensor of the same layout, shape and dtype."""
         return super().data
 
     @data.setter
@@ -107,7 +111,10 @@ class GlobalTensor(DTensor):
         self._local_tensor = new._local_tensor
 
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
-        """Sets ``requires_grad`` in place. A sharded leaf keeps only its slice of a gradient that is replicated."""
+        """Sets ``requires_grad`` in place, and returns this tensor.
+
+        If a replicated gradient reaches a sharded leaf, each rank keeps only its own slice of it.
+        """
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._backward_hooks:
             self.register_hook(  # type: ignore[no-untyped-call]
@@ -122,15 +129,24 @@ class GlobalTensor(DTensor):
         super().__setitem__(with_lists(self, index), value)
 
     def item(self) -> Any:
-        """Returns the value of a one-element tensor. Raises LayoutError unless its placement is the whole world."""
+        """Returns the value of a one-element tensor as a Python number; every rank must call it.
+
+        Raises: LayoutError: the tensor's placement is not the whole world.
+        """
         return self._read("item").item()
 
     def tolist(self) -> Any:
-        """Returns the values as nested lists. Raises LayoutError unless its placement is the whole world."""
+        """Returns the values of the unsharded tensor as nested lists; every rank must call it.
+
+        Raises: LayoutError: the tensor's placement is not the whole world.
+        """
         return self._read("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns the values as an array. Raises LayoutError unless its placement is the whole world."""
+        """Returns the unsharded tensor as a NumPy array, with partial sums added; every rank must call it.
+
+        Raises: LayoutError: the tensor's placement is not the whole world.
+        """
         return self._read("numpy").numpy(force=force)
 
     def __bool__(self) -> bool:
@@ -149,7 +165,7 @@ class GlobalTensor(DTensor):
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape, dtype, layout and this rank's values; nothing is sent."""
+        """Returns the shape, dtype, layout and this rank's values as text; nothing is sent."""
         held = "nothing on this rank"
         if is_stale(self):
             held = "a view gathered before its base was written to"
@@ -196,7 +212,7 @@ class GlobalTensor(DTensor):
         return copy
 
     def _read(self, verb: str) -> Tensor:
-        """The unsharded tensor on this rank, for ``verb``, which needs the same values on every rank."""
+        """Returns the unsharded tensor on this rank, for ``verb``, which needs the same values on every rank."""
         if set(self.placement.ranks) != set(range(here().size)):
             raise LayoutError(
                 f"'{verb}' needs the values on every rank, and some ranks hold none",
@@ -209,20 +225,23 @@ class GlobalTensor(DTensor):
 
 
 def everywhere(type: str) -> Placement:
-    """Returns the placement of all ranks of the world on one axis."""
+    """Returns the placement of all ranks of the world on one axis, with device type ``type``."""
     size = here().size
     return Placement(type, tuple(range(size)), (size,))
 
 
 def global_layout_of(tensor: DTensor) -> GlobalLayout:
-    """Returns the placement and the sbp of a global tensor or other DTensor."""
+    """Returns the layout (placement and sbp) of a global tensor or of another DTensor."""
     return GlobalLayout(placement_of(tensor._spec.mesh), tuple(tensor._spec.placements))
 
 
 def wrap(
     local: Tensor, shape: Sequence[int], layout: GlobalLayout, stride: Sequence[int] | None = None
 ) -> GlobalTensor:
-    """Returns the global tensor of ``shape`` that has this rank's local tensor, of which only the shape is checked."""
+    """Returns the global tensor of ``shape`` whose local tensor on this rank is ``local``.
+
+    Only the shape of ``local`` is checked, and nothing is sent. ``stride`` is the global stride, by default contiguous.
+    """
     shape = tuple(shape)
     expected = local_shape(shape, layout, here().rank)
     assert tuple(local.shape) == expected, f"a local tensor of {tuple(local.shape)}, {expected} expected: {layout}"
@@ -234,7 +253,7 @@ def wrap(
 def _spec(
     shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype, layout: GlobalLayout
 ) -> DTensorSpec:
-    """Torch's description of the layout, contiguous without ``stride``. It is immutable, so tensors share it."""
+    """Returns torch's spec of a layout, contiguous without ``stride``. It is immutable, so tensors share it."""
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, dtype)
@@ -246,8 +265,8 @@ def to_global(
 ) -> GlobalTensor:
     """Returns ``x`` redistributed to ``placement`` and ``sbp``, as :meth:`GlobalTensor.to_global` does.
 
-    A plain tensor is taken as each rank's own part (:func:`from_local`); a DTensor keeps its layout. For both, every
-    rank of the world must call this function.
+    A plain tensor is taken as this rank's local tensor (:func:`from_local`); a DTensor keeps the parts of its layout
+    whose argument is left out. In both cases every rank of the world must call this function.
     """
     if not isinstance(x, DTensor):
         from shardwright.global_tensor.from_local import from_local  # makes a global tensor: it imports this file
@@ -287,17 +306,20 @@ def to_global(
 
 
 def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:
-    """Returns the sbp with ``broadcast`` for ``partial_sum``: the gradient of a term is that of the sum."""
+    """Returns an sbp with ``broadcast`` in place of each ``partial_sum``, which is the layout of the gradient.
+
+    The gradient of each term of a sum is the whole gradient of the sum.
+    """
     return tuple(broadcast if one.is_partial() else one for one in sbp)
 
 
 def redistributed_local(x: DTensor, layout: GlobalLayout) -> Tensor:
-    """Returns the local tensor of ``x`` redistributed to ``layout``, outside of autograd."""
+    """Returns this rank's local tensor of ``x`` redistributed to ``layout``, outside of autograd."""
     return redistribute_local(x._local_tensor, tuple(x.shape), global_layout_of(x), layout)
 
 
 def check_gradient(grad: Tensor, placement: Placement) -> None:
-    """Raises LayoutError for a gradient on another placement than its tensor, as in ``y.backward(plain)``."""
+    """Raises LayoutError if a gradient is not on its tensor's placement, as the one of ``y.backward(plain)``."""
     if not isinstance(grad, GlobalTensor) or grad.placement != placement:
         given = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
         raise LayoutError(
@@ -309,7 +331,7 @@ def check_gradient(grad: Tensor, placement: Placement) -> None:
 
 
 def _slice_gradient(shape: tuple[int, ...], layout: GlobalLayout, grad: GlobalTensor) -> GlobalTensor:
-    """A leaf's gradient, cut where the leaf is cut and the gradient replicated, if that sends nothing."""
+    """Returns a leaf's gradient, sliced along axes where the leaf is split and it is broadcast, if nothing is sent."""
     check_gradient(grad, layout.placement)
     pairs = zip(layout.sbp, grad.sbp, strict=True)
     sbp = tuple(leaf if is_split(leaf) and one == broadcast else one for leaf, one in pairs)

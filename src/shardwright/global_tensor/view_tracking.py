@@ -1,8 +1,8 @@
-"""Counts in-place writes, so that a view that is a gathered copy is never read after its base was written to.
+"""Counts in-place writes, so that reading an outdated view of a global tensor raises an error.
 
-On one device a view sees what is written to its base. Here a view of each member's own slice does too, but a view that
-needed communication is a gathered copy. A tensor and its views share one count of writes, the same on every rank; a
-gathered view remembers the count at which it was taken.
+On one device a view shows later writes to its base. Here a view of each rank's own slice does too, but a view that
+needed communication is a gathered copy and does not. A tensor and its views share one count of writes, the same on
+every rank; a gathered view stores the count at which it was taken, and reading it after a later write is an error.
 """
 
 from __future__ import annotations
@@ -17,42 +17,48 @@ from shardwright.global_tensor.sbp import sbp_text
 
 @dataclass(slots=True)
 class WriteCount:
-    """The number of in-place writes to a tensor or any view of it, shared by all of them."""
+    """The number of in-place writes to a tensor and its views; the tensor and all its views share one object."""
 
     num: int = 0
 
 
 class GatheredView(NamedTuple):
-    """For a view that is a gathered copy: a text about its base, and the base's count of writes at the copy."""
+    """The mark of a view that is a gathered copy: text about its base, and the base's write count at the copy."""
 
     base: str
     num_writes: int
 
 
 def writes_of(x: Any) -> WriteCount:
-    """Returns the count of in-place writes that ``x`` shares with its views."""
+    """Returns the count of in-place writes that ``x`` shares with its views, made at first use."""
     if not hasattr(x, "_writes"):
         x._writes = WriteCount()
     return x._writes  # type: ignore[no-any-return]
 
 
 def is_gathered_view(x: Any) -> bool:
-    """Whether ``x`` is a view in torch's terms but in fact a copy, made by communication."""
+    """Returns whether ``x`` is a gathered copy, although torch's operator returns a view."""
     return hasattr(x, "_gathered")
 
 
 def is_stale(x: Any) -> bool:
-    """Whether ``x`` is a gathered copy of a view whose base was written to since."""
+    """Returns whether ``x`` is a gathered copy of a view whose base has been written to since."""
     return is_gathered_view(x) and bool(x._gathered.num_writes != x._writes.num)
 
 
 def is_shared(x: Any) -> bool:
-    """Whether ``x`` has views, is a view or was written to; a tensor that torch has just created is none of these."""
+    """Returns whether ``x`` has views, is a view or was written to.
+
+    A tensor that torch has just created is none of these, so that its shape or layout may still be changed in place.
+    """
     return hasattr(x, "_writes")
 
 
 def mark_view(view: Any, base: Any, *, gathered: bool) -> None:
-    """Records that ``view`` is a view of ``base``; ``gathered``: it is a copy, made by communication."""
+    """Makes ``view`` share the count of in-place writes of ``base``.
+
+    With ``gathered`` the view is a copy made by communication: reading it after a later write to ``base`` is an error.
+    """
     view._writes = writes_of(base)
     if is_gathered_view(base):
         view._gathered = base._gathered
@@ -61,13 +67,16 @@ def mark_view(view: Any, base: Any, *, gathered: bool) -> None:
 
 
 def count_writes(written: Iterable[Any]) -> None:
-    """Counts one in-place write to each of the tensors and to their views."""
+    """Adds one to the count of in-place writes of each of these tensors, which its views share."""
     for x in written:
         writes_of(x).num += 1
 
 
 def check_fresh(verb: str, given: Iterable[Any]) -> None:
-    """Raises PlanError if one of the tensors is a gathered copy of a view whose base was written to since."""
+    """Raises PlanError if one of the tensors is a gathered copy of a view whose base has been written to since.
+
+    ``verb`` names the operation that reads the tensors, for the error's text.
+    """
     for x in given:
         if is_stale(x):
             raise PlanError(

@@ -1,14 +1,16 @@
-"""One rank's memory over a step: measured in a run, or predicted by a rehearsal of the same step on the meta device.
+"""Measures one rank's memory over a training step, or predicts it from a rehearsal of the step on the meta device.
 
-The rehearsal builds this rank's part of the model with the code of a real run and takes a step beside a fake backend.
+The rehearsal builds this rank's part of the model with the code of a real run and takes a step with a fake backend.
 Saved activations, unsharded parameters and recomputed blocks are allocated as in a run, but without values. So no
-formula restates what the code does, and a new strategy is predicted without any code here.
+formula repeats what the code does, and the memory of a new strategy is predicted without any code here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 from warnings import warn
 
@@ -19,26 +21,34 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.operator_results import MetaOperators
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
-from shardwright.comm.launch import Ranks
+from shardwright.comm.limits import Ranks
+from shardwright.devices import HOST
 from shardwright.layout import Layout
+from shardwright.ledger.device_memory import beside_tensors
 from shardwright.ledger.tracking import Account, Tracker
-from shardwright.parallelize import parallelize
+from shardwright.parallelize import parallelize, under_plan
 from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
 from shardwright.parallelize.rehearsal import values_crossing
 from shardwright.parallelize.run import Run
-from shardwright.plan.plan import Job
+from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.rng import with_names
 from shardwright.runtime.executor import Events, Microbatch
 from shardwright.strategies import choose
+from shardwright.strategy import Strategy
 
 
-def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer) -> Account:
-    """Takes one training step and returns the memory that this rank held during it. Take a step or two before.
+def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None) -> Account:
+    """Takes one training step, and returns the account of the memory that this rank held during the step.
 
-    Every rank calls it. Traffic: beside the step's, one barrier.
+    Take a step or two before, so that the optimizer's state exists. Every rank calls the function. On an accelerator
+    the account also has estimates of the memory held beside tensors; a rehearsal, which runs on the meta device, passes
+    the type of the accelerator as ``device``.
+
+    Traffic: that of the step, and one barrier.
 
     >>> import shardwright as sw
     >>> model = nn.Linear(4, 4)
@@ -52,7 +62,8 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer
     (80, True)
     """
     run.axes["world"].for_strategy("core").barrier()  # so that no rank still reads the previous step's messages
-    tracker = Tracker(run.world.transport.blocks)
+    kind = device or run.world.device.type
+    tracker = Tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
     tracker.hold("gradients", (p.grad for p in _trainable(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
@@ -60,24 +71,33 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer
     if run.offload is not None:
         tracker.hold(run.offload.place, run.offload.tensors)  # counted apart: host or disk, not the device's memory
     with _observing(run, tracker), tracker:
+        tracker.mark()
         run.step(batch)
         tracker.hold("gradients", (p.grad for p in _trainable(run)))
         tracker.action = "optimizer"
         with tracker.making("optimizer"):
             optimizer.step()
         tracker.mark()
-    return tracker.account()
+    if tracker.memory is None:
+        return tracker.account()
+    groups = {frozenset(axis.ranks) for axis in run.axes.values() if axis.size > 1}
+    num_communicators = len(groups) if run.world.transport.blocks is None else 0
+    return tracker.account(beside_tensors(tracker.memory, kind, num_communicators))
 
 
 def predict_memory(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
-    ranks: Ranks = "processes", **options: Any,
+    ranks: Ranks = "processes", device: str = "cpu", **options: Any,
 ) -> Account:  # fmt: skip
-    """Returns what one rank will hold during a step on a global batch, of which only shapes and dtypes matter.
+    """Returns the memory that rank ``rank`` will hold during a training step, from a rehearsal on the meta device.
 
-    It is the second step, so the optimizer's state exists. ``options`` are the optimizer's. Recurrent layers are
-    predicted too low, with a warning. Ranks that are processes send messages through shared-memory blocks: predicted is
-    the most that such a rank can take, however far one rank runs ahead. Ranks that are threads need none.
+    Of ``batch``, a pair of global inputs and targets, only shapes and dtypes matter. The step is the second one, so
+    that the state of ``optimizer`` exists; ``options`` are the optimizer's. The memory of recurrent layers is predicted
+    too low, with a warning.
+
+    ``ranks`` says whether ranks will be processes or threads. Processes on a CPU send messages through blocks of shared
+    memory; the prediction has the most that these can take, however far one rank runs ahead. For an accelerator as
+    ``device``, such as "cuda", the account has estimates of the memory held beside tensors instead.
 
     >>> batch = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     >>> from shardwright.models.losses import CrossEntropy
@@ -85,29 +105,69 @@ def predict_memory(
     >>> account.at_peak()["parameters"], account.at_peak()["gradients"]
     (80, 80)
     """
+    given = dict(optimizer=optimizer, ranks=ranks, device=device, **options)
+    with rehearsed(job, layout, rank, batch, **given) as (run, microbatch, steps):
+        return measure_memory(run, microbatch, steps, device)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan of a job and its strategies, made once for the rehearsals of several ranks."""
+
+    plan: Plan
+    strategies: Sequence[Strategy]
+    crossing: list[Mapping[str, Any]] = field(default_factory=list)
+    """For each microbatch the values that stages send each other, from the first rehearsal: all have one batch, and
+    ranks that differ in their stage alone see the same values."""
+
+
+@contextmanager
+def rehearsed(
+    job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
+    ranks: Ranks = "processes", device: str = "cpu", planned: JobPlan | None = None, **options: Any,
+) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
+    """A context that yields one rank's run on the meta device, its part of the batch and its optimizer, after one step.
+
+    Further steps inside of the context are rehearsed too. The arguments are those of :func:`predict_memory`, and
+    ``planned``, the plan of the job if it was made before.
+    """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if ranks == "processes" else None)
-    run = parallelize(
-        without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
-        roles=job.roles, example=meta[0], seconds=job.seconds,
-    )  # fmt: skip
+    has_blocks = ranks == "processes" and device in HOST
+    world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if has_blocks else None)
+    if planned is not None:
+        run = under_plan(job, planned.plan, planned.strategies, world)
+    else:
+        run = parallelize(
+            without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
+            roles=job.roles, example=meta[0], seconds=job.seconds,
+        )  # fmt: skip
     (microbatch,) = run.shard([meta])
     if run.plan.stages is not None:
         # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
-        apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
-        inputs = [piece.inputs for piece in run.pieces(microbatch)]
-        given = (apart, run.plan, choose(run.plan.layout), inputs, num_rows(meta), run.coord, microbatch.num_tokens)
-        run.rehearse_with(microbatch, [each.values for each in values_crossing(*given)])
+        crossing = planned.crossing if planned is not None else []
+        if not crossing:
+            crossing += _crossing(job, run, microbatch, num_rows(meta))
+        run.rehearse_with(microbatch, crossing)
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
     if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory
         options["foreach"] = False
+    elif device not in HOST and "foreach" in signature(optimizer).parameters:
+        options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
     with _NativeAttentionOnMeta(), on_meta(run.model, values=False):
-        run.step(microbatch)
-        steps.step()
-        return measure_memory(run, microbatch, steps)
+        with MetaOperators():
+            run.step(microbatch)
+            steps.step()
+        yield run, microbatch, steps
+
+
+def _crossing(job: Job, run: Run, microbatch: Microbatch, num_global: int) -> list[Mapping[str, Any]]:
+    apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
+    inputs = [piece.inputs for piece in run.pieces(microbatch)]
+    given = (apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, microbatch.num_tokens)
+    return [each.values for each in values_crossing(*given)]
 
 
 def _trainable(run: Run) -> list[nn.Parameter]:
@@ -116,7 +176,7 @@ def _trainable(run: Run) -> list[nn.Parameter]:
 
 @contextmanager
 def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
-    """Inside of this context, the tracker is notified of gradients, of logits, and of the executor's actions."""
+    """A context in which the tracker is notified of gradients, of logits, and of the executor's actions."""
     parameters = _trainable(run)
 
     def begin(action: Action) -> None:

@@ -1,7 +1,8 @@
-"""The memory that a rank's tensors take, followed storage by storage from the operator that makes it until it is freed.
+"""Tracks the memory of a rank's tensors, storage by storage, from the operator that allocates it until it is freed.
 
-A storage counts once, however many tensors view it. Shared-memory blocks of this rank's messages count too. Not
-counted: a transport's own copies of messages, and older storages not registered with ``Tracker.hold``.
+A storage counts once, however many tensors view it. The blocks of shared memory for this rank's messages count too. Not
+counted are a transport's own copies of messages, storages older than the tracker that were not registered with
+``Tracker.hold`` and, on an accelerator, storages on other devices.
 """
 
 from __future__ import annotations
@@ -12,25 +13,39 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.comm.backends.block_sizes import Blocks
+from shardwright.ledger.device_memory import DeviceMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
-"""What memory is used for. ``messages``: gathered pieces and send buffers. ``backward``: temporaries of the backward,
-recomputed activations included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages."""
+"""The kinds of memory, by use.
+
+``messages``: gathered pieces and send buffers. ``backward``: temporaries of the backward, recomputed activations
+included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages.
+"""
 
 ELSEWHERE = ("host", "disk")
-"""Where offloaded state is stored. These bytes are in no moment, since they are not the device's memory."""
+"""The places of offloaded state. Its bytes are in no snapshot, since they are not the device's memory."""
 
 _OURS = "shardwright."
-_BACKENDS = ("threads", "process_groups", "shared_memory", "shared_sums", "message_blocks")
+_BACKENDS = (
+    "threads",
+    "process_groups",
+    "group_channel",
+    "gloo",
+    "nccl",
+    "shared_memory",
+    "shared_sums",
+    "two_level",
+    "message_blocks",
+)
 _TRANSPORTS = (*(f"{_OURS}comm.backends.{name}" for name in _BACKENDS), f"{_OURS}comm.call_checker")
 
 
@@ -48,14 +63,19 @@ class MemorySnapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """The memory of one rank over a step: ``moments`` in order, and the bytes offloaded to host or disk."""
+    """The memory of one rank over a step: ``moments`` are the bytes held at each allocation, in order.
+
+    ``elsewhere`` has the bytes offloaded to host or disk.
+    """
 
     moments: tuple[MemorySnapshot, ...]
     elsewhere: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+    """Estimates of the bytes that an accelerator holds beside tensors, by purpose; empty on a CPU."""
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The moment at which the most bytes are held."""
+        """The snapshot at which the most bytes are held."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
@@ -63,8 +83,17 @@ class Account:
         """The most bytes held at any moment."""
         return self.peak.num_bytes
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The most bytes that an accelerator's allocator counts as allocated; on a CPU, the most bytes of tensors."""
+        rest = self.beside.get("rounding", 0) + self.beside.get("workspace", 0)
+        return self.peak_bytes - self.at_peak()["shared"] * bool(self.beside) + rest
+
     def most(self) -> dict[str, int]:
-        """Returns the most bytes of each kind of memory (parameters, activations, ...), each at a moment of its own."""
+        """Returns the peak bytes of each kind of memory (parameters, activations, ...) over the step.
+
+        The kinds may have their peaks at different moments; :meth:`at_peak` is one moment.
+        """
         columns = zip(*(moment.held for moment in self.moments), strict=True)
         return dict(zip(KINDS, map(max, columns), strict=True))
 
@@ -81,7 +110,7 @@ class _StorageEntry:
 
 
 class Tracker(TorchDispatchMode):
-    """Follows the storages that this thread's operators allocate, until they are freed.
+    """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
     >>> with Tracker() as tracker:
     ...     x = torch.ones(100)
@@ -92,9 +121,11 @@ class Tracker(TorchDispatchMode):
     [400, 800, 800]
     """
 
-    def __init__(self, blocks: Blocks | None = None) -> None:
+    def __init__(self, blocks: Blocks | None = None, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks = blocks
+        self._device = device  # of an accelerator, or the meta device in its place; None: all storages count
+        self.memory = DeviceMemory() if device is not None else None
         self.action = "begin"
         self._forced_kind: str | None = None
         self._entries: dict[int, _StorageEntry] = {}
@@ -103,7 +134,7 @@ class Tracker(TorchDispatchMode):
         self._moments: list[MemorySnapshot] = []
 
     def hold(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Counts these tensors' storages as ``kind`` of memory from now on, whether or not they were seen before."""
+        """Counts the storages of ``tensors`` as memory of this ``kind`` from now on, also if counted otherwise."""
         self._remove_freed()
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -111,7 +142,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """Counts every storage allocated inside this context as ``kind`` of memory, such as "gradients"."""
+        """A context in which every new storage counts as memory of this ``kind``, such as "gradients"."""
         before, self._forced_kind = self._forced_kind, kind
         try:
             yield
@@ -119,20 +150,25 @@ class Tracker(TorchDispatchMode):
             self._forced_kind = before
 
     def mark(self) -> None:
-        """Adds a :class:`MemorySnapshot`, the bytes of each kind that are held now, to the account."""
+        """Records a :class:`MemorySnapshot`: the bytes of each kind that are held now."""
         self._remove_freed()
         if self._blocks is not None:
             self._totals["shared"] = self._blocks.num_bytes
         self._moments.append(MemorySnapshot(self.action, tuple(self._totals[kind] for kind in KINDS)))
 
-    def account(self) -> Account:
-        """Returns the memory so far: every moment with its bytes by kind, and the offloaded bytes."""
-        return Account(tuple(self._moments), {at: self._totals[at] for at in ELSEWHERE if self._totals[at]})
+    def account(self, beside: Mapping[str, int] = MappingProxyType({})) -> Account:
+        """Returns the :class:`Account` of the memory tracked so far.
+
+        ``beside`` gives estimates of the memory held beside tensors, by purpose, to include in the account.
+        """
+        return Account(
+            tuple(self._moments), {at: self._totals[at] for at in ELSEWHERE if self._totals[at]}, dict(beside)
+        )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named: Mapping[str, Any] = kwargs or {}
         self._remove_freed()
-        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        given = tensors_of((args, named))
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._entries:
@@ -140,12 +176,11 @@ class Tracker(TorchDispatchMode):
         result = function(*args, **named)
         self._remove_freed()
         has_grown = False
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._entries:
-                    self._add(storage, self._kind())
-                    has_grown = True
+        for leaf in tensors_of(result):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._entries:
+                self._add(storage, self._kind())
+                has_grown = True
         if function._schema.is_mutable:  # resize_ and set_ change the storage of an argument
             has_grown |= max(map(self._update_size, given), default=False)
         if has_grown:
@@ -165,16 +200,23 @@ class Tracker(TorchDispatchMode):
     def _add(self, storage: Any, kind: str) -> None:
         key = storage._cdata
         entry = self._entries.get(key)
+        if self._device is not None and kind in KINDS and storage.device.type != self._device.type:
+            kind = ""
         if entry is not None:
-            self._totals[entry.kind] -= entry.num_bytes
+            self._count(entry, -1)
             entry.kind, entry.num_bytes = kind, storage.nbytes()
         else:
             alive = weakref.ref(storage, lambda _: self._freed.append(key))
             entry = self._entries[key] = _StorageEntry(storage.nbytes(), kind, alive)
-        self._totals[kind] += entry.num_bytes
+        self._count(entry, 1)
+
+    def _count(self, entry: _StorageEntry, sign: int) -> None:
+        self._totals[entry.kind] += sign * entry.num_bytes
+        if self.memory is not None and entry.kind in KINDS:
+            self.memory.count(entry.num_bytes, freed=sign < 0)
 
     def _update_size(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage was resized since it was entered; its bytes are then counted anew."""
+        """Returns whether the tensor's storage was resized since it was counted; its bytes are then counted again."""
         storage = tensor.untyped_storage()
         entry = self._entries[storage._cdata]
         if entry.num_bytes == storage.nbytes():
@@ -184,12 +226,11 @@ class Tracker(TorchDispatchMode):
 
     def _remove_freed(self) -> None:
         while self._freed:
-            entry = self._entries.pop(self._freed.popleft())
-            self._totals[entry.kind] -= entry.num_bytes
+            self._count(self._entries.pop(self._freed.popleft()), -1)
 
 
 def _calling_module() -> str:
-    """The name of the innermost shardwright module on the stack, other than the ledger; empty if there is none."""
+    """Returns the name of the innermost shardwright module on the stack outside of the ledger; empty without one."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

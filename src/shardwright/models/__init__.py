@@ -1,4 +1,4 @@
-"""The built-in models, which are plain torch modules for one device, and ``build``, which makes one from its name."""
+"""The built-in models, which are plain torch modules for one device, and ``build``, which makes one by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import LayoutError, PlanError, nearest
+from shardwright.errors import LayoutError, NoValuesError, PlanError, nearest
 from shardwright.models.attention import Attention, AttentionConfig, Rotary
 from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.models.gpt import GPT, GPTConfig, generate
@@ -102,7 +102,7 @@ def find(name: str) -> ModelEntry:
 
 
 def entry_of(config: object) -> ModelEntry | None:
-    """Returns the :class:`ModelEntry` of the built-in model that a config belongs to, or None.
+    """Returns the :class:`ModelEntry` of the built-in model whose config this is, or None for any other object.
 
     >>> entry_of(GPTConfig()) is MODELS["gpt"], entry_of("gpt") is None
     (True, True)
@@ -111,7 +111,7 @@ def entry_of(config: object) -> ModelEntry | None:
 
 
 def configure(name: str, settings: Mapping[str, object]) -> Any:
-    """Returns the config of a built-in model from settings, whose values may be text.
+    """Returns the config of a built-in model from settings, whose values may be text, as on a command line.
 
     Raises: PlanError: no such model or setting, or a value of the wrong type.
 
@@ -122,7 +122,7 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 
 
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
-    """Returns a built-in model, or the result of ``package.module:factory`` called with the settings.
+    """Returns a built-in model by name, or the model that ``package.module:factory`` makes of the settings.
 
     Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that fails or
         returns something else.
@@ -148,6 +148,8 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:
         model = factory(**arguments)
+    except NoValuesError as failure:  # a PlanError too, which alone would not name the model
+        raise _failed(name, failure) from failure
     except (LayoutError, PlanError):
         raise
     except Exception as failure:  # any Python code may run here
@@ -160,7 +162,7 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
 
 @contextmanager
 def describable(what: str) -> Iterator[None]:
-    """Makes a size that torch cannot describe or allocate, in the block, a PlanError about ``what``.
+    """Returns a context in which torch's error for a size that is too large is raised as a PlanError about ``what``.
 
     >>> with describable("the batch"):
     ...     _ = torch.empty(2**40, 2**40)
@@ -184,7 +186,7 @@ def describable(what: str) -> Iterator[None]:
 
 
 def _failed(name: str, failure: Exception) -> PlanError:
-    """The error for a factory that raised, with the last line of the user's code that ran."""
+    """Returns the error for a factory that raised, with the last line of the user's code that ran."""
     allowed, fix = "a factory that takes these settings and returns a model", "mend it, or change the settings"
     if torch.empty(0).is_meta:  # under ``without_values`` the usual cause is code that reads values
         allowed = "a factory that makes layers and looks at no values: they come later, and no rank ever holds them all"
@@ -198,7 +200,7 @@ def _failed(name: str, failure: Exception) -> PlanError:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """Imports the factory of ``package.module:factory``."""
+    """Returns the factory that ``package.module:factory`` names."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -18,7 +18,7 @@ from shardwright.models.settings import check_fraction, check_sizes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig:
-    """The settings of an ``Attention``. ``num_kv_heads=0`` means ``num_heads``; ``head_dim=0`` width / num_heads.
+    """The settings of an ``Attention``. ``num_kv_heads=0`` means ``num_heads``; ``head_dim=0``, ``width / num_heads``.
 
     >>> AttentionConfig(width=64, num_heads=8, num_kv_heads=2).kv_heads
     2
@@ -43,12 +43,15 @@ class AttentionConfig:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads."""
+        """The number of key and value heads: ``num_kv_heads``, or ``num_heads`` if that is 0."""
         return self.num_kv_heads or self.num_heads
 
 
 def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *, rotary: bool) -> None:
-    """Raises PlanError unless ``num_heads`` divides by ``num_kv_heads``, the width by heads, and rotary heads by 2.
+    """Raises PlanError unless an attention's numbers of heads and its widths fit together.
+
+    ``num_kv_heads`` must divide ``num_heads``; without a ``head_dim``, ``num_heads`` must divide ``width``; rotary
+    embedding needs an even head width.
 
     >>> check_heads(64, 6, 4, 0, rotary=False)
     Traceback (most recent call last):
@@ -98,7 +101,9 @@ class Rotary(nn.Module):
         self.pairs: tuple[int, ...] = tuple(range(head_dim // 2))
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Returns the position of each token; replaced on an instance whose input is a later part of a sequence.
+        """Returns the position of each token, 0 to ``num_tokens - 1``.
+
+        Sequence parallelism replaces it on an instance whose input is a later part of a sequence.
 
         >>> Rotary(4).positions(3, torch.device("cpu"))
         tensor([0, 1, 2])
@@ -106,7 +111,7 @@ class Rotary(nn.Module):
         return torch.arange(num_tokens, device=device)
 
     def forward(self, x_BNTd: Tensor) -> Tensor:
-        """Rotates each token by its position."""
+        """Returns queries or keys with each token's pairs of elements rotated by its position, in the same shape."""
         # angles reach thousands of radians, where half precision has no digits left
         dtype = torch.promote_types(x_BNTd.dtype, torch.float32)
         pairs = torch.tensor(self.pairs, dtype=dtype, device=x_BNTd.device)
@@ -118,7 +123,7 @@ class Rotary(nn.Module):
         return (x * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td).to(x_BNTd.dtype)
 
     def extra_repr(self) -> str:
-        """Returns the settings that ``print`` shows."""
+        """Returns the settings as text, for ``print(model)``."""
         return f"head_dim={self.head_dim}, theta={self.theta:g}, num_pairs={len(self.pairs)}"
 
 
@@ -170,7 +175,7 @@ class Attention(nn.Module):
         self.attention_dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Returns the self-attention of a sequence, (B, T, H): projects, rotates, attends, and merges heads."""
+        """Returns the self-attention of a sequence, (B, T, H), projected back to the width."""
         q, k, v = self.project(x_BTH)
         q_BNTD = split_heads(q, self.num_heads, self.head_dim)
         k_BMTD = split_heads(k, self.num_kv_heads, self.head_dim)
@@ -189,7 +194,10 @@ class Attention(nn.Module):
         return q, k, v
 
     def attend(self, q_BNTD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
-        """Returns softmax(scores) @ values: (B, N, T, D). The queries are those of the last T of S tokens."""
+        """Returns the attention output of all heads, softmax(scores) @ values: (B, N, T, D).
+
+        The queries are those of the last T of S tokens.
+        """
         if not (self.attention_dropout.training and self.attention_dropout.p > 0):
             # torch's is_causal takes the queries for the first tokens, so fewer queries than keys need a mask
             masked = self.causal and q_BNTD.shape[-2] != k_BMSD.shape[-2]

@@ -48,7 +48,7 @@ class ConvNetConfig:
 
     @property
     def last_size(self) -> int:
-        """The rows, and columns, of the last pooling's output."""
+        """The number of rows, and of columns, of the last pooling's output."""
         size = self.image_size
         for _ in self.channels:
             size = (size - self.kernel + 1) // 2
@@ -56,7 +56,7 @@ class ConvNetConfig:
 
     @property
     def flat_features(self) -> int:
-        """The number of features after the flatten."""
+        """The number of input features of the first fully connected layer."""
         return self.channels[-1] * self.last_size**2
 
     @property
@@ -66,7 +66,7 @@ class ConvNetConfig:
 
 
 def build_convnet(config: ConvNetConfig) -> nn.Sequential:
-    """Returns convolutions with ReLU and pooling, then fully connected layers, then one logit per class.
+    """Returns a network of convolutions with ReLU and pooling, fully connected layers, and one logit per class.
 
     Its children, in order, are ``conv1``, ``conv2`` (one per entry of ``channels``), ``fc`` and ``out``.
 

@@ -1,4 +1,4 @@
-"""A context manager that puts a model into eval mode, and back."""
+"""``eval_mode``: a context in which a model is in eval mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into eval mode inside of the context, and restores each module's own mode after it.
+    """Returns a context in which all modules are in eval mode; each module's own mode is restored after it.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with eval_mode(model):

@@ -1,4 +1,4 @@
-"""Losses as people give them, a function or one of torch's modules, as modules that return a sum and a count."""
+"""Turns a user's loss, a function or one of torch's modules, into a module that returns a sum and a count."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, check_same_shape, check_tensors
 
 Loss = nn.Module | Callable[[Any, Any], Any]
-"""What a loss may be given as: a module, or a function of the model's output and the targets."""
+"""A loss as a user may give it: a module, or a function of the model's output and the targets."""
 
 
 class FunctionLoss(nn.Module):
-    """A function of the output and the targets as a loss: it returns (sum, count)."""
+    """A module around a loss function of the model's output and the targets that returns (sum, count)."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, output: Any, targets: Any) -> Any:
-        """Returns the function's result."""
+        """Returns the result of the user's function: the loss's (sum, count)."""
         return self.function(output, targets)
 
 
 class SumLoss(nn.Module):
-    """One of torch's losses that return a mean, as its sum and its count.
+    """A module around one of torch's losses with a mean, which returns the sum and the count of that mean.
 
     The count is what torch divides by: the elements, or for targets that are classes those that are not ignored, by
     their weights. Classes may be in dim 1 of the output, as torch has them, or in the last dim, as language models do.
@@ -55,7 +55,7 @@ class SumLoss(nn.Module):
         self.loss.reduction = "none"  # type: ignore[assignment]
 
     def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Returns the loss's sum over the targets, and what the mean divides it by."""
+        """Returns the loss's sum over the targets, and the count by which torch's mean would divide it."""
         check_tensors(output, targets)
         weight = getattr(self.loss, "weight", None)
         if weight is not None and weight.dtype != output.dtype:
@@ -71,7 +71,7 @@ class SumLoss(nn.Module):
 
 
 def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
-    """Returns the output with its classes in dim 1."""
+    """Returns the output with its dim of classes moved to dim 1, as torch's losses take it."""
     last = output.dim() > 2 and output.shape[:-1] == targets.shape
     if not last:
         return output
@@ -87,9 +87,9 @@ def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def as_loss(loss: Any) -> nn.Module:
-    """Returns a loss as a module: cross entropy for None, functions and torch's losses of means wrapped.
+    """Returns ``loss`` as a module that returns (sum, count): None means cross entropy, and other losses are wrapped.
 
-    Raises: PlanError: it is no loss, as a class that was not called, or one of torch's that takes no mean.
+    Raises: PlanError: ``loss`` is no loss, such as a class without its call, or is one of torch's that takes no mean.
 
     >>> loss_sum, count = as_loss(lambda output, targets: ((output - targets).abs().sum(), 3))(torch.ones(3), 0)
     >>> loss_sum.item(), count

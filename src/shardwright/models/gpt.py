@@ -24,8 +24,8 @@ _STD = 0.02  # of the normal distribution of GPT-2's initial weights
 
 
 MOST_LAYERS = 10_000
-"""A number of layers above this is a typing error: GPT-3 has 96. 1,600 take 20 s to build even without values, and the
-time grows faster than their number (measured)."""
+"""The most layers that a config allows. More are taken for a typing error: GPT-3 has 96, and 1,600 take 20 s to build
+even without values, a time that grows faster than their number (measured)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +66,15 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads."""
+        """The number of key and value heads: ``num_kv_heads``, or ``num_heads`` if that is 0."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def feed_forward_width(self) -> int:
-        """``hidden``, or 4 widths, or for a gated MLP 8/3 widths rounded up to a multiple of 8."""
+        """The width of the feed-forward network: ``hidden`` or, if that is 0, the style's own width.
+
+        It is 4 widths for ``gpt2``, and 8/3 widths, rounded up to a multiple of 8, for the gated MLP of ``llama``.
+        """
         if self.hidden or self.style == "gpt2":
             return self.hidden or 4 * self.width
         return -(-8 * self.width // 24) * 8
@@ -87,7 +90,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Applies the feed-forward network to each token on its own."""
+        """Returns the feed-forward output of each token, (B, T, H)."""
         y_BTH: Tensor = self.down(self.activation(self.up(x_BTH)))
         return y_BTH
 
@@ -106,7 +109,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Applies the feed-forward network to each token on its own."""
+        """Returns the feed-forward output of each token, (B, T, H)."""
         y_BTH: Tensor = self.down(self.activation(self.gate(x_BTH)) * self.up(x_BTH))
         return y_BTH
 
@@ -135,7 +138,7 @@ class Block(nn.Module):
             object.__setattr__(linear, "ends_branch", True)  # in its __dict__, so that a copy of the layer has it too
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Adds the attention's and the MLP's outputs to the residual stream."""
+        """Returns the residual stream with the outputs of attention and MLP added, (B, T, H)."""
         x_BTH = x_BTH + self.dropout1(self.attention(self.norm1(x_BTH)))
         y_BTH: Tensor = x_BTH + self.dropout2(self.mlp(self.norm2(x_BTH)))
         return y_BTH
@@ -148,7 +151,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 class Positions(nn.Module):
-    """Computes the position of each token in its sequence: 0 to T - 1.
+    """A module that returns the position of each token in its sequence, 0 to T - 1, and checks the sequence's length.
 
     Shapes: tokens_BT (B, T); returns (T,) int64.
     Raises: PlanError: a sequence longer than ``max_tokens``.
@@ -204,7 +207,7 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns the logits of the token that follows each token."""
+        """Returns the logits (B, T, V) of the token that follows each token."""
         x_BTH = self.token(tokens_BT)
         if self.position is not None:
             x_BTH = x_BTH + self.position(self.positions(tokens_BT))
@@ -215,7 +218,7 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialises one leaf module as GPT-2 does: the last layer of a branch is scaled down by the depth."""
+        """Initializes one leaf module as GPT-2 does: the last layer of a residual branch is scaled down by depth."""
         if isinstance(module, nn.Linear | nn.Embedding):
             ends_branch = getattr(module, "ends_branch", False)
             nn.init.normal_(module.weight, std=_STD / sqrt(2 * self.config.num_layers) if ends_branch else _STD)
@@ -227,9 +230,9 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator) -> Tensor:
-    """Returns the tokens followed by ``num_new`` tokens sampled from the model one by one.
+    """Returns the tokens followed by ``num_new`` tokens, each sampled from the model's prediction for the next one.
 
-    A temperature of 0 takes the likeliest token. The model reads the last ``max_tokens`` tokens.
+    A temperature of 0 takes the likeliest token. The model reads the last ``max_tokens`` tokens; there is no cache.
 
     Shapes: tokens_BT (B, T), T at least 1; returns (B, T + num_new).
 

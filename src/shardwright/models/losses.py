@@ -1,4 +1,4 @@
-"""Losses as a sum and a count, which ranks and microbatches add up before the one division.
+"""Losses that return a sum and a count, which ranks and microbatches add up before one division gives the mean.
 
 A mean of means would be wrong as soon as one part of the batch has more targets than another.
 
@@ -8,7 +8,8 @@ V vocabulary, or classes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,12 @@ from torch.nn import functional
 from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction
 
+Count = TypeVar("Count", float, Tensor)
+"""A number of targets, as a number or as a tensor that stays on its device."""
+
 
 class CrossEntropy(nn.Module):
-    """Computes the sum of the cross entropies of class targets, and the number of targets that are not ignored.
+    """The cross entropy loss of class targets, as a sum and the number of targets that are not ignored.
 
     Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum like the logits and a 0-d int64 count.
     Raises: PlanError: the model's output is no tensor; the targets' shape is not the logits' without its last dim.
@@ -47,7 +51,7 @@ class CrossEntropy(nn.Module):
 
 
 class MeanSquaredError(nn.Module):
-    """Computes the sum of the squared differences, and the number of elements: their ratio is the mean.
+    """The squared error loss, as the sum of squared differences and the number of elements.
 
     Shapes: outputs and targets of one shape; returns a 0-d sum in the outputs' dtype and a 0-d int64 count.
     Raises: PlanError: the model's output is no tensor; the shapes differ.
@@ -65,7 +69,7 @@ class MeanSquaredError(nn.Module):
 
 
 def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
-    """Checks a loss's result and returns (sum, count) as tensors; the count may be a fractional sum of weights.
+    """Returns a loss's result as tensors (sum, count), or raises PlanError; the count may be a sum of weights.
 
     >>> sum_and_count((torch.tensor(3.0), 2))
     (tensor(3.), tensor(2))
@@ -89,18 +93,18 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     return result[0], torch.as_tensor(result[1], device=result[0].device)
 
 
-def mean_of(loss_sum: Tensor, count: float) -> tuple[Tensor, float]:
-    """Returns a loss's mean and its divisor, which is ``count``, or 1 if no target counts.
+def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:
+    """Returns a loss's mean and its divisor, which is ``count``, or 1 for a count of 0. Nothing is copied to the host.
 
-    >>> mean_of(torch.tensor(0.25), 0.5), mean_of(torch.tensor(0.0), 0)
-    ((tensor(0.5000), 0.5), (tensor(0.), 1.0))
+    >>> mean_of(torch.tensor(0.25), 0.5), mean_of(torch.tensor(0.0), torch.tensor(0.0))
+    ((tensor(0.5000), 0.5), (tensor(0.), tensor(1.)))
     """
-    divisor = float(count) or 1.0
+    divisor = count + (count == 0)
     return loss_sum / divisor, divisor
 
 
 def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size) -> None:
-    """Raises PlanError unless both shapes are equal: broadcasting in a loss is always a mistake.
+    """Raises PlanError unless both shapes are equal, since broadcasting in a loss is always a mistake.
 
     >>> check_same_shape("outputs", torch.Size([2, 1]), "targets", torch.Size([2]))
     Traceback (most recent call last):
@@ -135,9 +139,15 @@ def check_tensors(output: object, targets: object) -> None:
         elif isinstance(value, tuple | list):
             given += f" of {', '.join(type(each).__name__ for each in value)}"
             part = "[0]"
+        elif is_dataclass(value):
+            named = [each.name for each in fields(value) if isinstance(getattr(value, each.name), Tensor)]
+            given += f" with {', '.join(named)}"
+            part = f".{'logits' if 'logits' in named or not named else named[0]}"
         taken = [
             f"{each}{part if value is other else ''}" for each, other in (("output", output), ("targets", targets))
         ]
         fix = "return it alone, or give a loss of your own: loss=lambda output, targets:\n           "
         fix += f"sw.CrossEntropy()({', '.join(taken)})"
+        if what == "the targets" and value is None:
+            fix = "give batches of pairs (inputs, targets)"
         raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

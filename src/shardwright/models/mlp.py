@@ -1,4 +1,4 @@
-"""A multi-layer perceptron that classifies vectors."""
+"""A multi-layer perceptron that classifies vectors, and its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "si
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPConfig:
-    """The settings of an MLP; ``widths`` are those of the input, of each hidden layer, and of the output.
+    """The settings of an MLP. ``widths`` are the features of the input, of each hidden layer, and of the output.
 
     >>> MLPConfig(widths=(8,))
     Traceback (most recent call last):
@@ -41,7 +41,7 @@ class MLPConfig:
 
 
 def build_mlp(config: MLPConfig) -> nn.Sequential:
-    """Returns linear layers with an activation, and dropout if it is not 0, between each two of them.
+    """Returns an MLP: linear layers with an activation, and dropout if it is not 0, between each two of them.
 
     Shapes: x (..., widths[0]); returns (..., widths[-1]).
 

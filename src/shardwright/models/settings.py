@@ -1,4 +1,4 @@
-"""Builds configs from settings: text or values are parsed by the type hints of a frozen dataclass, and checked."""
+"""Builds frozen config dataclasses from settings: values or text are parsed by the fields' type hints, and checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def parse_value(name: str, value: object, hint: Any) -> Any:
-    """Returns ``value``, which may be text, as the type ``hint``; ``name`` is for the error.
+    """Returns ``value``, which may be text, converted to the type ``hint``; ``name`` is the setting's, for the error.
 
     Raises: PlanError: the value does not have that type.
 
@@ -97,7 +97,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
 
 
 def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
-    """The value as the first of ``hints`` that accepts it; ``str`` is last, since it accepts every text."""
+    """Returns the value as the first of ``hints`` that accepts it; ``str`` is tried last, since it accepts any text."""
     for hint in sorted(hints, key=lambda hint: hint is str):
         try:
             return parse_value(name, value, hint)
@@ -107,7 +107,7 @@ def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
 
 
 def _parse_literal(value: object) -> Any:
-    """The value of a Python literal; any other text unchanged."""
+    """Returns the value of a Python literal, or any other text unchanged."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):
@@ -115,7 +115,7 @@ def _parse_literal(value: object) -> Any:
 
 
 def _describe(hint: Any) -> tuple[str, str]:
-    """The values that a type hint allows, in words, and one example."""
+    """Returns the values that a type hint allows, in words, and one example."""
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint))), str(get_args(hint)[0])
     if get_origin(hint) is tuple:
@@ -129,7 +129,7 @@ def _describe(hint: Any) -> tuple[str, str]:
 
 
 def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
-    """Returns a config with these settings and the defaults of all others.
+    """Returns a config built from settings, whose values may be text; all other fields have their defaults.
 
     Raises: PlanError: a key that the config does not have, or a value of the wrong type.
 
@@ -151,7 +151,7 @@ def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
 
 
 def check_known(owner: str, key: str, value: object, names: list[str]) -> None:
-    """Raises PlanError, naming the nearest of ``names``, unless ``key`` is one of them.
+    """Raises PlanError unless ``key`` is one of ``names``; the error suggests the nearest of them.
 
     >>> check_known("GPTConfig", "width", 64, ["width", "num_layers"])
     """

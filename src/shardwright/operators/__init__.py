@@ -1,1 +1,1 @@
-"""Operators on sharded operands, each with the collectives it needs; strategies choose among them."""
+"""Operators on sharded tensors, with their collectives, among which strategies choose."""

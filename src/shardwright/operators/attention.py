@@ -1,7 +1,7 @@
 """Sharded attention: which heads, and which elements of them, each rank holds, and attention on these shards.
 
-While p <= N a rank of p holds whole heads; beyond that a head belongs to several ranks, each holding some of its
-elements. The tensor-parallel strategies place and compute attention by these::
+With p ranks and N heads, each rank holds whole heads if p <= N; else a head belongs to several ranks, each of which
+holds some of its elements. The tensor-parallel strategies use these functions to place and to compute attention::
 
     N = 4, p = 2     0 0 | 1 1             N = 2, p = 5     0 0 0 | 1 1       D in 3 parts, and in 2
 
@@ -26,7 +26,7 @@ from shardwright.operators.operand_moves import OperandMove
 from shardwright.sharding.box import balanced_ranges
 
 Attends = Attention | nn.MultiheadAttention
-"""A module with ``num_heads`` heads of ``head_dim`` elements."""
+"""An attention module with ``num_heads`` heads of ``head_dim`` elements: this library's, or torch's."""
 
 
 def query_heads(attention: Attends, tp: int) -> tuple[tuple[int, ...], ...]:
@@ -42,7 +42,9 @@ def query_heads(attention: Attends, tp: int) -> tuple[tuple[int, ...], ...]:
 
 
 def head_slices(attention: Attends, tp: int) -> tuple[tuple[int, int], ...]:
-    """Returns which elements of its heads each of ``tp`` ranks holds, as (start, stop); rotary heads count in pairs.
+    """Returns, for each of ``tp`` ranks, the range (start, stop) of elements that it holds of each of its heads.
+
+    With rotary embedding the range counts pairs of elements.
 
     Raises: LayoutError: more ranks than there are elements.
 
@@ -72,7 +74,7 @@ def kv_heads(attention: Attention, heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def head_rows(attention: Attends, heads: tuple[int, ...], part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Returns the rows of a q, k or v projection's weight that compute the elements ``part`` of each of ``heads``.
+    """Returns the row ranges of a q, k or v projection's weight that compute elements ``part`` of each of ``heads``.
 
     >>> head_rows(Attention(8, 2), (1,), (0, 2)), head_rows(Attention(8, 2, rotary=True), (1,), (0, 1))
     (((4, 6),), ((4, 5), (6, 7)))
@@ -84,7 +86,7 @@ def head_rows(attention: Attends, heads: tuple[int, ...], part: tuple[int, int])
 
 
 def _num_halves(attention: Attends) -> int:
-    """2 where rotary embedding rotates pairs of elements, one of each half of the head; else 1."""
+    """Returns 2 if rotary embedding rotates pairs of elements, one from each half of the head, else 1."""
     return 2 if isinstance(attention, Attention) and attention.rotary is not None else 1
 
 
@@ -122,7 +124,9 @@ def attend_gathered(
 ) -> Tensor:
     """Computes attention of this rank's tokens of a sharded sequence; all-gathers the other ranks' keys and values.
 
-    The queries see the first ``num_seen`` tokens of the sequence; in causal attention these end with their own.
+    ``attend`` computes attention from queries, keys and values; ``take`` are the all-gathers along the axes that shard
+    the sequence. The queries see the first ``num_seen()`` tokens of the sequence; in causal attention this rank's own
+    tokens are the last of these.
 
     Shapes: q_BNtD (B, N, t, D); k_BMtD, v_BMtD (B, M, t, D); returns (B, N, t, D).
     Traffic: for each of ``take``, forward one all-gather of keys and values together, 2*B*M*D elements for each token

@@ -26,7 +26,7 @@ from shardwright.forward_stack import Forward, Rung, wrap
 
 
 def _broadcast(values_C: Tensor, x: Tensor) -> Tensor:
-    """Returns one value for each channel in a shape that broadcasts with ``x``."""
+    """Returns one value for each channel, reshaped to broadcast with ``x``."""
     return values_C.view(-1, *(1,) * (x.dim() - 2))
 
 
@@ -88,9 +88,10 @@ class _BatchNorm(Function):
 def shared_batch_norm(
     x: Tensor, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes BatchNorm with statistics over all samples on the ranks of ``axes``; also returns count, mean and M2.
+    """Computes BatchNorm with statistics over all samples on the ranks of ``axes``.
 
-    The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
+    Returns the output, and the count, mean and M2 of each channel for the running statistics. The gradients of ``w_C``
+    and ``b_C`` are partial sums over the axes.
 
     Shapes: x (N here, C, ...); w_C, b_C (C,); returns like x, (), (C,), (C,).
     Traffic: for each axis, forward one all-gather of 2 C + 1 numbers of each member; backward, where x needs a
@@ -116,9 +117,9 @@ def shared_batch_norm(
 def shared_group_norm(
     x_NCS: Tensor, num_groups: int, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
 ) -> Tensor:
-    """Computes GroupNorm of pictures whose pixels are sharded over ``axes``, with statistics of all pixels.
+    """Computes GroupNorm of pictures whose pixels are sharded over ``axes``, with statistics over all pixels.
 
-    The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
+    The gradients of ``w_C`` and ``b_C`` are partial sums over the axes.
 
     Shapes: x_NCS (N, C, this rank's pixels); w_C, b_C (C,); returns like x.
     Traffic: for each axis, where there are samples, forward one all-gather of 2 N G + 1 numbers of each member for G
@@ -169,7 +170,7 @@ class _SharedForward:
         return y
 
     def _count_batch(self) -> float:
-        """Counts this batch; returns its weight in the running statistics: the momentum, or that of a plain average."""
+        """Counts this batch in the module's buffer and returns its weight in the running statistics."""
         tracked: Tensor | None = self.module._buffers.get("num_batches_tracked")
         if tracked is not None:
             tracked.add_(1)
@@ -178,7 +179,7 @@ class _SharedForward:
         return 1.0 / float(tracked) if tracked is not None and tracked.device.type != "meta" else 0.0
 
     def _check_count(self, input: Tensor, count: Tensor) -> None:
-        """Raises PlanError if the global batch has one value for each channel; the count is equal on all members."""
+        """Raises PlanError if the global batch has only one value for each channel; members have equal counts."""
         if input.numel() <= input.shape[1] and count.device.type != "meta" and float(count) == 1:
             raise PlanError(
                 "BatchNorm needs more than one value of each channel",
@@ -189,7 +190,12 @@ class _SharedForward:
 
 
 def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
-    """Returns the BatchNorm forward ``inner`` with statistics shared over ``axes`` too; ``inner`` if not shared."""
+    """Returns a forward for the BatchNorm ``module`` that takes statistics over all ranks of ``axes``.
+
+    ``inner`` is the module's present forward; axes over which that takes statistics already are kept. ``inner`` itself
+    is returned if no axis has several ranks, unless ``always`` is set or the module is an ``nn.SyncBatchNorm``. Most
+    callers use :func:`share_statistics`, which installs the forward too.
+    """
     added = inner.axes if isinstance(inner, _SharedForward) else ()
     shared = tuple(axis for axis in axes if axis.size > 1)
     replaces = shared or added or always or isinstance(module, nn.SyncBatchNorm)
@@ -199,11 +205,11 @@ def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: 
 def share_statistics(
     modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False, by: str = "core"
 ) -> None:
-    """Makes each BatchNorm normalise by statistics over all ranks of ``axes``, besides the axes of earlier calls.
+    """Makes each BatchNorm normalize by statistics over all ranks of ``axes``, besides the axes of earlier calls.
 
     ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm whose attributes are guarded,
     or whose weights are narrower than its statistics. ``nn.SyncBatchNorm`` is always replaced, because it would use
-    every process of the run. ``by`` is the strategy.
+    every process of the run. ``by`` is the name of the strategy, for ``run.explain``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def mean(axes):

@@ -21,11 +21,12 @@ from shardwright.sharding.box import Range
 
 @dataclass(frozen=True)
 class CutConvolution:
-    """One convolution on a rank that holds some of its channels; the tensor-parallel strategies build it.
+    """One convolution on a rank that holds some of its channels: its collectives, and the channels that it reads.
 
-    ``shares`` are the axes over which the input is replicated while each member computes its own channels; ``held``
-    are the in-channels of this rank's groups, in a grouped convolution. ``sums`` are the axes whose members hold terms
-    of the output, ``joins`` those whose members hold some of its channels, the fastest axis first.
+    The tensor-parallel strategies build it. ``shares`` are the axes over which the input is replicated while each
+    member computes its own channels; ``held`` are the in-channels of this rank's groups, in a grouped convolution.
+    ``sums`` are the axes whose members hold partial sums of the output, ``joins`` those whose members hold some of its
+    channels, the fastest axis first.
     """
 
     shares: tuple[Axis, ...] = ()
@@ -34,7 +35,7 @@ class CutConvolution:
     joins: tuple[Split, ...] = ()
 
     def __call__(self, convolve: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Runs ``convolve(x, weight, bias)``; returns all channels, or this rank's without ``sums`` and ``joins``.
+        """Runs ``convolve(x, weight, bias)``; returns all output channels, or this rank's if nothing sums or joins.
 
         Traffic: forward, for each axis of ``sums`` one all-reduce of the output, of ``joins`` one all-gather; backward,
             for each axis of ``shares`` one all-reduce of the input's gradient, if it needs one.

@@ -1,15 +1,16 @@
-"""Halo exchange: operators on pictures whose rows are sharded. Each rank computes some rows of the output.
+"""Halo exchange: convolutions, pooling and upsampling of pictures whose rows are sharded over ranks.
 
-It receives the rows that these read and other ranks hold, the *halo*; :mod:`~shardwright.operators.picture_rows`
-computes which. The concatenation of own and received rows is not saved for the backward: its parts are, and the own
-part is saved anyway by the operator that made it. Used by the spatial strategy.
+Each rank computes some rows of the output, and receives the input rows that these read and other ranks hold, the
+*halo*; :mod:`~shardwright.operators.picture_rows` computes which rows these are. The concatenation of own and received
+rows is not saved for the backward: its parts are, and the own part is saved anyway by the operator that made it. Used
+by the spatial strategy.
 
 B batch, C channels, h this rank's rows of H, W columns
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ from shardwright.sharding.box import Range
 
 @dataclass
 class _Parts:
-    """The rows that one rank's outputs read: its own, received ones, and constant rows at the picture's borders."""
+    """The input rows that one rank's outputs read: its own, received ones, and constant rows beyond the picture."""
 
     dim: int
     before: int
@@ -90,18 +91,15 @@ def _identity(saved: Any) -> Any:
 
 
 class _Halo(Function):
-    """The halo exchange: forward, rows go to the members that read them; backward, their gradients return."""
+    """The halo exchange: the forward sends rows to the members that read them, the backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, reading: HaloRows, into: _Parts) -> Tensor:
         ctx.axis, ctx.dim, ctx.reading, ctx.before = axis, into.dim, reading, into.before
         me, dim, x = axis.index, into.dim, x.detach()
-        # All sends start before the first receive, so that no two members wait for each other.
-        for to in _others(axis):
-            axis.send_async(_concatenate(_slices(x, dim, reading.held[me], reading.given(me, to)), x, dim), to)
-        found = {me: _slices(x, dim, reading.held[me], reading.given(me, me))}
-        for source in _others(axis):
-            found[source] = _receive(axis, x, dim, reading.given(source, me), source)
+        sent = {to: _slices(x, dim, reading.held[me], reading.given(me, to)) for to in _others(axis)}
+        found = _exchange(axis, x, dim, sent, {source: reading.given(source, me) for source in _others(axis)})
+        found[me] = _slices(x, dim, reading.held[me], reading.given(me, me))
         into.parts = [found[holder].pop(0) for holder, _ in reading.pieces(me)] or [x.narrow(dim, 0, 0)]
         whole = into.joined()
         return whole.view_as(whole) if whole is into.parts[0] else whole
@@ -116,23 +114,32 @@ class _Halo(Function):
         for holder, (a, b) in reading.pieces(me):
             found[holder].append(dy.narrow(dim, start, b - a))
             start += b - a
-        for to in _others(axis):
-            axis.send_async(_concatenate(found[to], dy, dim), to)
+        sent = {to: found[to] for to in _others(axis)}
+        received = _exchange(axis, dy, dim, sent, {source: reading.given(me, source) for source in _others(axis)})
         held = reading.held[me]
         dx = dy.new_zeros(_shape(dy, dim, held[1] - held[0]))
         for source in (me, *_others(axis)):
-            runs = reading.given(me, source)
-            gradients = found[me] if source == me else _receive(axis, dy, dim, runs, source)
+            gradients = found[me] if source == me else received[source]
             # one by one: several members, or several windows of one, may read the same row
-            for part, gradient in zip(_slices(dx, dim, held, runs), gradients, strict=True):
+            for part, gradient in zip(_slices(dx, dim, held, reading.given(me, source)), gradients, strict=True):
                 part.add_(gradient)
         return dx, None, None, None
 
 
-def _receive(axis: Axis, like: Tensor, dim: int, runs: Runs, source: int) -> list[Tensor]:
-    """Receives these rows from another member, in one message; none is sent if there are no rows."""
-    rows = [stop - first for first, stop in runs]
-    return list(axis.receive(_shape(like, dim, sum(rows)), like.dtype, source).split(rows, dim)) if rows else []
+def _exchange(
+    axis: Axis, like: Tensor, dim: int, sent: Mapping[int, list[Tensor]], runs: Mapping[int, Runs]
+) -> dict[int, list[Tensor]]:
+    """Sends rows to other members and receives theirs, one message each way; none is sent where there are no rows.
+
+    ``runs`` are the rows that each member sends here.
+    """
+    rows = {source: [stop - first for first, stop in each] for source, each in runs.items()}
+    received = axis.send_and_receive_async(
+        {to: _concatenate(parts, like, dim) for to, parts in sent.items()},
+        {source: _shape(like, dim, sum(each)) for source, each in rows.items()},
+        like.dtype,
+    ).wait()
+    return {source: list(received[source].split(each, dim)) if each else [] for source, each in rows.items()}
 
 
 def _others(axis: Axis) -> list[int]:
@@ -140,7 +147,7 @@ def _others(axis: Axis) -> list[int]:
 
 
 def _slices(x: Tensor, dim: int, held: Range, runs: Runs) -> list[Tensor]:
-    """Returns views of these rows of the picture, of a tensor that has the rows ``held``."""
+    """Returns views of the rows ``runs`` of a picture, from a tensor that holds its rows ``held``."""
     return [x.narrow(dim, a - held[0], b - a) for a, b in runs]
 
 
@@ -182,7 +189,7 @@ def _compute(
 
 
 def _crop(y: Tensor, dim: int, skip: int, num: int) -> Tensor:
-    """Returns ``num`` rows after the first ``skip``; zeros where ``y`` has none."""
+    """Returns the ``num`` rows of ``y`` after the first ``skip``, with zeros for rows that ``y`` does not have."""
     short = skip + num - y.shape[dim]
     if skip < 0 or short > 0:
         y = functional.pad(y, (*(0,) * (2 * (y.dim() - 1 - dim)), max(0, -skip), max(0, short)))
@@ -221,11 +228,11 @@ def halo_convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Computes a convolution of a picture with sharded rows, by halo exchange: each rank a share of the output's rows.
+    """Computes a convolution of a picture with sharded rows, by halo exchange; each rank computes some output rows.
 
     For inputs too large for one device. A window may reach over several members. The picture is padded at its own
     borders only, by ``padding_mode``; ``padding_after`` is the padding behind it, by default that before it. The
-    gradients of ``weight`` and ``bias`` are terms of a sum over ``axis``.
+    gradients of ``weight`` and ``bias`` are partial sums over ``axis``.
 
     Shapes: x_BChW (B, C, sizes[index], W), or with one or three dims of pixels, sharded along ``dim``; ``weight`` and
         ``bias`` as in torch, unsharded; returns the rows ``output_sizes(sizes, window)[index]`` of the output.
@@ -277,7 +284,7 @@ def halo_transposed_convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Computes a transposed convolution of a picture with sharded rows: each rank a balanced share of the output rows.
+    """Computes a transposed convolution of a picture with sharded rows; each rank computes some output rows.
 
     Shapes, traffic, errors: as :func:`halo_convolution`, with the rows of ``TransposedWindow``.
 
@@ -353,6 +360,8 @@ def halo_enlarge(
 
     ``enlarge`` computes ``factor`` rows for each row, from it and ``margin`` rows on either side, and replicates the
     first and the last row of its input beyond the borders.
+
+    Shapes, traffic: as :func:`halo_convolution`, with ``Upsampling(factor, margin)``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, twice = torch.arange(3.0).view(1, 1, 3), torch.nn.Upsample(scale_factor=2)

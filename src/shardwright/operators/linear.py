@@ -18,8 +18,9 @@ T rows (samples x tokens), k features in, h features out; a weight has torch's o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,6 +42,7 @@ from shardwright.operators.operand_moves import (
     tensor,
 )
 from shardwright.operators.split_backward import DeferredGradients, add
+from shardwright.operators.traced import TracedCall, note_traced, traced_product
 
 
 class WeightFetch(NamedTuple):
@@ -64,7 +66,7 @@ class PendingGradients:
     _pending: list[tuple[Tensor, Pending[Tensor]]] = field(default_factory=list)
 
     def add(self, parameter: Tensor, pending: Pending[Tensor]) -> None:
-        """Queues the reduce-scatter ``pending``; once ``limit`` more are queued, adds its result to the gradient."""
+        """Queues a weight gradient's reduce-scatter; results of more than ``limit`` are waited for and accumulated."""
         self._pending.append((parameter, pending))
         self._wait(self.limit)
 
@@ -79,7 +81,7 @@ class PendingGradients:
 
 
 class _Prefetched(NamedTuple):
-    """A weight whose gather has started before its layer is called, and the version of the shard that was sent."""
+    """A weight whose all-gather was started before its layer is called, and the version of the shard that was sent."""
 
     product: GridProduct
     version: int
@@ -116,7 +118,7 @@ class WeightPrefetch:
         model.register_forward_hook(self.finish, always_call=True)
 
     def fetch(self, product: GridProduct, w_hk: Tensor) -> Pending[Tensor]:
-        """Returns the pending all-gather of a layer's weight, and starts that of the layer that is expected next."""
+        """Returns the pending all-gather of a layer's weight, and starts that of the layer expected next."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not (self._in_forward or self.always):
             return _start_fetch(w_hk, product)
@@ -156,6 +158,7 @@ class GridProduct:
     saves gathered operands for the backward, which otherwise re-gathers them. ``overlap`` lets messages overlap with
     products. ``prefetch``, which a model's layers share, gathers this layer's ``weight()`` while the layer before
     multiplies. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward.
+    ``traced`` stands for it in compiled code.
     """
 
     take: tuple[OperandMove, ...] = ()
@@ -168,10 +171,11 @@ class GridProduct:
     prefetch: WeightPrefetch | None = None
     deferred: DeferredGradients | None = None
     weight: Callable[[], Tensor] | None = None
+    traced: TracedCall | None = None
 
     @property
     def dim(self) -> int:
-        """Returns the dim of the input X whose entries are cut as rows: 0 for samples, 1 for tokens."""
+        """The dim of the input X that is cut into rows: 0 for samples, 1 for tokens."""
         return rows_dim((*self.take, *self.give))
 
     def __call__(self, x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> Tensor:
@@ -182,6 +186,15 @@ class GridProduct:
         """
         if not self.take and not self.give and not self.fetch:
             return functional.linear(x, w_hk, bias_h)
+        # a compiler drops calls whose results are not used, and a gathered weight's gradient is no result
+        if (
+            self.traced is not None
+            and torch.compiler.is_dynamo_compiling()
+            and (not self.fetch or x.requires_grad or not w_hk.requires_grad)
+        ):
+            num_out = sum(self.fetch[-1].sizes) if self.fetch else w_hk.shape[0]
+            kept = (self.keep and self.traced.gathers, self.keep and bool(self.fetch))
+            return traced_product(self.traced, x, w_hk, bias_h, num_out, kept, fetched=bool(self.fetch))
         return cast(Tensor, _GridLinear.apply(x, w_hk, bias_h, self, (w_hk,)))  # type: ignore[no-untyped-call]
 
 
@@ -248,6 +261,33 @@ class _GridLinear(Function):
         return dx, dw, dbias, None, None
 
 
+def compilable(layer: nn.Module, product: GridProduct) -> GridProduct:
+    """Returns a layer's product in a form that compiled code can call, or unchanged if it gathers or cuts features."""
+    if any(move.layout == "features" for move in (*product.take, *product.give)):
+        return product
+
+    def run(x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> list[Tensor]:
+        saved: list[Tensor] = []
+        ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+        y = _GridLinear.forward(ctx, x, w_hk, bias_h, made, (w_hk,))
+        whole_w_hk, *panels = saved
+        return [y, *panels[: made.keep and call.gathers], *([whole_w_hk] if made.keep and made.fetch else [])]
+
+    def reverse(
+        dy: Tensor, operand: Tensor, w_hk: Tensor, shape: torch.Size, kept: bool, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        assert made.weight is not None, "the product of a layer has a weight"
+        ctx = SimpleNamespace(product=made, owner=made.weight(), x_shape=shape, needs_input_grad=needs)
+        ctx.take, ctx.give = steps(made.take, shape), steps(made.give, shape)
+        ctx.saved_tensors = w_hk, operand if kept else matrix(operand, made.dim)
+        found = _GridLinear.backward(ctx, dy)[:3]
+        return [dy.new_empty(0) if each is None else each for each in found]
+
+    call = TracedCall(product.take, product.give, run, reverse)
+    made = replace(product, traced=note_traced(layer, call))
+    return made
+
+
 def _start_fetch(w_hk: Tensor, product: GridProduct) -> Pending[Tensor]:
     """Gathers the weight's rows over the axes of role t; the last message is still under way."""
     pending: Pending[Tensor] = done(w_hk)
@@ -270,7 +310,7 @@ def _send_weight_gradient(dw_hk: Tensor, parameter: Tensor, product: GridProduct
 def _accumulate_weight_gradient(
     parameter: Tensor, dys: Sequence[Tensor], panels: Sequence[Tensor], take: tuple[MoveStep, ...], product: GridProduct
 ) -> None:
-    """Computes the weight gradient that an ``I`` action has deferred, and accumulates it."""
+    """Computes and accumulates a weight gradient that the ``I`` action of a split backward has deferred."""
     if not product.keep:
         panels, _, regathered = gather(panels[0], take)
         regathered.wait()
@@ -289,7 +329,7 @@ def _multiply(
     bias_h: Tensor | None,
     out_sizes: Sequence[int],
 ) -> list[Tensor]:
-    """Returns the output's panels; multiplies this rank's own panel of the input while the others arrive."""
+    """Returns the output in panels; this rank's own panel of the input is multiplied while the others are received."""
     starts = [sum(panel.shape[1] for panel in panels[:i]) for i in range(len(panels))]
     ws = w_hk.split(list(out_sizes))
     biases = bias_h.split(list(out_sizes)) if bias_h is not None else [None] * len(ws)

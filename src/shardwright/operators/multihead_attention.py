@@ -26,10 +26,11 @@ from shardwright.rng import keyed_dropout_of
 class HeadShard:
     """This rank's heads of an attention layer, and the collectives that computing them needs.
 
-    ``take`` all-gathers each distinct input, ``give`` sums the attention weights if they are wanted, ``fetch`` gathers
-    a projection's rows, by the weight's name. ``together`` is the grid product of queries, keys and values for
-    self-attention, whose three weights are one parameter. ``shares`` is the axis of the ranks that share one head, if
-    there are fewer heads than ranks: each holds some of its elements, and a score is the sum of their terms.
+    ``take`` all-gathers each distinct input, ``give`` sums the attention weights if the caller wants them, and
+    ``fetch`` all-gathers a projection's rows, by the weight's name. ``together`` is the grid product of queries, keys
+    and values for self-attention, whose three weights are one parameter. ``shares`` is the axis of the ranks that share
+    one head, if there are fewer heads than ranks: each holds some of its elements, and a score is the sum over these
+    ranks.
     """
 
     heads: tuple[int, ...]
@@ -41,12 +42,12 @@ class HeadShard:
 
     @property
     def is_first(self) -> bool:
-        """Returns whether this rank, of those that share a head, is the one that adds what all compute alike."""
+        """Whether this rank is the first of those that share a head; it alone contributes their common terms."""
         return self.shares is None or self.shares.index == 0
 
     @property
     def rows(self) -> tuple[OperandMove, ...]:
-        """Returns the all-gathers of samples among ``take``; masks of each sample go through them too."""
+        """The all-gathers of samples among ``take``, through which masks that differ by sample are gathered too."""
         return tuple(move for move in self.take if move.layout == "rows")
 
 
@@ -105,7 +106,7 @@ def _samples_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 def _project(
     module: nn.MultiheadAttention, part: HeadShard, query: Tensor, key: Tensor, value: Tensor
 ) -> Sequence[Tensor]:
-    """Returns queries, keys and values of this rank's heads, side by side."""
+    """Returns the queries, keys and values of this rank's heads, each (B, L or S, n d)."""
     weight, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
     if part.together is not None and weight is not None and query is key and key is value:
         return part.together(_samples_first(module, query), weight, bias).chunk(3, dim=-1)
@@ -130,7 +131,7 @@ def _fetch(module: nn.MultiheadAttention, part: HeadShard, name: str) -> Tensor:
 def _merged_mask(
     module: nn.MultiheadAttention, part: HeadShard, dtype: torch.dtype, padding: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Merges the masks as torch does; returns what is added to the scores of this rank's heads."""
+    """Merges the masks as torch does, and returns the numbers to add to the scores of this rank's heads, or None."""
     merged = None
     if mask is not None:
         merged = _to_added(mask, dtype, part)

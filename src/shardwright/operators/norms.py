@@ -19,7 +19,7 @@ from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 
 Split = tuple[Axis, tuple[int, ...]]
-"""An axis, and how many features each of its members holds."""
+"""An axis that shards the features, and the number of features of each of its members."""
 
 
 def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
     m2_N = (x_Nf - mean_N.unsqueeze(1)).square().sum(dim=1)
     for axis, counts in splits:
         statistics_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
-        counts_A1 = torch.tensor(counts, dtype=x_Nf.dtype, device=x_Nf.device).unsqueeze(1)
+        counts_A1 = torch.cat([x_Nf.new_full((1, 1), count) for count in counts])  # a copy from the host would wait
         means_AN, m2s_AN = statistics_A2N[:, 0], statistics_A2N[:, 1]
         # around one of the means, so that only differences are averaged
         mean_N = means_AN[0] + ((means_AN - means_AN[0]) * counts_A1).sum(dim=0) / counts_A1.sum()
@@ -38,7 +38,7 @@ def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
 
 
 class _CutNorm(Function):
-    """LayerNorm where ``centered``, else RMSNorm: without a mean, and without a bias."""
+    """LayerNorm of sharded features if ``centered``, else RMSNorm, which has no mean and no bias."""
 
     @staticmethod
     def forward(
@@ -96,6 +96,8 @@ def cut_layer_norm(
 ) -> Tensor:
     """Computes LayerNorm over ``size`` features sharded over ranks, which all-gather each token's statistics.
 
+    ``splits`` are the axes that shard the features, each with the number of features of every member.
+
     Shapes: x_f (..., F / cut); w_f, b_f (F / cut,); returns like x_f.
     Traffic: for each axis, forward one all-gather of two numbers for each token and member, backward one all-reduce
         of two numbers for each token.
@@ -117,6 +119,8 @@ def cut_layer_norm(
 def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[Split]) -> Tensor:
     """Computes RMSNorm over ``size`` features sharded over ranks, which all-reduce each token's sum of squares.
 
+    ``splits`` are the axes that shard the features, each with the number of features of every member.
+
     Shapes: x_f (..., F / cut); w_f (F / cut,); returns like x_f.
     Traffic: for each axis, forward and backward one all-reduce of one number for each token.
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
@@ -126,7 +130,10 @@ def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: in
 
 
 def cut_norm(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
-    """Computes the forward of an ``nn.LayerNorm`` or ``nn.RMSNorm`` with this rank's part of its ``size`` features."""
+    """Runs an ``nn.LayerNorm`` or ``nn.RMSNorm`` whose ``size`` features are sharded; ``input`` is this rank's shard.
+
+    Returns the normalized shard. ``splits`` are as in :func:`cut_layer_norm`.
+    """
     weight = module._parameters["weight"]  # past the class that refuses to let other code read it
     if isinstance(module, nn.LayerNorm):
         return cut_layer_norm(input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits)

@@ -24,10 +24,11 @@ from shardwright.errors import PlanError
 
 
 class OperandMove(NamedTuple):
-    """One collective for an operand along one axis, whose ranks hold some of its rows or features, or all of it.
+    """One collective for an operand along one axis, whose ranks each hold some rows, some features, or all of it.
 
-    ``sizes`` returns what each member holds: samples where rows are cut (:func:`steps` counts their tokens), features
-    where features are cut, nothing of a whole operand. ``dim`` is the dim that is cut into rows: 0, or 1 for tokens.
+    ``layout`` says which; "whole" is replicated. ``sizes`` returns the size that each member holds: samples if rows are
+    cut (:func:`steps` counts their tokens), features if features are cut, and nothing for a replicated operand. ``dim``
+    is the dim that is cut into rows: 0 for samples, or 1 for tokens.
     """
 
     axis: Axis
@@ -37,7 +38,7 @@ class OperandMove(NamedTuple):
 
 
 class MoveStep(NamedTuple):
-    """A move (one collective along one axis) with each rank's number of matrix rows, or of features, in one call."""
+    """An :class:`OperandMove` for an operand of known shape: ``sizes`` are matrix rows, or features, of each rank."""
 
     axis: Axis
     layout: str
@@ -58,7 +59,7 @@ def steps(moves: Sequence[OperandMove], shape: Sequence[int]) -> tuple[MoveStep,
 
 
 def _other_dims(shape: Sequence[int], dim: int) -> list[int]:
-    """The sizes of all dims but ``dim`` and the features."""
+    """Returns the sizes of all dims but ``dim`` and the last, the features."""
     return [size for number, size in enumerate(shape[:-1]) if number != dim]
 
 
@@ -87,7 +88,7 @@ def matrix(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def tensor(x_NK: Tensor, shape: Sequence[int], dim: int = 0, count: int | None = None) -> Tensor:
-    """Undoes :func:`matrix`: a tensor of ``shape``, but with the matrix's features and ``count`` entries along ``dim``.
+    """Returns a matrix of :func:`matrix` as a tensor of ``shape`` again; ``count`` replaces the size of ``dim``.
 
     It is detached so that torch does not treat it as a view: code may write in place into a Function's output.
     """
@@ -98,7 +99,7 @@ def tensor(x_NK: Tensor, shape: Sequence[int], dim: int = 0, count: int | None =
 
 
 def joined(panels: Sequence[Tensor]) -> Tensor:
-    """Returns panels (each rank's features) concatenated side by side as one matrix."""
+    """Returns panels, each the features of one rank, concatenated along the features into one matrix."""
     return panels[0] if len(panels) == 1 else torch.cat(list(panels), dim=1)
 
 
@@ -136,8 +137,9 @@ def _check_rows(num_rows: int, sizes: Sequence[int], axis: Axis) -> None:
 def scatter(panels: Sequence[Tensor], moves: Sequence[MoveStep]) -> Pending[Tensor]:
     """Sums partial results along the axis of each of ``moves``: reduce-scatter where cut, all-reduce where replicated.
 
-    The adjoint of :func:`gather`. ``panels`` are the members' parts where the first move cuts features, and one
-    otherwise. The last message is still under way when this returns.
+    It is the adjoint of :func:`gather`. ``panels`` are the members' parts if the first move cuts features, and
+    otherwise one matrix. Returns the :class:`Pending` of the last message, whose ``wait`` gives this rank's part of the
+    sum.
     """
     assert len(panels) == 1 or moves[0].layout == "features", "panels are the members' parts of the features"
     pending: Pending[Tensor] = done(panels[0])
@@ -157,7 +159,7 @@ def scatter(panels: Sequence[Tensor], moves: Sequence[MoveStep]) -> Pending[Tens
 
 
 class _Move(Function):
-    """Gathers over the moves ``taken``, then sums over the moves ``given``; the backward is the adjoint."""
+    """The all-gathers ``taken`` and then the sums ``given`` of an operand; the backward is the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taken: Sequence[OperandMove], given: Sequence[OperandMove]) -> Tensor:
@@ -195,6 +197,8 @@ def take(x: Tensor, moves: Sequence[OperandMove]) -> Tensor:
 
 def give(y: Tensor, moves: Sequence[OperandMove]) -> Tensor:
     """Sums partial results along the axis of each of ``moves``: reduce-scatter where cut, all-reduce where replicated.
+
+    Use it on partial sums, such as the products of a sharded contraction. Returns this rank's part of the sum.
 
     Traffic: forward, one reduce-scatter for each move of rows or features, an all-reduce for each whole one;
         backward, an all-gather for each move of rows or features.

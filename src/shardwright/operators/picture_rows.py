@@ -1,4 +1,4 @@
-"""Picture rows: which rows of a picture an operator reads to compute some rows of its output; integers only.
+"""Computes which input rows of a picture an operator reads for some rows of its output, without touching tensors.
 
 ::
 
@@ -7,7 +7,7 @@
     rank 2                       9 | 10 11 12 |
 
 A *resize* (window, enlargement or transposed convolution) computes how many rows come out, and the *span* of rows that
-some of them read, first and stop. A span may reach outside the picture; the ``border`` is what is found there. The
+some of them read, first and stop. A span may reach outside the picture, where the ``border`` gives the rows. The
 spatial strategy plans and prices halos with these functions, and :mod:`~shardwright.operators.halo` sends them.
 """
 
@@ -24,7 +24,7 @@ from shardwright.mesh import balanced
 from shardwright.sharding.box import Range
 
 Border = Literal["constant", "reflect", "replicate", "circular"]
-"""What is found outside a picture: one number, or its own rows, as with torch's ``padding_mode``."""
+"""The rows beyond a picture's edge: a constant, or repeated rows of the picture, as torch's ``padding_mode``."""
 
 Runs = tuple[Range, ...]
 """Ranges of rows in the order in which they are read; a row may be read more than once."""
@@ -48,12 +48,12 @@ class SlidingWindow:
 
     @property
     def reach(self) -> int:
-        """Returns the number of rows from the first to the last that one output reads."""
+        """The number of rows from the first to the last that one output row reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def paddings(self) -> tuple[int, int]:
-        """Returns the padding before the first row and after the last."""
+        """The padding before the first row and after the last, in rows."""
         return self.padding, self.padding if self.after is None else self.after
 
     def num_outputs(self, size: int) -> int:
@@ -65,14 +65,17 @@ class SlidingWindow:
         return num - 1 if (num - 1) * self.stride >= size + self.padding else num  # the last would see padding alone
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """Returns the input rows (first, stop) that ``outputs`` read; rows outside 0 to ``size`` are the border."""
+        """Returns the input rows (first, stop) that the rows ``outputs`` read.
+
+        Rows outside 0 to ``size`` are border.
+        """
         first, stop = outputs
         if first == stop:
             return 0, 0
         return first * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows: none."""
+        """Returns 0: a window that runs on the span of ``outputs`` computes these rows and none before them."""
         return 0
 
 
@@ -118,7 +121,10 @@ class TransposedWindow:
         return (size - 1) * self.stride - 2 * self.padding + self.dilation * (self.kernel - 1) + self.more + 1
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """Returns the input rows that add to the rows ``outputs``; one if none does, as an operator needs an input."""
+        """Returns the input rows (first, stop) that add to the rows ``outputs``.
+
+        If none does it is one row, because an operator needs an input.
+        """
         first, stop = outputs
         if first == stop:
             return 0, 0
@@ -127,7 +133,10 @@ class TransposedWindow:
         return low, max(low + 1, min((stop - 1 + self.padding) // self.stride + 1, size))
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns how many rows to drop before ``outputs`` when the operator runs on their span; below 0: to add."""
+        """Returns how many rows to drop before ``outputs`` when the operator runs on their span.
+
+        Below 0, rows are added.
+        """
         return outputs[0] + self.padding - self.span(outputs, size)[0] * self.stride
 
 
@@ -172,7 +181,9 @@ def output_sizes(sizes: Sequence[int], resize: Resize) -> tuple[int, ...]:
 
 
 def runs_of(span: Range, size: int, border: Border) -> Runs:
-    """Returns the ranges of rows that a span reads: border rows as the rows that they repeat, constant ones left out.
+    """Returns the ranges of picture rows that a span reads; a border row counts as the row that it repeats.
+
+    Constant border rows are left out.
 
     >>> runs_of((-1, 3), 5, "constant"), runs_of((-2, 3), 5, "reflect"), runs_of((-2, 3), 5, "circular")
     (((0, 3),), ((2, 3), (1, 2), (0, 3)), ((3, 5), (0, 3)))
@@ -193,7 +204,7 @@ def runs_of(span: Range, size: int, border: Border) -> Runs:
 
 
 def _mirrored(row: int, size: int, border: Border) -> Range:
-    """Returns the picture's own row that the border repeats at a row outside."""
+    """Returns the row of the picture that the border repeats at ``row``, which lies outside."""
     if border == "reflect":
         row = -row if row < 0 else 2 * (size - 1) - row
     elif border == "replicate":
@@ -230,7 +241,9 @@ class HaloRows:
 
 @lru_cache(maxsize=1024)
 def reading_of(sizes: tuple[int, ...], resize: Resize) -> HaloRows:
-    """Returns which rows each rank holds, and reads (its halo) to compute its balanced share of the output rows.
+    """Returns an operator's :class:`HaloRows`: the rows that each rank holds, and those that its output rows read.
+
+    ``sizes`` are the numbers of rows held. Output rows are cut in balanced shares.
 
     >>> reading_of((2, 2), SlidingWindow(3, padding=1)).pieces(0)
     ((0, (0, 2)), (1, (2, 3)))

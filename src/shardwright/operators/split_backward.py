@@ -29,14 +29,14 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass
 class DeferredGradients:
-    """Weight-gradient computations that one rank has deferred, by chunk and microbatch; see :func:`split_backward`."""
+    """The weight-gradient computations that a rank has deferred, by (chunk, microbatch); see :func:`split_backward`."""
 
     _computations: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
     _collecting: tuple[int, int] | None = None
 
     @contextmanager
     def collecting(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """Returns a context manager for an input-gradient backward (``I``): layers defer their weight gradients."""
+        """Returns a context for an input-gradient backward (``I``) inside which layers defer their weight gradients."""
         self._collecting = (chunk, microbatch)
         self._computations[self._collecting] = []
         try:
@@ -47,8 +47,9 @@ class DeferredGradients:
     def accepts(self, parameter: Tensor | None) -> bool:
         """Returns whether a layer's backward may now defer the gradient of ``parameter`` to the action ``W``.
 
-        Only during an action ``I``, and only if no hook of the user waits for autograd to accumulate the gradient. This
-        library's own hooks may be there: the executor counts a deferred gradient as complete at the action ``W``.
+        It may during an action ``I`` only, and only if no hook of the user waits for autograd to accumulate the
+        gradient. This library's own hooks may be there: the executor counts a deferred gradient as complete at the
+        action ``W``.
         """
         if self._collecting is None or parameter is None or not parameter.is_leaf or parameter._backward_hooks:
             return False
@@ -61,7 +62,7 @@ class DeferredGradients:
         self._computations[self._collecting].append(compute)
 
     def run(self, chunk: int, microbatch: int) -> None:
-        """Computes the deferred weight gradients of a chunk and microbatch, in the order of their ``append``."""
+        """Runs the action ``W``: computes the deferred weight gradients of a chunk and microbatch, in order."""
         with torch.no_grad():
             for compute in self._computations.pop((chunk, microbatch), ()):
                 compute()
@@ -104,7 +105,7 @@ def may_split(module: nn.Module) -> bool:
 
 
 def _autocasts(x: Tensor) -> bool:
-    """Whether autocast is on: a layer then multiplies in another dtype than its weights have."""
+    """Whether autocast is on, so that a layer multiplies in another dtype than that of its weights."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -209,7 +210,7 @@ class _Convolution(Function):
 
 
 def add(parameter: Any, gradient: Tensor) -> None:
-    """Accumulates a gradient as autograd does at a leaf: the first is stored as it is, later ones are added to it."""
+    """Accumulates a gradient into ``parameter.grad`` as autograd does: the first is stored without a copy."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -121,7 +121,7 @@ class _CutCrossEntropy(Function):
 
 
 def _combine(all_ApN: Tensor) -> Tensor:
-    """Returns the numbers of each token over all members: largest logit, sum of exponentials relative to it, sums."""
+    """Returns the numbers of each token over all members: largest logit, sum of exponentials, and plain sums."""
     top_N = all_ApN[:, 0].amax(dim=0)
     exponentials_N = (all_ApN[:, 1] * (all_ApN[:, 0] - top_N).exp()).sum(dim=0)
     return torch.cat((top_N.unsqueeze(0), exponentials_N.unsqueeze(0), all_ApN[:, 2:].sum(dim=0)))
@@ -138,11 +138,12 @@ def cut_cross_entropy(
     label_smoothing: float,
     take: Sequence[OperandMove] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Computes the cross entropy's (sum, count); the classes are sharded over ``axes``, on this rank from ``start`` on.
+    """Computes cross entropy of logits whose classes are sharded over ``axes``; returns its (sum, count) over tokens.
 
-    The ranks exchange their largest logit, their sum of exponentials, the target's logit and, with label smoothing,
-    the sum of their logits; from these each computes its shard of the softmax. If the logits are of more samples than
-    this rank's own, ``take`` gathers the targets too; the sum is of this rank's own samples.
+    This rank's classes begin at ``start``. The ranks exchange their largest logit, their sum of exponentials, the
+    target's logit and, with label smoothing, the sum of their logits; from these each computes its shard of the
+    softmax. If the logits are of more samples than this rank's own, ``take`` gathers the targets too; the sum is of
+    this rank's own samples.
 
     Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns a 0-d sum and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for

@@ -1,6 +1,6 @@
-"""Weight guards: errors where code other than a sharded layer's own would compute with its shard of a weight.
+"""Weight guards: errors if code other than a sharded layer's own would compute with its shard of a weight.
 
-Tensor parallelism decides from the followed code how a layer is cut. Two things would make that wrong without a sign:
+Tensor parallelism decides from traced code how a layer is sharded. Two things would give wrong results silently:
 calling the layer from elsewhere (:class:`CallGuard`), and reading its weight as an attribute (:func:`guard`).
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.analysis.callers import AllowedCallers
-from shardwright.analysis.structure import GUARDED, kind_of
+from shardwright.analysis.structure import GUARDED
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 
 
 @dataclass
 class ForwardFlag:
-    """A flag that tells whether a forward of the whole model is under way."""
+    """A flag that is set while a forward of the whole model runs."""
 
     active: bool = False
 
@@ -38,9 +38,9 @@ class ForwardFlag:
 
 @dataclass
 class CallGuard:
-    """Tracks which modules' forwards are under way, and refuses calls of sharded layers from code that was not planned.
+    """Tracks which modules' forwards are running, and refuses calls of sharded layers that the plan did not see.
 
-    ``containers`` are modules like ``nn.Sequential`` that only pass on calls. ``apart`` are the modules whose code a
+    ``containers`` are modules like ``nn.Sequential`` that only pass calls on. ``apart`` are the modules whose code a
     pipeline stage runs call by call, without their forwards. ``by`` is the strategy that shards the layers.
     """
 
@@ -50,11 +50,13 @@ class CallGuard:
     _paths: list[str] = field(default_factory=list)
 
     def follow(self, module: nn.Module, path: str) -> None:
-        """Wraps the module's forward to track when it runs, so that calls of sharded layers have a known caller."""
+        """Wraps the module's forward to note when it runs, so that calls of sharded layers have a known caller."""
 
         def around(forward: Forward) -> Forward:
             @wraps(forward)
             def run(*args: Any, **named: Any) -> Any:
+                if torch.compiler.is_dynamo_compiling():  # names would make blocks alike different code
+                    return forward(*args, **named)
                 self._paths.append(path)
                 try:
                     return forward(*args, **named)
@@ -86,7 +88,7 @@ class CallGuard:
         def around(forward: Forward) -> Forward:
             @wraps(forward)
             def run(*args: Any, **named: Any) -> Any:
-                if not self._is_allowed(allowed):
+                if not torch.compiler.is_dynamo_compiling() and not self._is_allowed(allowed):
                     raise _called_elsewhere(path, allowed, self._paths)
                 return forward(*args, **named)
 
@@ -139,8 +141,22 @@ def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collecti
       fix:     call the layer, or assign the parameter to the layer that shares it
     """
 
+    guarded = [name for name, parameter in module._parameters.items() if parameter is not None and name not in readable]
+    vars(module)[_GUARD] = (path, forward)
+    kind: Any = type(module)
+    module.__class__ = _guarded_kind(kind, tuple(guarded))
+
+
+_GUARD = "_weight_guard"
+
+
+@cache
+def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Returns a subclass of ``kind`` whose properties refuse to read these parameters; layers alike share one."""
+
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
+            path, forward = vars(self)[_GUARD]
             if forward.active:
                 raise PlanError(
                     f"'{path}.{name}' is sharded, and is read by other code than its own layer",
@@ -152,8 +168,6 @@ def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collecti
 
         return property(read)
 
-    kind = type(module)
-    # Properties of a subclass: torch keeps parameters in a dict, which only an attribute of the class comes before.
-    guarded = [name for name, parameter in module._parameters.items() if parameter is not None and name not in readable]
-    names: dict[str, Any] = {name: reader(name) for name in guarded}
-    module.__class__ = type(kind.__name__, (kind,), {**names, GUARDED: kind_of(module), "__module__": kind.__module__})
+    original = vars(kind).get(GUARDED, kind)
+    readers = {name: reader(name) for name in names}
+    return type(kind.__name__, (kind,), {**readers, GUARDED: original, "__module__": kind.__module__})

@@ -1,4 +1,4 @@
-"""``parallelize``: turns a plain model and a layout into a ``Run``, this rank's part of the model.
+"""``parallelize``: turns a plain model and a layout into a ``Run``, which holds this rank's part of the model.
 
 The order is fixed: check, plan (pure, on the meta device), place this rank's parameters, compare all ranks, let each
 strategy change the modules, then build what every run has: gradient sync, activation checkpointing, the executor.
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.draws import Draws
-from shardwright.axes import layout_axes
+from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
+from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
@@ -36,6 +37,7 @@ from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.activation_offload import offload_activations
 from shardwright.runtime.buffer_writes import BufferWrites
+from shardwright.runtime.compiled_blocks import check_compiler, compile_blocks
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
@@ -47,7 +49,7 @@ from shardwright.strategy import Strategy, apply_in_turn
 __all__ = ["parallelize"]
 
 LOG = logging.getLogger("shardwright")
-"""The logger of the library. The first rank logs which share of the model is cut, as a warning where that is small."""
+"""The library's logger: rank 0 logs the share of the model that each axis shards, a low share as a warning."""
 
 
 def parallelize(
@@ -66,7 +68,7 @@ def parallelize(
     offload_folder: str | Path | None = None,
     check_every: int = CHECK_EVERY,
 ) -> Run:
-    """Returns this rank's part of a plain one-device model under a layout, ready for training steps.
+    """Returns this rank's part of a plain one-device model under a layout, as a ``Run`` that makes training steps.
 
     All ranks call it. ``model`` itself is left alone; a copy of its structure is sharded. On the meta device
     (``torch.device("meta")``) its values are drawn shard by shard, so that no rank ever holds the whole model.
@@ -122,17 +124,51 @@ def parallelize(
     check_world(plan, world)
     for share in shares_of(job, plan) if world.rank == 0 else ():
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s", share)
+    for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
+        LOG.warning("%s", text)
+    return _started(job, plan, chosen, world, model, seed, stop_at_nan=stop_at_nan, check_every=check_every)
+
+
+def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -> Run:
+    """Returns one rank's part of a job's model under a plan that was made for the job, with all defaults.
+
+    For rehearsals, which make one plan for several ranks. The job's model and loss are left alone.
+    """
+    own = job._replace(model=structural_copy(job.model), loss=structural_copy(as_loss(job.loss)))
+    check_world(plan, world)
+    return _started(own, plan, chosen, world, job.model, 0, stop_at_nan=False, check_every=CHECK_EVERY)
+
+
+def _started(
+    job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, model: nn.Module, seed: int, *, stop_at_nan: bool,
+    check_every: int,
+) -> Run:  # fmt: skip
+    """Gives the job's model this rank's values, checks that all ranks begin alike, and builds the run."""
+    layout = plan.layout
     draws = job.graph.draws if job.graph is not None else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         draws.check()
     everyone = world.everyone()
+    check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
     axes = {**_axes(plan, world), "world": everyone}
     return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, tuple(model.parameters()), check_every)
+
+
+def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, inputs: Any) -> list[str]:
+    """Returns a warning for each axis that cuts operators and crosses nodes, with the bytes that rank 0 sends."""
+    if not set(crossing_pairs(plan.mesh, world.nodes) if world.nodes else ()) & set(mesh_axes("operators")):
+        return []
+    found = None
+    if inputs is not None:
+        traffic = StepTraffic(job, plan, chosen, inputs).at(plan.mesh.coord(0))
+        calls = [call for each in traffic.values() for call in each]
+        found = bytes_between(plan.mesh, world.nodes, lambda _: calls, range(world.size))
+    return node_warnings(plan.mesh, world.nodes, found)
 
 
 def _run_of(
@@ -147,7 +183,7 @@ def _run_of(
     others: Sequence[Tensor] = (),
     check_every: int = 0,
 ) -> Run:
-    """Builds the run from a job whose model has this rank's values: applies each strategy, then the common parts.
+    """Returns the run of a job whose model has this rank's values: applies each strategy, then the common parts.
 
     ``others`` are the plain model's parameters, which no step reads.
     """
@@ -185,6 +221,7 @@ def _run_of(
     ready = [each.summed for each in applied]
     sync = GradientSync(job.model, plan, coord, sync_axis, stored, lambda group: all(check(group) for check in ready))
     # after every strategy, so that the modules that run again in the backward are the sharded ones
+    compile_blocks(job, plan)
     checkpoint_activations(job, plan)
     offload_activations(job, plan, applied, axes["world"])
     events = [*(each.events for each in applied), sync.events()]
@@ -196,7 +233,7 @@ def _run_of(
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:
-    """Returns the mesh's axes and the joined ones that sum gradients or losses, created in one order on all ranks."""
+    """Returns the mesh's axes, and the joint axes that sum gradients or losses, created in one order on all ranks."""
     axes = world.axes(plan.mesh)
     joined = {sync_axes(plan, name) for name in plan.compute}
     joined.add(tuple(sorted(plan.loss_axes, key=plan.mesh.axes.index)))

@@ -1,4 +1,4 @@
-"""Chooses tensor-parallel grids: ``tp8/auto`` takes the one that sends least, errors suggest those that fit."""
+"""Chooses tensor-parallel grids: the one that sends least for ``tp8/auto``, and those that fit, for errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ AUTO = "auto"
 
 
 def candidates(factor: Factor) -> Iterator[Factor]:
-    """Yields the tensor-parallel modes that shard weights over all ranks (1D, 2D, 3D) on every grid, simplest first.
+    """Yields the factors that ``auto`` tries in place of ``tp8/auto``: 1D, 2D and 3D grids, simplest first.
 
-    2.5D is not among them: it copies weights over its depth, so with enough tokens a depth of all ranks would always
-    send least, and each rank would hold the whole model.
+    All of them shard weights over all ranks.
+
+    2.5D is not among them: it copies weights over its depth, so with enough tokens the grid whose depth is all ranks
+    would always send the fewest bytes, and each rank would hold the whole model.
     """
     size = factor.size
     others = tuple(option for option in factor.options if option.name != AUTO)
@@ -41,10 +43,12 @@ def candidates(factor: Factor) -> Iterator[Factor]:
 
 
 def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
-    """Returns the layout with ``auto`` replaced by the mode that sends the fewest bytes; of equal ones, the simplest.
+    """Returns the layout with ``auto`` replaced by the tensor-parallel mode and grid that send the least.
 
-    ``price`` plans a layout and returns the bytes it sends. Raises: LayoutError: no mode fits the model; the error is
-    that of the simplest.
+    ``price`` plans a layout and returns how much it sends. Of equal candidates the simplest is chosen. A layout without
+    ``auto`` is returned unchanged.
+
+    Raises: LayoutError: no mode fits the model; the error is that of the simplest.
     """
     factor = layout.factor("tp")
     auto = factor.option(AUTO) if factor is not None else None
@@ -75,7 +79,10 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
 
 
 def tokens_of(inputs: Any, layout: Layout) -> int:
-    """Returns how many tokens one microbatch of one model copy has: each integer or feature vector counts as one."""
+    """Returns the number of tokens in one microbatch of one model copy, given the inputs of a global batch.
+
+    Each integer of the inputs, or each vector of floating-point features, counts as one token.
+    """
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         return 1
@@ -85,7 +92,7 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
 
 
 def samples_of(inputs: Any, layout: Layout) -> int | None:
-    """Returns how many samples the smallest microbatch of one model copy has; None if they are not token sequences."""
+    """Returns the number of samples in the smallest microbatch of one model copy; None if inputs are no sequences."""
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors or not all(map(is_sequence, tensors)):
         return None
@@ -93,16 +100,16 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 
 def num_shares(layout: Layout) -> int:
-    """Returns into how many parts a global batch is divided: microbatches times model copies."""
+    """Returns the number of parts of a global batch: microbatches times model copies (``dp``)."""
     return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))
 
 
 MAX_SUGGESTIONS = 12
-"""The most grids that are tried for an error's ``fix``, and the most smaller numbers of ranks."""
+"""The most grids that are tried for the ``fix`` of an error, and the most smaller numbers of ranks."""
 
 
 def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
-    """Returns the error with grid shapes that fit the model in its ``fix``: for as many ranks, or else for fewer."""
+    """Returns a grid error with a ``fix`` that names grids which fit the model, of as many ranks or else of fewer."""
     factor = layout.factor("tp")
     if factor is None:
         return error
@@ -114,13 +121,13 @@ def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
 
 
 def _fewer_ranks(num_ranks: int) -> list[int]:
-    """Returns smaller numbers of ranks to try, largest first: those just below, then halves of halves."""
+    """Returns smaller numbers of ranks to try, largest first: those just below, then repeated halves."""
     halves = [num_ranks >> shift for shift in range(1, num_ranks.bit_length() - 1)]
     return sorted({*range(max(2, num_ranks - MAX_SUGGESTIONS // 2), num_ranks), *halves}, reverse=True)
 
 
 def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
-    """Returns the most and the least even grid of ``num_ranks`` ranks."""
+    """Returns the most square and the least square grid of ``num_ranks`` ranks."""
     found = list(_factors(factor, num_ranks))
     return list(dict.fromkeys((found[0], found[-1])))
 

@@ -1,11 +1,12 @@
-"""Batches as people write them: pairs of inputs and targets, and what is refused in their place with the line to write.
+"""Reads the batches that users pass as pairs (inputs, targets); an error on others says which line to write instead.
 
-A batch that is read otherwise than it was meant trains on something else, so nothing is guessed.
+A batch that is read in another way than it was meant would train on something else, so nothing is guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import isgenerator
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
 _TARGETS = ("labels", "targets", "target", "label", "y")
-"""What the targets are called in batches that are dicts."""
+"""The keys by which a batch that is a dict may name its targets."""
 
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the inputs and targets of each batch, mappings of other libraries as dicts.
+    """Yields the inputs and targets of each batch, with dict-like classes of other libraries turned into dicts.
 
-    Raises: PlanError: the batches are already split between ranks, or one is no pair of inputs and targets.
+    Raises: PlanError: the loader has split the batches between ranks already, or a batch is not a pair of inputs and
+        targets.
 
     >>> next(pairs([{"tokens": torch.ones(2), "labels": torch.ones(2)}]))
     Traceback (most recent call last):
@@ -45,9 +47,10 @@ def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def as_tensors(tree: Any) -> Any:
-    """Returns a batch's inputs or targets with every mapping as a dict, of which ranks can take their samples.
+    """Returns a batch's inputs or targets with every mapping turned into a dict.
 
-    Raises: PlanError: an array or an object that holds tensors, whose samples ranks could not take.
+    Raises: PlanError: a NumPy-like array, a tensor without dims, or an object that holds tensors, from which ranks
+        cannot take their samples.
     """
     return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree)
 
@@ -74,7 +77,9 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def check_part(method: str, batch: Any, update: Any = None) -> None:
-    """Raises PlanError unless a method of the run is given a batch of ``Run.shard`` and, if any, an optimizer.
+    """Raises PlanError unless ``batch`` comes from ``Run.shard`` or ``Run.part`` and ``update`` has a ``step`` method.
+
+    ``update`` is an optimizer or None. ``method`` is the name of the method of ``Run`` that was called, for the error.
 
     >>> check_part("step", (torch.ones(2, 3), torch.ones(2)))
     Traceback (most recent call last):
@@ -93,10 +98,18 @@ def check_part(method: str, batch: Any, update: Any = None) -> None:
     )
 
 
+def _samplers_of(batches: Any) -> Iterator[Any]:
+    """Yields the samplers of a data loader, also of a loader that a generator iterates over."""
+    reads = list(batches.gi_frame.f_locals.values()) if isgenerator(batches) and batches.gi_frame is not None else []
+    for loader in (batches, *reads):
+        # what iterates over a loader of torch has an index sampler: the loader's batch sampler, or its sampler
+        batch_sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "_index_sampler", None)
+        yield from (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
+
+
 def _check_unsplit(batches: Any) -> None:
-    """Raises PlanError for a loader that already gives each rank samples of its own: of these a rank would take few."""
-    batch_sampler = getattr(batches, "batch_sampler", None)
-    for sampler in (getattr(batches, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
+    """Raises PlanError for a loader with a distributed sampler, since ranks would take a part of a part of a batch."""
+    for sampler in _samplers_of(batches):
         split = getattr(sampler, "num_replicas", 1)
         if isinstance(sampler, torch.utils.data.Sampler) and split > 1:
             raise PlanError(
@@ -121,7 +134,7 @@ def _described(value: Any) -> str:
 
 
 def _line(batch: Any) -> str:
-    """Returns an expression that makes a pair of the batch ``b``."""
+    """Returns, for an error, the expression that makes a pair (inputs, targets) of a batch ``b`` like this one."""
     if isinstance(batch, Mapping):
         name = next((each for each in _TARGETS if each in batch), next(reversed(list(batch)), "labels"))
         return f"({{k: v for k, v in b.items() if k != {name!r}}}, b[{name!r}])"

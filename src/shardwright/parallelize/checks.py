@@ -1,4 +1,4 @@
-"""Checks of models, losses, optimizers, batches and ranks that hold under any strategy."""
+"""Checks, under any strategy, of models, losses, optimizers, batches and the agreement of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import iterates, sees_batch
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.reached import tensors_outside
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
@@ -19,11 +20,14 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan
-from shardwright.strategy import check_table
+from shardwright.strategy import check_own_code, check_table
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises PlanError for a model that cannot be copied or sharded, or whose gradients cannot be summed over ranks."""
+    """Raises PlanError for a model that cannot be copied or sharded, or whose gradients ranks cannot sum.
+
+    These are models with lazy parameters, hooks on gradients, sparse gradients, or tensors computed from parameters.
+    """
     for name, parameter in model.named_parameters():
         lazy: bool = is_lazy(parameter)
         if lazy:
@@ -60,7 +64,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_loss(loss: nn.Module) -> None:
-    """Raises PlanError for a loss with parameters that require gradients: only the model's are trained."""
+    """Raises PlanError for a loss with parameters that require gradients, because only the model's are trained."""
     names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
     if names:
         several = f"{len(names)} parameters that require a gradient"
@@ -72,8 +76,11 @@ def check_loss(loss: nn.Module) -> None:
         )
 
 
-def check_microbatches(model: nn.Module, layout: Layout) -> None:
-    """Raises LayoutError for layers, such as BatchNorm, whose result or state depends on how ``mb`` cuts the batch."""
+def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | None = None) -> None:
+    """Raises LayoutError for layers, such as BatchNorm, whose result depends on how ``mb`` splits the batch.
+
+    With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too.
+    """
     if layout.num_microbatches == 1:
         return
     number, own = f"mb{layout.num_microbatches}", replace(layout, own_statistics=True)
@@ -90,10 +97,15 @@ def check_microbatches(model: nn.Module, layout: Layout) -> None:
             f"under {number}/own-statistics each microbatch has its own statistics",
             fix=f"write {own}, leave out mb, or use GroupNorm or LayerNorm",
         )
+    if graph is not None and not layout.own_statistics:
+        check_own_code(graph, number)
 
 
 def check_renormed(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for embeddings with ``max_norm``, which rescale rows, if the optimizer steps another copy."""
+    """Raises PlanError for an embedding with ``max_norm`` if the optimizer steps another copy of its weight.
+
+    The embedding rescales rows of the weight that it computes with, and the optimizer's copy would not change.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
@@ -113,9 +125,10 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
 
 
 def check_held(model: nn.Module, plan: Plan) -> None:
-    """Raises LayoutError for sharded parameters that code holds directly, and not by the module that owns them.
+    """Raises LayoutError if code outside of a module holds a direct reference to a parameter that would be sharded.
 
-    What the module itself holds, as ``nn.LSTM`` does in a list, is whole while its forward runs, unless that is cut.
+    Such code would see a shard in place of the whole parameter. A reference held by the module itself, as in a list of
+    ``nn.LSTM``, is allowed if the parameter is whole while the module's forward runs.
     """
     held = tensors_outside(model)
     for name, parameter in model.named_parameters() if held else ():
@@ -133,7 +146,7 @@ def check_held(model: nn.Module, plan: Plan) -> None:
 
 
 def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
-    """Raises PlanError if every rank would have an empty microbatch and layers like BatchNorm need its statistics."""
+    """Raises PlanError if a batch leaves a microbatch empty, and layers such as BatchNorm need its statistics."""
     # the first rank has the most samples of a balanced cut: all ranks decide by it, and so alike
     number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)
     if not plan.layout.own_statistics or len(plan.batch_shard(first).local_samples(num_global)) >= number:
@@ -159,7 +172,10 @@ def check_trains(plan: Plan) -> None:
 
 
 def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
-    """Raises PlanError if a parameter was frozen, or no longer is, since the model was laid out."""
+    """Raises PlanError if a parameter's ``requires_grad`` has changed since the model was laid out.
+
+    ``frozen`` names the parameters that did not require a gradient then.
+    """
     for name, parameter in parameters.items():
         if parameter.requires_grad == (name in frozen):
             how = "no longer is frozen since" if parameter.requires_grad else "was frozen since"
@@ -183,7 +199,10 @@ def check_world(plan: Plan, world: World) -> None:
 
 
 def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Plan) -> None:
-    """Raises PlanError for an optimizer over tensors other than a run's parameters: its steps would change nothing."""
+    """Raises PlanError for an optimizer over tensors other than ``own``, the run's parameters (``run.parameters``).
+
+    Steps of such an optimizer would change nothing.
+    """
     own_ids = {id(parameter) for parameter in own}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own_ids]
     if foreign:
@@ -196,10 +215,12 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
 
 
 def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) -> None:
-    """Raises PlanError, on every rank, unless all begin with the same parameters, buffers and seed.
+    """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers and seed.
 
-    Copies that start different stay different, and their summed gradients mean nothing. Sparse tensors are compared by
-    shape only. Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
+    Copies that start different stay different, and sums of their gradients mean nothing. Sparse tensors are compared by
+    shape only.
+
+    Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
     """
     if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
         return
@@ -216,7 +237,7 @@ def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) 
 
 
 def _lines(seed: int, tensors: Mapping[str, Tensor], content: Callable[[Tensor], str]) -> list[str]:
-    """Returns one line for the seed and each tensor, to compare between ranks."""
+    """Returns one line of text for the seed and one for each tensor, to compare between ranks."""
     lines = [f"seed {seed}"]
     for name, tensor in tensors.items():
         has_values = not tensor.is_meta and tensor.layout is torch.strided

@@ -1,4 +1,4 @@
-"""Describes one module of a run for ``Run.explain`` and the command: role, parameters, forward stack, traffic."""
+"""Describes one module of a run, for ``Run.explain`` and ``show --explain``: role, parameters, forward, messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from shardwright.parallelize.run import Run
 
 DEFAULT_ROLE = LayerRole("copied", "", "no strategy cuts it: every rank computes it whole")
-"""The role of a module to which no strategy has given one."""
+"""The role of a module that no strategy has planned: it is copied to every rank."""
 
 
 def explained(run: Run, path: str) -> dict[str, Any]:
-    """Returns a module's role, parameters, forward stack, traffic as JSON values. Raises: PlanError: no such module."""
+    """Returns the description of one module as values that JSON can store: role, parameters, forward stack, messages.
+
+    ``path`` is the module's name. :func:`explain_text` makes text of it.
+
+    Raises: PlanError: the model has no such module.
+    """
     modules = {**dict(run.model.named_modules()), LOSS: run.loss}
     if path not in modules:
         raise PlanError(
@@ -49,7 +54,7 @@ def explained(run: Run, path: str) -> dict[str, Any]:
 
 
 def why_with_stages(plan: Plan, path: str, why: str) -> str:
-    """Returns a role's reason with the stages that call the module; strategies write "every rank" instead."""
+    """Returns the reason for a module's role with "every rank" replaced by the stages that call the module."""
     if plan.schedule is None or plan.stages is None:
         return why
     chunked, schedule = plan.stages.chunked, plan.schedule
@@ -66,7 +71,7 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
 
 
 def explain_text(found: Mapping[str, Any]) -> str:
-    """Describes one module as lines of text: class and role, parameters, forward stack (outermost first), traffic."""
+    """Returns the description from :func:`explained` as text; the forward stack starts at the outermost wrapper."""
     role, rank = found["role"], found["rank"]
     by = f" by {role['strategy']}" if role["strategy"] else ""
     lines = [
@@ -92,7 +97,7 @@ def explain_text(found: Mapping[str, Any]) -> str:
 
 
 def first_rank_with(plan: Plan, path: str) -> int:
-    """Returns the first rank that holds parameters of a module or its children or, if there are none, calls it."""
+    """Returns the first rank that holds parameters of a module or its children; without parameters, that calls it."""
     inside = [use.parameter for use in plan.uses if path == "" or f"{use.module}.".startswith(f"{path}.")]
     for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis == "pp"]):
         at = {**dict.fromkeys(plan.mesh.axes, 0), **coord}
@@ -125,7 +130,7 @@ def _parameter(plan: Plan, coord: Coord, name: str) -> dict[str, Any]:
 
 
 def _forward(modules: Mapping[str, nn.Module], path: str) -> Iterator[dict[str, str]]:
-    """Yields the wrappers that run when the module is called, from the model's outermost to the module's own code."""
+    """Yields the wrappers around a module's forward, from the model's outermost one to the module's own code."""
     parts = path.split(".") if path else []
     outer = ["", *(".".join(parts[: number + 1]) for number in range(len(parts)))] if path != LOSS else [LOSS]
     for where in dict.fromkeys(outer):
@@ -138,7 +143,7 @@ def _forward(modules: Mapping[str, nn.Module], path: str) -> Iterator[dict[str, 
 
 
 def _sends(plan: Plan, coord: Coord, name: str) -> Iterator[str]:
-    """Yields the messages of a step for one parameter: unshards from its shards, and sums of its gradient."""
+    """Yields lines on the collectives of one step for one parameter: its unshards, reductions of its gradient."""
     num_bytes = plan.compute[name].num_elements(coord) * plan.compute_dtypes[name].itemsize
     cut = [axis for axis in plan.state[name].optimizer.axes if axis not in plan.compute[name].axes]
     over = " ".join(axis for axis in cut if plan.mesh[axis] > 1)

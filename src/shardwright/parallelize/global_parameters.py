@@ -1,7 +1,7 @@
-"""Converts a run's parameters to global tensors and back, for ``Run.global_parameters`` and its inverse.
+"""Converts a run's parameters to global tensors and back (:meth:`Run.global_parameters`, ``load_global_parameters``).
 
-Each element that a rank wants comes from the nearest rank that holds it. DTensor, on which global tensors are built,
-takes one rank to a process, so the ranks must be processes.
+Each element that a rank needs is sent by the nearest rank that holds it. DTensor, on which global tensors are built,
+allows one rank in a process, so ranks must be processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def to_global_parameters(
 
 @torch.no_grad()
 def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> None:
-    """Fills the run's parameters from global tensors; see :meth:`Run.load_global_parameters`."""
+    """Sets the run's parameters to the values of global tensors; see :meth:`Run.load_global_parameters`."""
     _check_processes(run)
     layouts = {name: state.parameter for name, state in run.plan.state.items()}
     _check_given(layouts, tensors)
@@ -86,14 +86,14 @@ def _check_given(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Glob
 
 
 def _dtypes(run: Run) -> dict[str, torch.dtype]:
-    """Returns the stored dtype of every parameter, gathered from all ranks: a stage has its own parameters only."""
+    """Returns the stored dtype of every parameter, gathered from all ranks, since a stage has only its own."""
     own = {name: str(p.dtype).removeprefix("torch.") for name, p in run.parameters.items()}
     gathered = gather_json(run.axes["world"].for_strategy("global tensors"), own)
     return {name: getattr(torch, dtype) for dtypes in gathered for name, dtype in dtypes.items()}
 
 
 def _stored(run: Run, name: str, layout: TensorLayout, dtype: torch.dtype) -> Tensor:
-    """Returns this rank's stored part of a parameter, empty if the parameter is on another pipeline stage."""
+    """Returns this rank's stored shard of a parameter; empty if the parameter is on another pipeline stage."""
     if name in run.parameters:
         return run.parameters[name].detach()
     return torch.empty(layout.local_shape(run.coord), device=run.world.device, dtype=dtype)
@@ -102,7 +102,7 @@ def _stored(run: Run, name: str, layout: TensorLayout, dtype: torch.dtype) -> Te
 def _target(
     run: Run, layout: TensorLayout, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
 ) -> GlobalLayout:
-    """Returns the layout of a global parameter: by default on all ranks, split along dim 0 over the first axis."""
+    """Returns the layout of a global parameter; by default on all ranks, split along dim 0 over the first axis."""
     where = everywhere(run.world.device.type) if placement is None else placement
     plain: list[Sbp] = [words.split(0) if layout.shape and axis == 0 else words.broadcast for axis in range(where.ndim)]
     return GlobalLayout(where, words.checked_sbp(plain if sbp is None else sbp, where, len(layout.shape)))

@@ -1,4 +1,4 @@
-"""A run's gradients between the step and the optimizer: clipped by their global norm, or added up over batches."""
+"""Clips a run's gradients by their global norm, or accumulates them over several batches, before the update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.mesh import Coord
+from shardwright.models.losses import mean_of
 from shardwright.plan.plan import Plan
 from shardwright.runtime.executor import Microbatch
+from shardwright.runtime.mixed_precision import scale_gradients
 from shardwright.sharding.box import read
 
 
@@ -19,7 +21,12 @@ from shardwright.sharding.box import read
 def clip_norm(
     parameters: Mapping[str, nn.Parameter], plan: Plan, coord: Coord, everyone: Axis, max_norm: float
 ) -> Tensor:
-    """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before."""
+    """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm from before.
+
+    Each element counts once, however many ranks hold a copy of it.
+
+    Traffic: one all-reduce of one float64 over ``everyone``, the axis of all ranks.
+    """
     square = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for name, parameter in parameters.items():
         if parameter.grad is None:
@@ -28,10 +35,8 @@ def clip_norm(
             part = read(parameter.grad, piece, piece.whole)
             square += (part.abs() if part.is_complex() else part).double().square().sum()
     norm: Tensor = everyone.all_reduce(square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    if gradients and scale < 1:
-        torch._foreach_mul_(gradients, scale.item())
+    scale = max_norm / (norm + 1e-6)
+    scale_gradients(parameters.values(), torch.where(scale < 1, scale, 1.0))  # a norm that is NaN scales nothing
     return norm
 
 
@@ -39,26 +44,29 @@ def clip_norm(
 def add_up(
     parameters: Mapping[str, nn.Parameter],
     batches: Iterable[Microbatch],
-    step: Callable[[Microbatch], tuple[Tensor, float]],
+    step: Callable[[Microbatch], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Runs ``step`` on each batch and leaves the gradients of the mean over the targets of all; returns that mean.
+    """Accumulates gradients over several batches, and returns the mean loss over the targets of all of them.
 
-    ``step`` leaves the gradients of a batch's mean, and returns that mean and the number of targets.
+    The gradients that it leaves are those of this mean loss. ``step`` must leave the gradients of one batch's mean
+    loss, and return that mean and the batch's number of targets.
     """
     sums: dict[str, Tensor] = {}
-    means: list[tuple[Tensor, float]] = []
+    means: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
         means.append(step(batch))
+        scale_gradients(parameters.values(), means[-1][1])
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                gradient = parameter.grad.mul_(means[-1][1])
-                sums[name] = sums[name].add_(gradient) if name in sums else gradient
+                sums[name] = sums[name].add_(parameter.grad) if name in sums else parameter.grad
                 parameter.grad = None
     if not means:
         raise PlanError(
             "there are no batches to accumulate", given="none", allowed="one or more", fix="give the parts of run.shard"
         )
-    divisor = sum(count for _, count in means) or 1.0
+    total = torch.stack([count for _, count in means]).sum()
+    mean, divisor = mean_of(torch.stack([mean * count for mean, count in means]).sum(), total)
     for name, gradient in sums.items():
-        parameters[name].grad = gradient.div_(divisor)
-    return torch.stack([mean * (count / divisor) for mean, count in means]).sum()
+        parameters[name].grad = gradient
+    scale_gradients(parameters.values(), 1 / divisor)
+    return mean

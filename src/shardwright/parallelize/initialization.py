@@ -1,17 +1,20 @@
-"""Initial values, drawn one leaf module at a time and sharded at once, so that no rank ever holds the whole model.
+"""Draws a model's initial values one leaf module at a time, and keeps only this rank's shard of each.
 
-The numbers depend on the seed and the module's name only: every layout, and one device, start from the same.
+No rank ever holds the whole model. The numbers depend on the seed and the module's name only, so every layout, and one
+device, start from the same values.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import owners
@@ -25,19 +28,19 @@ from shardwright.sharding.tensor_layout import TensorLayout
 def place_parameters(
     model: nn.Module, layouts: Mapping[str, TensorLayout], coord: Coord, seed: int, device: torch.device
 ) -> None:
-    """Replaces every parameter and buffer of ``model`` by this rank's part, in place; tied ones stay tied.
+    """Replaces every parameter and buffer of ``model``, in place, by the shard that the rank at ``coord`` holds.
 
-    A module on the meta device is drawn whole, by the model's ``_init_weights(module)`` if it has one (the convention
-    of the transformers library) or else by the module's ``reset_parameters``, then sharded. Tensors that a constructor
-    under ``without_values`` filled otherwise are filled as it did. A module with values is
-    sharded as it is. Names without an entry in ``layouts`` keep their whole tensors.
+    Tied parameters stay tied. A module on the meta device is drawn whole from ``seed``, by the model's
+    ``_init_weights(module)`` if it has one (the convention of the transformers library) or else by the module's
+    ``reset_parameters``, then sharded. If a constructor under ``without_values`` filled a tensor otherwise, the tensor
+    is filled in that way. A tensor with values is sharded as it is. Tensors without an entry in ``layouts`` stay whole.
 
     Raises: PlanError: a module on the meta device does not define its initial values.
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
     given = dict(model.named_parameters())
     placed: dict[str, nn.Parameter] = {}
-    records = {} if device.type == "meta" else _records(model)
+    records = {} if device.type == "meta" else _records(model, seed)
     tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -75,12 +78,12 @@ def place_parameters(
 
 
 def _notes_assignments(module: nn.Module) -> bool:
-    """Whether a module's class does more than torch's when a parameter is assigned."""
+    """Returns whether a module's class has its own ``__setattr__``, as ``nn.LSTM`` has, to note parameters."""
     return any("__setattr__" in vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object))
 
 
 def _put_into(model: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Makes ``old``, which code holds by a closure or a list, the model's own tensor, with the contents of ``new``."""
+    """Makes ``old``, which code holds by a closure or a list, the model's own tensor, with the values of ``new``."""
     torch.utils.swap_tensors(old, new)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -104,7 +107,7 @@ def _local_part(tensor: Tensor, layout: TensorLayout | None, coord: Coord) -> Te
 
 
 def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
-    """Returns what draws a module's own parameters; torch's attention has other functions for it than other layers."""
+    """Returns the function that draws a module's own parameters, such as ``reset_parameters``; None without one."""
     if isinstance(module, nn.MultiheadAttention):
         return module._reset_parameters
     reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
@@ -121,7 +124,8 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Mapping[int, RecordedValues]) -> None:
     """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
 
-    What its constructor, or that of the whole model, filled otherwise than the module's own functions do, is filled so.
+    A tensor that a constructor filled otherwise than the module's own functions do is filled as the constructor did. A
+    tensor that has values, as ``torch.Tensor(8, 8)`` and ``torch.from_numpy`` make them anywhere, keeps them.
     """
     on_meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     tensors = on_meta | {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
@@ -136,10 +140,10 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
             "sw.without_values(), whose constructor fills them",
             fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
         )
-    module.to_empty(device="cpu", recurse=False)
-    key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
-    with GENERATOR_LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+    with _numbers_from(f"{seed}/{path}"), torch.no_grad(), _values_kept(module):
+        module._apply(
+            lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor, recurse=False
+        )
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         if draw is not None:
             draw(module)
@@ -157,8 +161,46 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
         )
 
 
+@contextmanager
+def _numbers_from(text: str) -> Iterator[None]:
+    """A context in which this thread alone draws from torch's default generator, which starts from ``text``."""
+    with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
+        key = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+        yield
+
+
+@contextmanager
+def _values_kept(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """A context in which a module and its children have copies in place of their tensors with values.
+
+    So a function that fills the module changes none of them. Returns pairs of a tensor and its copy.
+    """
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for each in module.modules():
+        tensors: dict[str, Any]
+        for tensors in (each._parameters, each._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None or tensor.is_meta or is_lazy(tensor):
+                    continue
+                if id(tensor) not in copies:
+                    copy = tensor.detach().clone()
+                    if isinstance(tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                    copies[id(tensor)] = tensor, copy
+                places.append((tensors, key, tensor))
+    for tensors, key, tensor in places:
+        tensors[key] = copies[id(tensor)][1]
+    try:
+        yield list(copies.values())
+    finally:
+        for tensors, key, tensor in places:
+            tensors[key] = tensor
+
+
 def _draw_function(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Returns what draws a module: the model's ``_init_weights``, or the module's own; None if there is neither."""
+    """Returns the function that draws a module: the model's ``_init_weights``, or the module's own; None without."""
     draw: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     if draw is not None or (reset := _reset_function(module)) is None:
         return draw
@@ -168,11 +210,11 @@ def _draw_function(model: nn.Module, module: nn.Module) -> Callable[[nn.Module],
 def _filled_otherwise(
     model: nn.Module, module: nn.Module, records: Mapping[str, RecordedValues]
 ) -> dict[str, RecordedValues]:
-    """Returns the records of those of a module's tensors whose constructors filled them otherwise than it is drawn.
+    """Returns the records of a module's tensors that constructors filled otherwise than the module's own functions do.
 
-    Found out by drawing on the meta device. What is drawn alike is drawn by the name of the module, so that its numbers
-    do not depend on the rest of the model. A constructor that has left a module as it fills itself has left it to
-    ``_init_weights``, as the transformers library does on the meta device.
+    They are found by drawing on the meta device. A tensor that is drawn alike is drawn by the name of the module, so
+    that its numbers do not depend on the rest of the model. A constructor that has left a module as it fills itself has
+    left it to ``_init_weights``, as the transformers library does on the meta device.
     """
     texts = {key: text for key, record in records.items() if (text := record.text()) is not None}
     if not texts:
@@ -187,29 +229,35 @@ def _filled_otherwise(
 
 
 def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -> dict[str, list[str] | None]:
-    """Returns, as text, what ``draw`` would fill the module's tensors with."""
+    """Returns, as text, the writes by which ``draw`` would fill each of a module's tensors."""
     before = dict(module._parameters), dict(module._buffers)
-    with torch.device("meta"), torch.no_grad(), WriteRecorder() as recorder:
-        draw()
-    now = module._parameters | module._buffers
-    texts = {key: recorder.of(tensor).text() for key in keys if (tensor := now[key]) is not None}
+    with _numbers_from(""), torch.no_grad(), _values_kept(module):
+        with torch.device("meta"), WriteRecorder() as recorder:
+            draw()
+        now = module._parameters | module._buffers
+        texts = {key: recorder.of(tensor).text() for key in keys if (tensor := now[key]) is not None}
     module._parameters.update(before[0])
     module._buffers.update(before[1])
     return texts
 
 
-def _records(model: nn.Module) -> dict[int, RecordedValues]:
-    """Returns how the constructors filled the model's tensors on the meta device, by their ids.
+def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
+    """Returns records of how the constructors filled the model's tensors on the meta device, by the tensors' ids.
 
-    A model that does so by ``initialize_weights()`` (again the transformers library) is asked to, since there its
-    constructor does not.
+    A model that fills tensors by ``initialize_weights()`` (again the transformers library) is asked to do so, since
+    there its constructor does not. What it fills of the tensors with values is drawn from ``seed``.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     found = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
     initialize = getattr(model, "initialize_weights", None)
     if tensors and callable(initialize):
-        with torch.device("meta"), torch.no_grad(), WriteRecorder() as recorder:
-            initialize()
+        with _numbers_from(f"{seed}/initialize_weights"), torch.no_grad(), _values_kept(model) as kept:
+            before = [copy._version for _, copy in kept]
+            with torch.device("meta"), WriteRecorder() as recorder:
+                initialize()
+            for (tensor, copy), version in zip(kept, before, strict=True):
+                if copy._version != version:
+                    tensor.data = copy  # in place it would change the user's own model, which shares the memory
         again = {id(tensor): recorder.of(tensor) for tensor in tensors}
         found |= {key: record for key, record in again.items() if record.text() is not None}
     return found

@@ -1,4 +1,4 @@
-"""``layer_alone``: one ``nn.Linear`` under a tensor-parallel mode, called from the user's own training code."""
+"""``layer_alone``: shards one ``nn.Linear`` under a tensor-parallel mode, to be called from your own training code."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from shardwright.strategies.tensor_parallel.place import place_alone, sent
 
 
 class LayerAlone:
-    """This rank's part of one ``nn.Linear``, made by ``layer_alone``; its inputs and outputs are sharded activations.
+    """One ``nn.Linear`` sharded over ``tp``, with sharded inputs and outputs; :func:`layer_alone` makes it.
 
-    ``cut`` takes this rank's part of a whole input, calling the layer multiplies it, ``gather`` joins the whole output;
-    all three are differentiable. After a backward, ``sum_gradients`` sums the gradients of parameters that ranks share.
-    ``layer`` holds this rank's parameters, ``plan`` their layouts.
+    :meth:`cut` returns this rank's shard of a whole input, calling the layer multiplies that shard by the weight, and
+    :meth:`gather` all-gathers the output; all three are differentiable. After a backward, :meth:`sum_gradients`
+    all-reduces the gradients of parameters that several ranks hold. ``layer`` has this rank's parameters, and ``plan``
+    their layouts.
 
     >>> import torch, shardwright as sw
     >>> layer = nn.Linear(6, 5)
@@ -57,10 +58,10 @@ class LayerAlone:
         self._summed: tuple[Tensor, ...] = ()
 
     def cut(self, x: Tensor) -> Tensor:
-        """Returns this rank's part (samples, features) of an input that every rank holds.
+        """Returns this rank's shard (samples, features) of an input that every rank holds whole.
 
         Shapes: x (samples, ..., in_features); returns this rank's samples and features.
-        Traffic: backward, one all-gather over each axis that cuts it.
+        Traffic: backward, one all-gather over each axis that cuts the input.
         Raises: PlanError: an input of another width or dtype.
         """
         self._check("an input", x, (None, self._note.x.size))
@@ -73,7 +74,7 @@ class LayerAlone:
         return x
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Applies the layer to this rank's part of the batch that was cut last; returns its part of the output.
+        """Applies the layer to this rank's shard of the input that was cut last; returns its shard of the output.
 
         Traffic: that of the mode's roles, see :mod:`shardwright.operators.linear`.
         Raises: PlanError: a part of another shape.
@@ -85,9 +86,10 @@ class LayerAlone:
         return y
 
     def gather(self, y: Tensor) -> Tensor:
-        """Returns the whole output on every rank, all-gathered from the ranks' parts.
+        """Returns the whole output on every rank, all-gathered from the ranks' shards ``y``.
 
-        Traffic: forward, one all-gather over each axis that cuts it. Raises: PlanError: a part of another shape.
+        Traffic: forward, one all-gather over each axis that cuts the output.
+        Raises: PlanError: a part of another shape.
         """
         self._check(
             "this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._shard.coord)))
@@ -100,7 +102,7 @@ class LayerAlone:
         return self._shard.join(y, self._axes)
 
     def sum_gradients(self) -> None:
-        """All-reduces the gradients of parameters that several ranks hold, where each rank has only a partial sum.
+        """All-reduces gradients of parameters that several ranks hold, where each rank has only a partial sum.
 
         Call it once a step, after the last backward. Traffic: one all-reduce for each set of ranks.
         Raises: PlanError: the gradients are summed already.
@@ -119,7 +121,7 @@ class LayerAlone:
         self._summed = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
 
     def _num_samples(self) -> int | None:
-        """Returns the number of this rank's samples of the current batch; None if no axis cuts samples."""
+        """Returns the number of this rank's samples in the current batch; None if no axis cuts samples."""
         return len(self._shard.samples(())) if self.plan.row_axes else None
 
     def _check(self, what: str, x: Tensor, sizes: tuple[int | None, int]) -> None:
@@ -140,11 +142,12 @@ class LayerAlone:
 def layer_alone(
     layer: nn.Linear, layout: Layout | str, world: World, *, num_tokens: int = NUM_TOKENS, seed: int = 0
 ) -> LayerAlone:
-    """Returns this rank's part of one ``nn.Linear`` under a layout of ``tp`` alone, to call from your own code.
+    """Returns this rank's shard of one ``nn.Linear`` under a layout of ``tp`` alone, to call from your own code.
 
-    A layer on the meta device is drawn as ``parallelize`` draws it; one with values is sharded as it is. In a mode that
-    copies activations (1D) the layer is column-parallel: its output is sharded by features. ``num_tokens`` is the usual
-    number of tokens of a batch, by which some modes weigh activations against weights.
+    Use it to parallelize a layer by hand; ``parallelize`` takes whole models. A layer on the meta device is drawn as
+    ``parallelize`` draws it; one with values is sharded as it is. In a mode that copies activations (1D) the layer is
+    column-parallel: its output is sharded by features. ``num_tokens`` is the usual number of tokens of a batch, by
+    which some modes weigh activations against weights.
 
     Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
         layer is not exactly an ``nn.Linear``, or ranks were given different ones.

@@ -1,4 +1,4 @@
-"""Finds out by trial which optimizers update each element alone, so that a shard can be stepped by itself."""
+"""Tests whether an optimizer updates each element independently of the others, so that a shard can be updated alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 def check_elementwise(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()
 ) -> None:
-    """Raises PlanError for an optimizer whose update of an element needs more than a rank's shards under this plan.
+    """Raises PlanError for an optimizer that cannot update this rank's shards alone, if the layout shards parameters.
 
-    ``given`` are the parameters as torch takes them: groups among them may have options of their own.
+    Such an optimizer needs whole tensors, or state for all parameters together. ``kind`` is its class, ``options`` are
+    its options, and ``given`` are its parameters as torch takes them, whose groups may have options of their own.
     """
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
@@ -51,11 +52,12 @@ def is_elementwise(
     flat: bool = True,
     in_turn: bool = False,
 ) -> bool:
-    """Returns whether stepping a tensor at once and in parts gives the same values, found out by doing both.
+    """Returns whether an optimizer updates a whole tensor and its parts to the same values, by trying both.
 
-    Parts are some of its rows or columns, with ``flat`` also ranges of its elements that end inside a row. They are
-    stepped by one optimizer, and by one each; with ``in_turn`` each part has a step of its own. Each of ``groups``,
-    which may have options of its own, gets such a tensor.
+    ``kind`` is its class and ``options`` are its options. Parts are rows and columns and, with ``flat``, ranges of
+    elements that end inside a row. They are updated by one optimizer together, and then by an optimizer for each. With
+    ``in_turn`` the one optimizer makes a step for each part. Each of ``groups``, which are options of parameter groups,
+    gets a copy of the tensor.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)

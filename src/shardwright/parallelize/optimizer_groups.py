@@ -1,4 +1,7 @@
-"""An optimizer's groups of parameters under a layout: by name and plain shape, since a rank's tensors may be slices."""
+"""Optimizer parameter groups that a function chooses by a parameter's name and its shape in the plain model.
+
+The shape is not that of a rank's own tensor, which may be a slice.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.comm.agreement import gather_json
+from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 
 Grouping = Callable[[str, tuple[int, ...]], Mapping[str, Any] | None]
-"""Returns a parameter's options from its name and its shape in the plain model; None leaves it out."""
+"""A function that returns a parameter's options from its name and its shape in the plain model; None leaves it out."""
 
 
 def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
-    """Returns the groups, one for each set of options: as many on every rank, of which a rank may have no parameter.
+    """Returns an optimizer's parameter groups, one for each set of options, the same number of groups on every rank.
+
+    ``group`` returns the options of a parameter by its name and its shape in the plain model, or None to leave it out.
+    A group may have no parameter on some ranks.
 
     Raises: PlanError: the function returns something else, or leaves out every parameter.
 
@@ -52,22 +60,48 @@ def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Pla
     return list(found.values())
 
 
-def check_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
-    """Raises PlanError for a group without parameters if this rank's tensors are slices, whose dims are not the plain.
+def check_groups(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    plan: Plan,
+    everyone: Axis | None = None,
+    *,
+    states_decay: bool = False,
+) -> None:
+    """Raises PlanError if parameter groups were chosen by the dims of a rank's tensors and these are flat shards.
 
-    Stages may have no parameter of a group, so there such a group says nothing.
+    A rule such as ``p.dim() > 1`` finds no matrix among flat shards: it leaves a group without parameters, or gives
+    every group a weight decay of 0, which is refused where ``states_decay``: all groups that the user gave name it.
+
+    On a pipeline stage a group may be empty anyway. With stages, the error is therefore raised, on every rank, only if
+    ``everyone``, the axis of all ranks, is given and no rank has a matrix in the group with the largest weight decay.
     """
-    matrices = (name for name in parameters if name in plan.state and len(plan.compute[name].shape) > 1)
-    flat = next((name for name in matrices if plan.state[name].parameter.is_flat), None)
-    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
-    if empty and flat is not None and plan.stages is None:
+    groups = optimizer.param_groups
+    decays = [float(group.get("weight_decay", 0.0)) for group in groups]
+    place_of = {id(p): place for place, group in enumerate(groups) for p in group["params"]}
+    matrices = [name for name in parameters if name in plan.state and len(plan.compute[name].shape) > 1]
+    flat = [name for name in matrices if plan.state[name].parameter.is_flat and id(parameters[name]) in place_of]
+    decayed = any(decays[place_of[id(parameters[name])]] == max(decays) for name in flat)
+    empty = next((place for place, group in enumerate(groups) if not group["params"]), None)
+    # every group says that it has no decay, where one word beside the groups would do
+    nothing = states_decay and max(decays) == 0.0
+    found = [bool(flat) and (empty is not None or nothing), decayed and not nothing]
+    if plan.stages is not None:
+        every = [] if everyone is None else gather_json(everyone, found)
+        found[0] = any(wrong for wrong, _ in every) and not any(right for _, right in every)
+    if found[0]:
+        options = groups[empty] if empty is not None else {"params": [], "weight_decay": 0.1}
         raise PlanError(
-            f"the optimizer's group {empty[0]} has no parameter, and this rank stores slices of one dim",
-            given=f"'{flat}', of {list(plan.compute[flat].shape)} in the plain model, is a slice of "
-            f"{list(parameters[flat].shape)} under {plan.layout}",
+            f"the optimizer's group {empty} has no parameter, and this rank stores slices of one dim"
+            if empty is not None
+            else "no group of the optimizer decays, and this rank stores slices of one dim",
+            given=f"'{flat[0]}', of {list(plan.compute[flat[0]].shape)} in the plain model, is a slice of "
+            f"{list(parameters[flat[0]].shape)} under {plan.layout}"
+            if flat
+            else f"slices on other stages under {plan.layout}",
             allowed="groups by name, or by the shape in the plain model",
-            fix="write run.optimizer(kind, parameters=lambda name, shape: "
-            f"{_example(optimizer.param_groups[empty[0]], optimizer)})",
+            fix=f"write run.optimizer(kind, parameters=lambda name, shape: {_example(options, optimizer)})"
+            + ("" if empty is not None else ", or weight_decay=0.0 beside groups that do not name it"),
         )
 
 

@@ -1,4 +1,4 @@
-"""Updates offloaded state during the backward: each param group as soon as its gradients are summed and scaled."""
+"""Overlaps optimizer updates of offloaded state with the backward: each param group once its gradients are complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwright.plan.traffic import summed_axes
 from shardwright.runtime.applied import Offload
 from shardwright.runtime.executor import Events, Executor
 
-Mean = tuple[Tensor, float, float]
-"""A mean loss, its divisor and its number of targets: the divisor is 1 where no target counts."""
+Mean = tuple[Tensor, Tensor, Tensor]
+"""A mean loss, the divisor (1 if no target counts) and the number of targets, all tensors on the device."""
 
 
 def overlapped_offload(plan: Plan, offload: Offload | None) -> Offload | None:
     """Returns ``offload`` if offloaded param groups can be updated during the backward, else None; equal on all ranks.
 
-    They may not with an fp16 loss scale, which may turn out too large; with stages, of which one alone has the loss; or
-    if ranks must still sum the gradients of their shards.
+    They cannot with an fp16 loss scale, which may turn out too large, with pipeline stages, of which only the last has
+    the loss, or if ranks must still sum the gradients of their shards.
     """
     if offload is None or plan.schedule is not None or plan.layout.precision == "fp16":
         return None
@@ -35,10 +35,11 @@ def overlap_updates(
     offload: Offload | None, optimizer: torch.optim.Optimizer | None, executor: Executor, num_microbatches: int,
     expected: int, mean: Callable[[], Mean],
 ) -> Iterator[Sequence[Mean]]:  # fmt: skip
-    """Returns a context in which the optimizer steps offloaded param groups as soon as their gradients are final.
+    """A context in which the optimizer updates each offloaded param group as soon as its gradients are complete.
 
-    Gradients were divided by the ``expected`` number of targets; the real number follows from the last forward, after
-    which the context's list holds ``mean()``. The updates then scale the gradients by expected / real.
+    Gradients in the backward are divided by ``expected``, an estimate of the number of targets. The real number is
+    known after the last forward: the context then calls ``mean()`` and appends the result to the list that it yields.
+    The updates scale the gradients by expected / real.
     """
     found: list[Mean] = []
     if offload is None or optimizer is None:

@@ -1,4 +1,4 @@
-"""Makes the plan of a plain model under a layout, and prices its traffic: pure, on the meta device, equal on all ranks.
+"""Makes the plan of a plain model under a layout, and computes its traffic; pure, and equal on all ranks.
 
 ``parallelize``, ``verify``, ``show``, the ledger and the trainer start here. The helpers for batches (``rows``,
 ``num_rows``, ``on_device``) are here too, since planning and runs must read a batch alike.
@@ -34,12 +34,14 @@ from shardwright.parallelize.checks import check_held, check_microbatches, check
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
+from shardwright.plan.compiled import compiled_blocks
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
 from shardwright.plan.shares import Share, shares
 from shardwright.plan.traffic import StepCalls, Traffic
+from shardwright.runtime.copy_stream import CopyStream
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
@@ -49,15 +51,17 @@ from shardwright.strategy import Strategy
 
 
 def without_storage(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model on the meta device: the modules are new, no values are copied."""
+    """Returns a copy of the model on the meta device: new modules, tensors with shapes and without values."""
     return structural_copy(model, lambda tensor: tensor.to("meta"))
 
 
 def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
-    """Returns a copy of the model's modules that shares its values: changing the modules leaves the original alone.
+    """Returns a copy of a model with new modules whose tensors share memory with the original's.
 
-    ``seen_as`` may replace the value of a parameter or buffer; tied ones stay tied. Modules that the model has not
-    registered, but holds in a list or a closure for instance, are copied with it. Raises: PlanError: see ``copied``.
+    ``seen_as`` may replace the value of a parameter or buffer; tied ones stay tied. Modules that the model holds in a
+    plain list or a closure, without registering them, are copied too.
+
+    Raises: PlanError: as :func:`copied`.
     """
     memo: dict[int, Any] = {}
     for each in (model, *unregistered(model)):
@@ -72,14 +76,14 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
 def make_plan(
     job: Job, layout: Layout, strategies: Sequence[Strategy] | None = None
 ) -> tuple[Plan, tuple[Strategy, ...]]:
-    """Returns the plan of a model under a layout, refined by each strategy of the layout in turn, and the strategies.
+    """Returns the plan of a model under a layout, and the strategies that have refined it, in order.
 
     Raises: LayoutError, PlanError: the model cannot have this layout; no message has been sent by then.
     """
     layout = settle(layout, partial(_sent_bytes, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     on_meta = job._replace(model=without_storage(job.model))
-    check_microbatches(on_meta.model, layout)
+    check_microbatches(on_meta.model, layout, job.graph)
     overrides_of(on_meta)  # so that names which the model does not have are errors under any layout
     blocks = recomputed_blocks(on_meta.model, layout)
     try:
@@ -91,20 +95,24 @@ def make_plan(
     check_renormed(on_meta.model, plan)
     check_held(on_meta.model, plan)
     if plan.stages is not None:
-        blocks = called_modules(on_meta.model, blocks, plan.stages.opened)
+        blocks = called_modules(on_meta.model, blocks, plan.stages.called())
     offloads = activation_offload_target(layout) is not None
     for path in blocks:
         plan = plan.wraps(path, Rung.OFFLOAD if offloads else Rung.RECOMPUTE, "core")
+    compiled = compiled_blocks(on_meta.model, plan)
+    for path in compiled:
+        plan = plan.wraps(path, Rung.COMPILE, "core")
+    plan = replace(plan, compiled=compiled)
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies
 
 
 def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
-    """Returns the share of parameters and FLOPs that each factor of the layout cuts, as :func:`shares`.
+    """Returns the share of parameters and FLOPs that each factor of the layout shards; see :func:`shares`.
 
-    A model with an example whose operators the plan does not know is recorded; one that does not run on the meta device
-    has no FLOPs.
+    If the plan does not know the model's operators, a forward on the job's example is recorded for them. Without an
+    example, or if the forward does not run on the meta device, shares of FLOPs may be None.
     """
     if not plan.work and job.graph is not None and plan.layout.factor("tp") is not None:
         try:
@@ -116,7 +124,7 @@ def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
 
 
 def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
-    """Returns the plan as each strategy in turn refines it."""
+    """Returns the plan after each strategy in turn has refined it."""
     plan = Plan.of(job, layout)
     for strategy in strategies:
         try:
@@ -127,7 +135,7 @@ def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
 
 
 def _sent_bytes(job: Job, layout: Layout) -> float:
-    """Returns the bytes that the first rank, which has the largest shards, sends in a step without stages.
+    """Returns the bytes that rank 0, which has the largest shards, sends in a step of the layout without ``pp``.
 
     Without an example a batch is known by its tokens only: then it returns the elements that linear layers send.
     """
@@ -149,7 +157,9 @@ def job_for(
     num_tokens: int = NUM_TOKENS,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
-    """Returns the :class:`Job` (model, loss, sizes) that strategies plan for batches like ``inputs``: shapes only.
+    """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
+
+    Only the shapes and dtypes of ``inputs`` are read. ``roles`` are the user's roles for single layers.
 
     >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2 mb2"), torch.zeros(8, 3)).example.shape
     torch.Size([2, 3])
@@ -164,20 +174,23 @@ def job_for(
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:
-    """Returns samples ``start`` to ``stop`` of every tensor of a batch, as views."""
+    """Returns the samples ``start`` to ``stop`` (dim 0) of every tensor of a batch, as views."""
     if isinstance(tree, Tensor):  # ten times as fast as walking through a tree
         return tree[start:stop]
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
 
 
 def num_rows(tree: Any) -> int:
-    """Returns the number of samples of a batch. Raises: LayoutError: its tensors have different numbers."""
-    sizes: set[int] = set()
-    tree_map_only(Tensor, lambda tensor: sizes.add(tensor.shape[0]), tree)
-    if len(sizes) != 1:
+    """Returns the number of samples (dim 0) of a batch.
+
+    Raises: LayoutError: the tensors of the batch have different numbers of samples.
+    """
+    shapes = [tuple(each.shape) for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1 or () in shapes:
         raise LayoutError(
-            "the tensors of a batch have different numbers of samples",
-            given=sorted(sizes),
+            "the tensors of a batch have different numbers of samples, or none",
+            given=f"tensors of shapes {', '.join(map(str, shapes)) or 'no tensors'}",
             allowed="one number in dim 0 of all",
             fix="give every tensor of the batch the samples in dim 0",
         )
@@ -185,10 +198,10 @@ def num_rows(tree: Any) -> int:
 
 
 class StepTraffic:
-    """The traffic of one step on a global batch, by rank and strategy, as the strategies' ``traffic`` states it.
+    """The traffic of one training step on a global batch, as the strategies state it, for any rank.
 
-    ``show``, ``verify`` and the tests make one. Ranks whose microbatches have the same shapes make the same module
-    calls, so these are recorded once.
+    ``show``, ``verify`` and the tests use it. Ranks whose microbatches have the same shapes make the same module calls,
+    so these are recorded once.
     """
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
@@ -203,9 +216,10 @@ class StepTraffic:
         self._crossings: dict[tuple[object, ...], tuple[MicrobatchRehearsal, ...]] = {}
 
     def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
-        """Returns the traffic (collectives and sends) of the rank at ``coord``, by strategy.
+        """Returns the traffic (collectives and sends) of one step on the rank at ``coord``, by strategy.
 
-        ``checked``: of a step in which ranks are compared too, see ``check_every`` of ``parallelize``; under "core".
+        With ``checked``, ranks are compared in this step (``check_every`` of ``parallelize``). The result then also has
+        the collectives of that comparison, under "core".
         """
         plan = self.plan
         shard = plan.batch_shard(coord)
@@ -247,7 +261,7 @@ class StepTraffic:
 
 
 def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """Casts the model's parameters and buffers to the layout's compute dtypes, in place; returns it."""
+    """Casts the model's parameters and buffers to the layout's compute dtypes (bf16, fp16), in place; returns it."""
     for parameter in model.parameters():
         parameter.data = cast_to_compute(parameter.data, plan)
     cast_buffers(model, plan)
@@ -255,7 +269,7 @@ def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
-    """Returns the module calls that this rank's chunks make, of all calls of the model; repeated calls are repeated."""
+    """Returns those of the model's module calls that this rank's pipeline chunks make; repeated calls are repeated."""
     if plan.stages is None or plan.schedule is None:
         return module_calls
     chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])
@@ -267,7 +281,7 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
 
 
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
-    """Returns which samples and tokens the rank at ``coord`` has in each microbatch of a global batch."""
+    """Returns the rank's part (samples and tokens) of each microbatch of a global batch, for the rank at ``coord``."""
     found = tuple(plan.batch_shard(coord) for _ in range(plan.layout.num_microbatches))
     for number, shard in enumerate(found):
         shard.set_microbatch(num_global, number, len(found))
@@ -276,7 +290,9 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
-    """Returns the number of targets in one sample; ``num_tokens``, if not 0, replaces dim 1, which ranks cut.
+    """Returns the number of targets in one sample, by the targets' shape.
+
+    ``num_tokens``, if not 0, is used for the size of dim 1, of which ranks hold only a part if sequences are cut.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
     (10, 10)
@@ -288,6 +304,16 @@ def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
     return 1
 
 
-def on_device(tree: Any, device: torch.device) -> Any:
-    """Returns a batch with all its tensors on ``device``."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+def on_device(tree: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
+    """Returns a batch with all its tensors on ``device``; copies to an accelerator do not block the host.
+
+    The copies run on the current stream, or on the stream of ``copies``.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if copies is not None:
+            return copies.moved(tensor, device)
+        beside = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
+        return tensor.pin_memory().to(device, non_blocking=True) if beside else tensor.to(device)
+
+    return tree_map_only(Tensor, moved, tree)

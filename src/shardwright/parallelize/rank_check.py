@@ -1,10 +1,10 @@
-"""Compares the ranks of a run every so many steps: 8 bytes from each, and all that differs only where they differ.
+"""Compares the ranks of a run every few steps, by 8 bytes from each rank, and raises an error that names a difference.
 
 A rank that skips an update, changes a rate or a weight, or feeds other samples to a tensor-parallel group, trains on
 silently. So each rank packs digests into one number, a few bits for each thing that some ranks must have alike::
 
-    | step, samples | updates, rates   | batch                  | parameters, copied along dp | ... along tp |
-      all ranks       of one stage       that share samples       that differ on dp alone       on tp alone
+    | step, samples | updates, rates | batch              | global batch | parameters, copied along dp | ... along tp |
+      all ranks       of one stage     that share samples   along dp       that differ on dp alone       on tp alone
 
 A difference is found in the numbers of all ranks, so every rank finds the same, and all gather the texts to name it.
 Copies along tensor-parallel axes are computed and not received, and may differ by rounding: they are compared in full.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +30,32 @@ from shardwright.plan.traffic import Traffic
 from shardwright.runtime.executor import Microbatch
 
 CHECK_EVERY = 100
-"""Every how many steps ranks are compared, unless ``parallelize`` is told otherwise."""
+"""The default number of steps from one comparison of the ranks to the next."""
 
 _TOLERANCE = 1e-3
-"""By how much copies along tensor-parallel axes may differ, as a share of the largest element."""
+"""The most by which copies along tensor-parallel axes may differ, as a share of the largest element."""
 
 PARAMETERS = "the parameters"
+GLOBAL_BATCH = "the global batch"
 _FIXES = {
     "the step": "let every rank take the same steps, on global batches of as many samples",
     "the updates": "let every rank call optimizer.step() after each step, and set the same rates",
     "the batch": "give every rank the same global batches: the same order of the samples, from one seed",
+    GLOBAL_BATCH: "let all ranks load equal global batches: to shuffle, a DataLoader needs a generator with one seed; "
+    "or let each load its own samples, run.part(inputs, targets, num_global) of run.share(num_global)",
     PARAMETERS: "write to parameters on every rank alike, or load a checkpoint on all ranks",
 }
+_NUM_COMPARED = 256
+"""The most elements of a tensor by which ranks compare a global batch."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankText(NamedTuple):
-    """What ranks that differ on ``axes`` alone have alike, as lines of text by name."""
+    """Lines of text, by name, that must be equal on ranks whose coordinates differ only along ``axes``.
+
+    ``what`` names the subject of these lines in errors, such as "the batch".
+    """
 
     what: str
     axes: tuple[str, ...]
@@ -53,7 +63,7 @@ class RankText(NamedTuple):
 
 
 def check_traffic(plan: Plan) -> tuple[Traffic, ...]:
-    """Returns what each rank sends to be compared: one all-gather of 8 bytes from each rank."""
+    """Returns the traffic of one comparison of the ranks: an all-gather of 8 bytes from each rank; none on one rank."""
     return (Traffic("all_gather", "world", 8 * plan.mesh.size, plan.mesh.size),) if plan.mesh.size > 1 else ()
 
 
@@ -63,17 +73,21 @@ def check_ranks(
     parameters: Mapping[str, nn.Parameter],
     batch: Microbatch,
     number: int,
+    earlier: str,
     updates: Mapping[str, str],
 ) -> None:
     """Raises PlanError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
 
-    Traffic: one all-gather of 8 bytes from each rank. Only where these differ more is sent, to name what differs: the
+    ``number`` is the number of the step, ``earlier`` a digest of the numbers of samples of all steps so far, and
+    ``updates`` describes the optimizers' updates so far as text.
+
+    Traffic: one all-gather of 8 bytes from each rank. Only if these differ more is sent, to name the difference: the
         digests of each tensor, and an all-reduce of each differing parameter that tensor parallelism copies.
     """
     everyone = axes["world"].for_strategy("core")
     if everyone.size == 1 or everyone.device.type == "meta":
         return
-    found = list(_lines(plan, parameters, batch, number, updates))
+    found = list(_lines(plan, parameters, batch, (number, earlier), updates))
     num_bits = 63 // len(found)
     word = 0
     for each in found:
@@ -90,16 +104,41 @@ def check_ranks(
         _check_lines(plan, each, every, number)
 
 
+def some_elements(batch: Any) -> tuple[Tensor, ...]:
+    """Returns copies of at most 256 elements of each tensor of a batch, evenly spaced, without blocking the host.
+
+    >>> [each.tolist() for each in some_elements((torch.arange(3), {"mask": torch.ones(2, 2)}))]
+    [[0, 1, 2], [1.0, 1.0, 1.0, 1.0]]
+    """
+    return tuple(_some_of(leaf.detach()) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """Returns at most 256 elements, evenly spaced, with a step that reaches all places of a sample by turns."""
+    step, in_sample = max(1, -(-tensor.numel() // _NUM_COMPARED)), tensor[:1].numel()
+    while step > 1 and gcd(step, in_sample) > 1:
+        step += 1
+    return tensor.reshape(-1)[::step].clone(memory_format=torch.contiguous_format)
+
+
 def _lines(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], batch: Microbatch, number: int, updates: Mapping[str, str]
+    plan: Plan,
+    parameters: Mapping[str, nn.Parameter],
+    batch: Microbatch,
+    step: tuple[int, str],
+    updates: Mapping[str, str],
 ) -> Iterator[RankText]:
     held = tuple(axis for axis in plan.mesh.axes if axis not in mesh_axes("stages"))
-    yield RankText("the step", plan.mesh.axes, {"step": f"{number}", "samples": f"{batch.num_global}"})
+    steps = {"step": f"{step[0]}", "samples": f"{batch.num_global}", "samples of all steps": step[1]}
+    yield RankText("the step", plan.mesh.axes, steps)
     yield RankText("the updates", held, dict(updates))
     alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
     yield RankText("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})
+    cut = tuple(axis for axis in held if axis not in alike)
+    order = {f"tensor {place}": tensor_digest(each) for place, each in enumerate(batch.of_global)}
+    yield RankText(GLOBAL_BATCH, cut, order if cut else {})
     sums = _bit_sums({name: p for name, p in parameters.items() if name not in plan.offloaded})
     for axis in held:
         copied = {name: text for name, text in sums.items() if axis not in plan.state[name].parameter.axes}
@@ -107,19 +146,19 @@ def _lines(
 
 
 def _bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns a sum over each tensor's bits, as integers."""
+    """Returns the sum of each tensor's bits, read as integers, as text by name."""
     flat = [_real(parameter).reshape(-1) for parameter in parameters.values()]
     sums = [each.view(_BITS[each.element_size()]).sum(dtype=torch.int64) for each in flat]
     return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 
 def _differs(plan: Plan, each: RankText, digests: Sequence[int]) -> bool:
-    """Whether ranks that differ on the axes alone have different digests."""
+    """Returns whether ranks whose coordinates differ only along ``each.axes`` have different digests."""
     return any(len({digests[rank] for rank in group}) > 1 for group in plan.mesh.groups(each.axes))
 
 
 def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], number: int) -> None:
-    """Raises PlanError that names the ranks that differ and in what, unless copies differ by rounding alone."""
+    """Raises PlanError that names the ranks that differ and the line in which they do; does nothing if none differ."""
     for group in plan.mesh.groups(each.axes):
         for key in sorted({key for rank in group for key in every[rank]}):
             texts = {rank: every[rank].get(key, "nothing") for rank in group}
@@ -144,7 +183,7 @@ def _listed(ranks: Sequence[int]) -> str:
 def _beyond_rounding(
     every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankText
 ) -> list[dict[str, str]]:
-    """Returns the lines of all ranks without copies that differ by rounding: the ranks of the axis compare these."""
+    """Returns the lines of all ranks without tensor-parallel copies that differ only by rounding."""
     (axis,), everyone = each.axes, axes["world"].for_strategy("core")
     names = sorted({key for lines in every for key in lines if len({other.get(key) for other in every}) > 1})
     same = []

@@ -1,7 +1,7 @@
-"""Rehearses a model's forward to find the tensors that pipeline chunks send each other, as one rank holds them.
+"""Rehearses a model's forward on the meta device to find the shapes of tensors that pipeline stages send each other.
 
-Every chunk runs on the meta device with the rank's part of each layer, over the fake backend, so that each tensor has
-the shape in which tensor parallelism leaves it. ``StepTraffic`` prices them, the ledger counts their memory.
+Every chunk runs with the rank's shard of each layer, over the fake backend, so each tensor has the shape in which
+tensor parallelism leaves it. ``StepTraffic`` computes the messages from them, and the ledger their memory.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 
 
 class MicrobatchRehearsal(NamedTuple):
-    """A microbatch's values that pipeline chunks send each other, by name, and what collectives each chunk makes.
+    """The tensors of one microbatch that pipeline chunks send each other, by name, as meta tensors.
 
-    ``sent`` counts the collectives by source, kind, axis and bytes, where modules run on parts: others are computed.
+    ``sent`` counts the collectives of each chunk by source, kind, axis and bytes, if the model runs on tensor shards;
+    otherwise it is empty, and the collectives are computed from the module calls.
     """
 
     values: Mapping[str, Any]
@@ -52,7 +53,7 @@ class MicrobatchRehearsal(NamedTuple):
 
 
 def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
-    """Returns the bytes of the tensors that :func:`values_crossing` found, and whether they need a gradient."""
+    """Returns the bytes of each tensor that chunks send each other, and whether it needs a gradient, by microbatch."""
 
     def sizes(value: Any) -> tuple[BoundaryTensor, ...]:
         return tuple(BoundaryTensor(t.numel() * t.element_size(), t.requires_grad) for t in _tensors(value))
@@ -69,10 +70,10 @@ def values_crossing(
     coord: Coord,
     num_tokens: int = 0,
 ) -> tuple[MicrobatchRehearsal, ...]:
-    """Returns, for each microbatch, the tensors that pipeline chunks send each other, by name in the model's code.
+    """Returns, for each microbatch, the meta tensors that pipeline chunks send each other, by name in the model's code.
 
-    ``job.model``, the whole model on the meta device, and ``job.loss`` are changed. ``microbatches`` are this rank's
-    inputs, on the meta device, of a global batch of ``num_global`` samples of ``num_tokens`` tokens.
+    ``microbatches`` are the inputs of the rank at ``coord``, on the meta device, from a global batch of ``num_global``
+    samples of ``num_tokens`` tokens. ``job.model``, the whole model on the meta device, and ``job.loss`` are changed.
     """
     plan = replace(
         plan,
@@ -113,7 +114,7 @@ def values_crossing(
 
 
 def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any]) -> tuple[MicrobatchRehearsal, ...]:
-    """Returns the values that cross between chunks, without numbers, by a record of each microbatch's forward."""
+    """Returns the tensors that chunks send each other, as meta tensors, from a record of each microbatch's forward."""
     found, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
     computing, planned = replace(stages, model=job.model), _signature(stages.model, job.example)
     for inputs in microbatches:
@@ -131,7 +132,7 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
 
 
 def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
-    """Returns all that a record depends on: of one model's code, its mode and dtypes, and the shapes of its inputs."""
+    """Returns all that a model's recorded forward depends on beside its code: mode, dtypes, and the inputs' shapes."""
     leaves, tree = tree_flatten(inputs)
     given = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
     return model.training, [p.dtype for p in model.parameters()], given, tree
@@ -140,7 +141,7 @@ def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
 def _values_on_parts(
     job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord
 ) -> tuple[MicrobatchRehearsal, ...]:
-    """Runs all chunks of a model on parts in turn, forward and backward, as one stage with a rank's parts would.
+    """Runs all chunks of a model on tensor shards, forward and backward; returns the tensors sent between chunks.
 
     Nothing is dropped out, so a value may have another name than in training: it takes that of its place on its edge.
     """
@@ -180,10 +181,10 @@ def _values_on_parts(
 
 
 class _OutputSum:
-    """The sum of all outputs that learn, in place of a loss."""
+    """A stand-in for the loss: the sum of all outputs that need a gradient."""
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Returns one number that depends on all of these outputs."""
+        """Returns a scalar that depends on every output that needs a gradient."""
         learning = [leaf.sum() for leaf in _tensors(output) if leaf.requires_grad]
         return torch.stack(learning).sum() if learning else torch.zeros((), requires_grad=True)
 
@@ -193,7 +194,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Replaces every parameter and buffer by an empty one in the shape that this rank holds."""
+    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard."""
     for _, module, own, name in list(owners(model)):
         whole = module._parameters[own]
         assert whole is not None

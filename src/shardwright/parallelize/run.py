@@ -1,4 +1,4 @@
-"""``Run``: one rank's part of a model under a layout, with the methods that train, evaluate and save it.
+"""``Run``: one rank's part of a model under a layout, with the methods that train, evaluate and save the model.
 
 ``parallelize`` makes it; scripts, ``verify``, the trainer, checkpoints and the ledger use it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import perf_counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
+from shardwright.devices import HOST, moment, seconds_between
 from shardwright.parallelize.batches import as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
@@ -23,15 +24,17 @@ from shardwright.parallelize.gradients import add_up, clip_norm
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
-from shardwright.parallelize.rank_check import check_ranks
+from shardwright.parallelize.rank_check import check_ranks, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, whole_state
+from shardwright.parallelize.whole_state import part_of_state, refuse_loads, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.rng import RngTracker
 from shardwright.runtime.applied import Applied
+from shardwright.runtime.compiled_blocks import step_uncompiled
+from shardwright.runtime.copy_stream import CopyStream, made_ahead
 from shardwright.runtime.executor import Events, Executor, Microbatch
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.mixed_precision import LossScale
@@ -79,47 +82,66 @@ class Run:
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
         )
         self._check_every = check_every
-        self._guard = StepGuard(plan, self.parameters, (*others, *self.model.parameters()))
+        self._copies: CopyStream | None = None  # made when batches are first read ahead
+        self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
+        known = (*others, *self.model.parameters())
+        self._guard = StepGuard(plan, self.parameters, known, are_compared=bool(check_every) and world.size > 1)
+        refuse_loads(self.model, plan, self.parameters)
 
     @property
     def draws(self) -> RngTracker:
-        """The RNG tracker: the former name of ``rng``."""
+        """The RNG tracker, under the former name of this attribute; new code reads ``rng``."""
         return self.rng
 
     # ---- batches
 
     def share(self, num_samples: int) -> range:
-        """Returns the indices of this rank's samples in a global batch of ``num_samples``: it loads no others."""
+        """Returns the range of this rank's samples in a global batch of ``num_samples``. Only these need be loaded."""
         return self._shard.local_samples(num_samples)
 
     def shard(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Microbatch]:
-        """Yields this rank's part of each global batch (inputs, targets).
+        """Yields this rank's part of each global batch, ready for :meth:`step`; a batch is a pair (inputs, targets).
+
+        On an accelerator each part is copied there while the step before it computes. So one batch more is read than
+        was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: tensors with different numbers of samples; PlanError: a batch that is no such pair, or a
             loader that has split the samples between ranks already; and as :meth:`part`.
         """
-        for inputs, targets in pairs(batches):
-            num_global = num_rows((inputs, targets))
-            samples = self.share(num_global)
-            local_inputs, local_targets = rows((inputs, targets), samples.start, samples.stop)
-            yield self.part(local_inputs, local_targets, num_global)
+        if self.world.device.type in HOST:
+            return map(self._part_of, pairs(batches))
+        if self._copies is None:
+            self._copies = CopyStream(self.world.device)
+        return made_ahead(pairs(batches), partial(self._part_of, copies=self._copies), self._copies)
+
+    def _part_of(self, batch: tuple[Any, Any], copies: CopyStream | None = None) -> Microbatch:
+        num_global = num_rows(batch)
+        samples = self.share(num_global)
+        inputs, targets = rows(batch, samples.start, samples.stop)
+        part = self._part(inputs, targets, num_global, copies)
+        return part._replace(of_global=some_elements(batch)) if self._compares_batches else part
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
-        """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global``.
+        """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
 
-        Inputs are moved to the rank's device and cast to the compute dtype. Where the layout cuts sequences, this
-        rank's tokens of each sample are taken.
+        Use it where each rank loads only its own samples (:meth:`share`), else :meth:`shard`. Inputs are moved to the
+        rank's device and cast to the compute dtype. If the layout cuts sequences, only this rank's tokens of each
+        sample are kept.
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
-        Raises: LayoutError: the layout cuts sequences and the samples are none; PlanError: they are too short.
+        Raises: LayoutError: the layout cuts sequences and the samples are not sequences; PlanError: the sequences are
+            too short.
         """
+        return self._part(inputs, targets, num_global, None)
+
+    def _part(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:
         inputs, targets, num_tokens = as_tensors(inputs), as_tensors(targets), 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)
         inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        inputs, targets = on_device((inputs_in(inputs, self.plan), targets), self.world.device)
+        inputs, targets = on_device((inputs_in(inputs, self.plan), targets), self.world.device, copies)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     # ---- steps
@@ -127,10 +149,11 @@ class Run:
     def step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> Tensor:
         """Runs forward and backward over this rank's part of one batch; returns the global mean loss, a scalar.
 
-        Gradients start at zero and end as those of the global mean, complete on every rank that holds the parameter,
-        in ``parameters[name].grad``. Step the optimizer next, or pass it as ``update``: then it is stepped and its
-        gradients are cleared here, and offloaded state is updated during the backward, param group by param group.
-        (Not during it with a loss scale, ``stop_at_nan``, stages, or gradients of shards that are still to be summed.)
+        Gradients start at zero and end as those of the global mean, complete on every rank that holds the parameter, in
+        ``parameters[name].grad``. Step the optimizer next, or pass it as ``update``: then the optimizer is stepped and
+        its gradients are cleared here, and offloaded state is updated during the backward, param group by param group.
+        With a loss scale, ``stop_at_nan``, pipeline stages, or gradients of shards that are still to be summed,
+        offloaded state is updated after the backward instead.
 
         An error that the model raises on every rank may be caught: parameters are unchanged, except for param groups
         that were already updated, and the next step starts afresh.
@@ -138,9 +161,9 @@ class Run:
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
             loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step of
             ``check_every`` 8 bytes from each rank.
-        Raises: PlanError: ranks differ in what they have alike, no parameter requires a gradient, one was frozen since
-            the model was laid out, a microbatch without samples needs statistics of its own, or, with ``stop_at_nan``,
-            a gradient is not finite.
+        Raises: PlanError: ranks differ in something that must be equal, no parameter requires a gradient, a parameter
+            was frozen since the model was laid out, a microbatch without samples needs statistics of its own, or, with
+            ``stop_at_nan``, a gradient is not finite.
         """
         check_part("step", batch, update)
         self._guard.before_step()
@@ -152,7 +175,7 @@ class Run:
         return mean
 
     def accumulate(self, batches: Iterable[Microbatch]) -> Tensor:
-        """Takes one step over several batches; returns the mean loss over the targets of all, a scalar.
+        """Takes one step over several batches, accumulating gradients; returns the mean loss over all targets.
 
         Gradients are those of that mean: ``accumulate`` stands in place of :meth:`step`, and the optimizer's step comes
         next. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and sums gradients over
@@ -169,7 +192,7 @@ class Run:
         [(torch.Size([]), 2), (torch.Size([]), 2)]
         """
 
-        def take_step(batch: Microbatch) -> tuple[Tensor, float]:
+        def take_step(batch: Microbatch) -> tuple[Tensor, Tensor]:
             check_part("accumulate", batch)
             return self._take_step(batch)
 
@@ -182,9 +205,11 @@ class Run:
         self._guard.after_step()
         return mean
 
-    def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, float]:
+    def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
+        earlier = self._guard.count_samples(batch.num_global)
         if self._check_every and self.num_steps % self._check_every == 0:
-            check_ranks(self.plan, self.axes, self.parameters, batch, self.num_steps, self._guard.updates())
+            updates = self._guard.updates()
+            check_ranks(self.plan, self.axes, self.parameters, batch, self.num_steps, earlier, updates)
         found = self._step.take(batch, update, self.num_steps)
         self.num_steps += 1
         return found
@@ -202,7 +227,7 @@ class Run:
     def evaluate(self, batch: Microbatch) -> Tensor:
         """Returns the global mean loss on one batch, a scalar, in eval mode and without gradients.
 
-        The batch goes through the model at once; in microbatches with a pipeline or ``own-statistics``.
+        The batch runs through the model at once or, with a pipeline or the option ``own-statistics``, in microbatches.
 
         Traffic: that of the forwards, and one all-reduce of (sum, count) over the axes that cut the loss.
         """
@@ -213,9 +238,9 @@ class Run:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
-        Traffic: that of a forward; one all-gather over each axis that cuts the output; with stages, the output is sent
-            from the last stage to the others.
-        Raises: LayoutError: the layout cuts sequences and the inputs are none.
+        Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
+            is sent from the last stage to the others.
+        Raises: LayoutError: the layout cuts sequences and the inputs are not sequences.
         """
         return self._step.predict(as_tensors(inputs))
 
@@ -223,7 +248,7 @@ class Run:
 
     @contextmanager
     def observed(self, events: Events) -> Iterator[None]:
-        """Returns a context in which the executor also calls the listener ``events``, after those of the strategies."""
+        """A context in which the executor also calls the listener ``events``, after those of the strategies."""
         before = self._executor.events
         self._executor.events = (*before, events)
         try:
@@ -232,9 +257,9 @@ class Run:
             self._executor.events = before
 
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
-        """Prepares a stage for rehearsed steps without the other stages: ``values`` are what it would receive.
+        """Prepares a pipeline stage for steps on the meta device, in which no other stage runs.
 
-        ``values`` holds, for each microbatch, the tensors that cross between chunks by name, on the meta device.
+        ``values`` holds, for each microbatch, the tensors that the stage would receive, by name, on the meta device.
         """
         work = self._executor.work
         if isinstance(work, PipelineStage):
@@ -245,9 +270,11 @@ class Run:
         return pieces_of(batch, num_microbatches or self.plan.layout.num_microbatches)
 
     def timeline(self, batch: Microbatch) -> Timeline:
-        """Takes one step like :meth:`step`; returns when each of this rank's pipeline stages ran which action, in s.
+        """Takes one step like :meth:`step` and returns the start and end of every action on each pipeline stage.
 
-        Time 0 is after a barrier of all stages. Traffic: the step's, that barrier, and one gather of the times.
+        Times are in seconds; time 0 is after a barrier of all stages.
+
+        Traffic: that of the step, the barrier, and one gather of the times.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -261,18 +288,22 @@ class Run:
         stages = self.axes["pp"].for_strategy("core") if "pp" in self.axes else None
         if stages is not None:
             stages.barrier()
-        start_s = perf_counter()
+        self._executor.clock = lambda: moment(self.world.device)
+        start = self._executor.clock()
         self.step(batch)
+        del self._executor.clock
         self._guard.num_waiting = 0  # a step for its times alone, unless an optimizer comes next
-        own = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
+        own = [(*s.action, *(seconds_between(start, each) for each in s[1:])) for s in self._executor.spans]
         found = [own] if stages is None else gather_json(stages, own)
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
     def explain(self, path: str) -> str:
-        """Returns as text what the layout makes of one module: role, reason, parameters, forward stack and traffic.
+        """Returns text on one module under the layout: its role and why, parameters, forward stack and traffic.
 
-        ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)". Traffic: none.
+        ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)".
+
+        Traffic: none.
         Raises: PlanError: the model has no such module.
 
         >>> import shardwright as sw
@@ -288,7 +319,7 @@ class Run:
         return explain_text(explained(self, path))
 
     def kept(self) -> Iterator[Tensor]:
-        """Yields the tensors kept between steps beside parameters and buffers: unsharded flat parameters."""
+        """Yields the unsharded flat parameters, which are in memory between steps beside parameters and buffers."""
         return (tensor for each in self._applied for tensor in each.kept())
 
     # ---- the optimizer
@@ -296,15 +327,17 @@ class Run:
     def optimizer(
         self, kind: type[torch.optim.Optimizer], parameters: Any = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """Returns a torch optimizer ``kind`` over this rank's parameters, made with ``options``.
+        """Returns an optimizer of the torch class ``kind`` over this rank's parameters, made with ``options``.
 
-        ``parameters`` may be tensors or groups of :attr:`parameters`, as torch takes them; all that train by default.
-        Or a function: ``parameters(name, shape)`` returns the options of a parameter by its name and its shape in the
-        plain model, or None to leave it out; a rank's own tensors may be slices of other shapes. If the layout offloads
-        state, all ranks must call it, and its ``step`` goes param group by param group.
+        ``parameters`` may be tensors or groups of :attr:`parameters`, as torch takes them; by default all parameters
+        that require gradients. It may also be a function: ``parameters(name, shape)`` returns the options of a
+        parameter by its name and its shape in the plain model, or None to leave the parameter out; a rank's own tensors
+        may be slices of other shapes. If the layout offloads state, all ranks must call this method, and the
+        optimizer's ``step`` goes param group by param group.
 
         Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
-            not among ``self.parameters``; groups by dims of slices; or, on every rank, no room for offloaded state.
+            not among ``self.parameters``; groups were chosen by the dims of slices; or, on every rank, offloaded state
+            does not fit.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4))
@@ -316,24 +349,32 @@ class Run:
         >>> sw.launch(work, 2, ranks="threads")[0]
         [0.1, 0.0]
         """
+        by_shape = callable(parameters)
         if callable(parameters):
             parameters = groups_of(parameters, self.parameters, self.plan)
         given = None if parameters is None else list(parameters)
         check_elementwise(kind, options, self.plan, given or ())
+        # before torch fills in what a group does not name
+        named = all(isinstance(group, dict) and "weight_decay" in group for group in given or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
         own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's need one
         optimizer = kind(own if given is None else given, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
-        check_groups(optimizer, self.parameters, self.plan)
+        if given is not None and not by_shape and self.world.device.type != "meta":
+            everyone = self._everyone.for_strategy("core")
+            check_groups(optimizer, self.parameters, self.plan, everyone, states_decay=named)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
+        if self.plan.layout.compile is not None:
+            step_uncompiled(optimizer)
         optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
 
     def changed(self) -> None:
-        """Marks unsharded and low-precision copies of the parameters as out of date, to be renewed before use.
+        """Marks unsharded and low-precision copies of parameters as out of date; the next step renews them.
 
-        All ranks call it after writing to :attr:`parameters`; optimizers from :meth:`optimizer` and loading do so.
+        All ranks call it after writing to :attr:`parameters`. Optimizers from :meth:`optimizer` and loading call it
+        themselves.
         """
         for events in self._executor.events:
             events.after_optimizer()
@@ -349,10 +390,11 @@ class Run:
     # ---- the state
 
     def state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
-        """Returns the model's parameters and persistent buffers by their plain names, as ``state_dict`` of the model.
+        """Returns the model's parameters and persistent buffers by their plain names, as a module's ``state_dict``.
 
-        With ``full`` all ranks call it, and each gets copies of the whole tensors in host memory: the plain model loads
-        them. Otherwise this rank's stored part, which is not copied. Masters of ``bf16`` and ``fp16`` stay fp32.
+        With ``full``, all ranks call it, and each gets copies of the whole tensors in host memory, which the plain
+        model can load. Without, a rank gets the parts that it stores, which are not copied. Master weights of ``bf16``
+        and ``fp16`` stay fp32.
 
         Traffic: with ``full`` each element once, in one all-gather of each tensor; else none.
 
@@ -367,9 +409,10 @@ class Run:
         return whole_state(self) if full else part_of_state(self)
 
     def wait_saves(self) -> None:
-        """Waits until what ``save(..., wait=False)`` began is complete. All ranks call it.
+        """Waits until all saves begun by ``save(..., wait=False)`` are complete. All ranks call it.
 
-        Traffic: as of ``save``. Raises: CheckpointError, on every rank: it could not be written.
+        Traffic: that of ``save``.
+        Raises: CheckpointError, on every rank: a checkpoint could not be written.
         """
         self.world.wait_pending()
 
@@ -380,7 +423,9 @@ class Run:
     ) -> dict[str, GlobalTensor]:
         """Returns copies of all parameters as global tensors, by name; all ranks call it and get every name.
 
-        By default they are on all ranks, cut along dim 0. Traffic: each element that a rank wants and does not hold.
+        By default the tensors are on all ranks and cut along dim 0.
+
+        Traffic: each element that a rank needs and does not hold.
         Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
         """
         from shardwright.parallelize import global_parameters  # loads DTensor: only when it is used
@@ -388,9 +433,11 @@ class Run:
         return global_parameters.to_global_parameters(self, placement, sbp)
 
     def load_global_parameters(self, tensors: Mapping[str, GlobalTensor]) -> None:
-        """Fills parameters from global tensors of any placement and sbp: the inverse of :meth:`global_parameters`.
+        """Sets parameters to the values of global tensors of any placement and sbp. All ranks call it.
 
-        All ranks call it. Traffic: each element that a rank stores and whose value it does not hold.
+        It is the inverse of :meth:`global_parameters`.
+
+        Traffic: each element that a rank stores and whose value it does not hold.
         Raises: PlanError: ranks are threads, or the run has no parameter of that name and shape.
         """
         from shardwright.parallelize import global_parameters

@@ -1,7 +1,7 @@
-"""One rank's steps, evaluations and predictions: what ``Run`` asks of the executor, in which order; the global mean.
+"""Runs one rank's training steps, evaluations and predictions for ``Run``, and returns the global mean loss.
 
-A step goes through the executor, which runs the schedule's actions and fires the events that strategies and gradient
-sync listen to.
+Each goes through the executor, which runs the schedule's actions and fires the events that strategies and gradient sync
+listen to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
 
 
 class TrainStep:
-    """Runs a rank's part of a batch through the executor: with a backward and gradient sync, or forward alone.
+    """Runs this rank's part of a batch through the executor: a training step, an evaluation or a prediction.
 
     ``loss_scale`` is the fp16 loss scale; None in other precisions.
     """
@@ -59,10 +59,11 @@ class TrainStep:
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
 
-    def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, float]:
-        """Takes step ``number``: returns the global mean loss and its number of targets, and leaves its gradients.
+    def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
+        """Runs step ``number``, which leaves gradients; returns the global mean loss and the global number of targets.
 
-        ``update`` is stepped here only on the param groups that are updated during the backward.
+        ``update`` is an optimizer that is stepped here only on offloaded param groups which are updated during the
+        backward.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
@@ -89,6 +90,8 @@ class TrainStep:
             for events in self._executor.events:
                 events.before_sync()
         mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()
+        if self.offload is not None and not divisor.is_meta:
+            divisor = divisor.to("cpu", non_blocking=True)  # it comes with the gradients, for which after_sync waits
         self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
@@ -127,41 +130,38 @@ class TrainStep:
         return join_output(output, num_rows(inputs), self.plan, self.axes, self._shard)
 
     def _begin(self, num_tokens: int) -> None:
-        """Resets the strategies, which may hold leftovers of a failed step, and sets the tokens of each sample."""
+        """Resets the strategies, in case a step has failed, and sets the number of tokens of each sample."""
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)
 
     def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Runs the forwards of all microbatches, in the schedule's order if it has as many."""
+        """Runs the forwards of all microbatches, in the schedule's order if their number is the schedule's."""
         schedule = self._schedule(len(pieces))
         same = schedule.num_microbatches == len(pieces)
         forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
         self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
 
     def _mean(self, sums: Sequence[Tensor]) -> Mean:
-        """Returns the mean loss over all ranks, given this rank's (sum, count) of each microbatch."""
+        """Returns the mean loss over all ranks, its divisor and the number of targets, from this rank's sums."""
         device = self._everyone.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
         if self.plan.loss_axes:
             joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
             total = self.axes[joined].for_strategy("loss").all_reduce(total)
-        if total.is_meta:  # a rehearsal has no values
-            return total[0], 1.0, 1.0
-        num_targets = float(total[1])
-        return *mean_of(total[0], num_targets), num_targets
+        return *mean_of(total[0], total[1]), total[1]
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
 
 
 def inputs_in(inputs: Any, plan: Plan) -> Any:
-    """Returns a batch's inputs in the compute dtype of the layout."""
+    """Returns a batch's inputs with floating-point tensors in the layout's compute dtype."""
     return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, plan), inputs)
 
 
 def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
-    """Splits this rank's part of a batch into microbatches; some may be empty."""
+    """Returns this rank's part of a batch split into ``num_microbatches`` microbatches; some may be empty."""
     found, first = [], batch.samples.start
     for samples in microbatch_samples(batch.samples, num_microbatches):
         start, stop = samples.start - first, samples.stop - first
@@ -171,9 +171,12 @@ def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
 
 
 def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
-    """Returns the whole output of ``num_samples`` samples. Traffic: one all-gather over each axis that cuts it."""
+    """Returns the whole output for ``num_samples`` samples, on every rank, all-gathered from this rank's shard.
+
+    Traffic: one all-gather over each axis that cuts the output.
+    """
     joined: list[str] = []
-    for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
+    for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbors
         output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))
         joined.append(cut.axis)
     if plan.token_axes:
@@ -183,7 +186,7 @@ def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Ax
 
 
 def _output_sizes(plan: Plan, shard: BatchShard, axis: str, joined: Sequence[str]) -> list[int]:
-    """Returns the size of the output's sharded dim on each index of ``axis``, once ``joined`` are gathered."""
+    """Returns the size of the output's sharded dim on each rank along ``axis``, after all-gathers over ``joined``."""
 
     def held(index: int) -> int:
         coords = ({**shard.coord, axis: index, **other} for other in plan.mesh.coords(joined))

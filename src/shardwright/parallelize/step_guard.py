@@ -1,8 +1,9 @@
-"""Refuses optimizers and clipping by torch's own means that would train nothing, or each rank differently.
+"""Raises errors for uses of torch's optimizers and clipping that would train nothing, or train ranks differently.
 
-torch calls the hooks of this file before and after each step of every optimizer, so that one made by hand is seen too.
-``clip_grad_norm_`` has no such hook; the function that it scales gradients with is replaced by one that looks first.
-A guard is asked in the thread that made its run, since ranks may be threads.
+torch calls the hooks of this file before and after each step of every optimizer, including those not made by
+``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
+``clip_grads_with_norm_``, is replaced by one that checks first. A guard is called only in the thread that made its
+run, since ranks may be threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import wraps
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +21,32 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright.errors import PlanError
+from shardwright.parallelize.optimizer_groups import check_groups
 from shardwright.plan.plan import Plan
 
 _OF_THREAD = threading.local()
 
 
 class StepGuard:
-    """Looks at each optimizer's step beside one run, and at each ``clip_grad_norm_``.
+    """Checks each optimizer's step and each ``clip_grad_norm_`` of torch against the state of one run.
 
-    ``parameters`` are what the run's optimizer steps. ``others`` look like them and are read by no step: the plain
-    model's parameters, and the model's own where a strategy stores another form of them. ``num_waiting`` counts the
-    steps whose gradients no optimizer has used yet, ``num_updates`` the optimizers' steps.
+    ``parameters`` are the tensors that the run's optimizer steps. ``others`` are tensors that a user may confuse with
+    them and that no step reads: the plain model's parameters, and the model's own if a strategy stores another form of
+    them. Where ranks ``are_compared``, learning rates are noted at every update. ``num_waiting`` counts the steps whose
+    gradients no optimizer has used yet, and ``num_updates`` the optimizers' steps.
     """
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) -> None:
-        self.plan, self.parameters = plan, parameters
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor], *, are_compared: bool
+    ) -> None:
+        self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = 0
+        self._past_rates = self._past_samples = 0  # digests: what differed between two comparisons of the ranks counts
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
+        # gradients of a backward before the run, as of a first try of the model
+        self._stale = {key: _mark(p.grad) for key, other in self._others.items() if (p := other()) is not None}
         cut = (name for name, state in plan.state.items() if state.gradient.axes)
         self._cut = next(cut, "")
         if not hasattr(_OF_THREAD, "guards"):
@@ -45,12 +54,12 @@ class StepGuard:
         _OF_THREAD.guards.add(self)
 
     def before_step(self) -> None:
-        """Notes that a step begins: gradients that were cleared since the last one wait for no optimizer."""
+        """Called before each step: resets ``num_waiting`` if the gradients were cleared since the last step."""
         if all(parameter.grad is None for parameter in self.parameters.values()):
             self.num_waiting = 0
 
     def after_step(self) -> None:
-        """Notes that a step has left gradients for an optimizer."""
+        """Called after each step: counts it as one whose gradients wait for an optimizer."""
         self.num_waiting += any(parameter.grad is not None for parameter in self.parameters.values())
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,6 +73,8 @@ class StepGuard:
                 allowed="the tensors of run.parameters, which hold what this rank stores",
                 fix=f"write {line}, or torch.optim.{kind}(run.parameters.values(), lr=...)",
             )
+        if optimizer not in self._optimizers and any(id(tensor) in self._own for tensor in tensors):
+            check_groups(optimizer, self.parameters, self.plan)
         if self.num_waiting > 1 and any(id(tensor) in self._own for tensor in tensors):
             raise PlanError(
                 f"{kind}.step() would lose the gradients of {self.num_waiting - 1} of {self.num_waiting} steps",
@@ -74,24 +85,32 @@ class StepGuard:
             )
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that an optimizer has used the gradients."""
+        """Called after an optimizer's step: counts the update, if the optimizer steps the run's parameters."""
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
             self.num_updates += 1
             self._optimizers.add(optimizer)
+            if self.are_compared:
+                self._past_rates = crc32(_rates_of(optimizer).encode(), self._past_rates)
+
+    def count_samples(self, num_samples: int | None) -> str:
+        """Counts a step of so many samples of the global batch; returns a digest of all numbers until then, as text."""
+        self._past_samples = crc32(f"{num_samples} ".encode(), self._past_samples)
+        return f"numbers of digest {self._past_samples:08x}"
 
     def updates(self) -> dict[str, str]:
-        """Returns how many updates there were, and the learning rates of the optimizers, as text to compare."""
-        rates = sorted(str([float(group.get("lr", 0)) for group in each.param_groups]) for each in self._optimizers)
-        return {"number of updates": str(self.num_updates), "learning rates": " ".join(rates)}
+        """Returns the number of updates and the optimizers' learning rates as text; ranks must agree on it."""
+        rates = " ".join(sorted(map(_rates_of, self._optimizers)))
+        past = f"rates of digest {self._past_rates:08x}"
+        return {"number of updates": str(self.num_updates), "learning rates": rates, "rates of all updates": past}
 
     def before_clipping(self, tensors: Iterable[Tensor]) -> None:
-        """Raises PlanError if torch's clipping sees a rank's part of the gradients only, or none of them."""
+        """Raises PlanError if torch's clipping is given only this rank's shard of the gradients, or none of them."""
         tensors = list(tensors)
         partly = bool(self._cut) and any(id(tensor) in self._own for tensor in tensors)
         if partly or (self.num_waiting and self._holds_others(tensors)):
             raise PlanError(
-                "clip_grad_norm_ of torch would scale each rank's gradients by another number",
+                "clipping by torch would scale each rank's gradients by another number",
                 given=f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'"
                 if partly
                 else f"tensors without gradients under {self.plan.layout}, which are not run.parameters",
@@ -100,16 +119,27 @@ class StepGuard:
             )
 
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether some of these tensors are of no use to the run, and none but its own has a gradient."""
+        """Returns whether some of these tensors are of no use to the run, and none but the run's has a gradient."""
         found = False
         for tensor in tensors:
             if id(tensor) in self._own:
                 continue
-            if tensor.grad is not None:
+            if tensor.grad is not None and _mark(tensor.grad) != self._stale.get(id(tensor)):
                 return False  # trained by other code
             other = self._others.get(id(tensor))
             found = found or (other is not None and other() is tensor)
         return found
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Returns a gradient's identity and version, which differ if it is replaced or written to; None without one."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the learning rates as text; one that is a tensor is not read, which would wait for its device."""
+    rates = (group.get("lr", 0) for group in optimizer.param_groups)
+    return str(["a tensor" if isinstance(rate, Tensor) else float(rate) for rate in rates])
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -141,6 +171,9 @@ def _look_before_clipping() -> None:
         scale(tensors, *args, **named)
 
     clip_grad._clip_grads_with_norm_ = scale_with_look
+    # the public name of the same function, for clipping in two parts: get_total_norm, then clip_grads_with_norm_
+    clip_grad.clip_grads_with_norm_ = scale_with_look  # type: ignore[attr-defined]
+    nn.utils.clip_grads_with_norm_ = scale_with_look
 
 
 register_optimizer_step_pre_hook(_before_update)

@@ -1,16 +1,20 @@
-"""The state of a run's model under the plain names, for ``Run.state_dict``: whole, or this rank's part."""
+"""Collects a run's ``state_dict`` under the plain model's names: every tensor whole, or this rank's shards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
+from shardwright.plan.plan import Plan
 from shardwright.sharding.box import read
 from shardwright.sharding.tensor_layout import TensorLayout
 
@@ -18,8 +22,39 @@ if TYPE_CHECKING:
     from shardwright.parallelize.run import Run
 
 
+def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Makes ``load_state_dict`` of a run's model raise PlanError where the next update would undo it.
+
+    That is so where ``parameters``, which the optimizer updates, are others than the model's: master weights, or the
+    shards of ZeRO.
+    """
+    others = {
+        name
+        for name, p in parameters.items()
+        if name in plan.state
+        and (p.dtype != plan.compute_dtypes[name] or plan.state[name].parameter != plan.compute[name])
+    }
+    for module in {module for _, module, _, name in owners(model) if name in others}:
+        module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module)))
+
+
+def _refuse_load(own: int, module: nn.Module, *_: Any) -> None:
+    if id(module) != own:  # a copy, such as averages of the parameters, takes its hooks along
+        return
+    raise PlanError(
+        "load_state_dict() of the run's model would be undone by the next update",
+        given=f"{type(module).__name__}, whose parameters are copies of master weights, or gathered from shards",
+        allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
+        fix="load into the plain model before parallelize, or sw.load(folder, run), or write to run.parameters[name] "
+        "and call run.changed()",
+    )
+
+
 def part_of_state(run: Run) -> dict[str, Tensor]:
-    """Returns the parameters that this rank stores and its buffers, tied ones under each name, as ``state_dict``."""
+    """Returns a ``state_dict`` of the parameter shards that this rank stores, and its persistent buffers.
+
+    A tied parameter is under each of its names.
+    """
     found: dict[str, Tensor] = {}
     for path, _, own, name in owners(run.model):
         if name in run.parameters:
@@ -34,7 +69,7 @@ def part_of_state(run: Run) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole_state(run: Run) -> dict[str, Tensor]:
-    """Returns every parameter and buffer whole, on every rank and in host memory, as the plain ``state_dict``."""
+    """Returns a ``state_dict`` of whole parameters and persistent buffers, on every rank, in host memory."""
     everyone = run.axes["world"].for_strategy("state")
     held = part_of_state(run)
     parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model)}
@@ -60,7 +95,7 @@ def whole_state(run: Run) -> dict[str, Tensor]:
 
 
 def _gathered(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
-    """All-gathers the pieces that each rank owns; of a tensor that all holders have whole, ``first`` owns it all."""
+    """Returns the whole tensor, all-gathered from the pieces that each rank owns; ``first`` owns an uncut tensor."""
     coords = [mesh.coord(rank) for rank in everyone.ranks]
     if layout.axes:
         owned = [layout.owned(coord, mesh) for coord in coords]

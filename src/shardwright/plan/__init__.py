@@ -1,4 +1,4 @@
-"""The plan (how each tensor and layer of a model is sharded under a layout), refined by strategies; and its parts.
+"""The plan: how each tensor and layer of a model is sharded under a layout. Strategies refine it in turn.
 
-Everything here is pure and equal on every rank: a ``LayoutError`` comes before the first message.
+Everything here is pure and equal on every rank, so a ``LayoutError`` is raised before the first message is sent.
 """

@@ -1,9 +1,9 @@
-"""Which part of a global batch a rank has: which samples (dim 0) and, where sequences are cut, which tokens (dim 1).
+"""Finds which part of a global batch a rank has: its samples (dim 0) and, if sequences are cut, its tokens (dim 1).
 
 A batch is cut over the axes that cut the model's inputs, then into microbatches. The *rows* of an activation are its
-samples, or its tokens where the axes of a tensor-parallel mode cut sequences: then every rank of these axes has the
-same samples and some tokens of each. A layer may gather rows over an axis, or cut them further. ``RowMoves`` lists what
-was done since the model's input, oldest first::
+samples, or its tokens if the axes of a tensor-parallel mode cut sequences; in that case all ranks of these axes have
+the same samples, and each has some of the tokens. A layer may gather rows over an axis, or cut them further.
+``RowMoves`` lists these gathers and cuts since the model's input, oldest first::
 
     ()                                   this rank's own rows of the microbatch
     (("gather", "row"),)                 those of every member of its row axis, one after the other
@@ -34,7 +34,11 @@ RowMoves = tuple[tuple[Literal["gather", "cut"], str], ...]
 
 
 def rows_after(moves: RowMoves, what: Literal["gather", "cut"], axes: Sequence[str]) -> RowMoves:
-    """Returns ``moves`` plus gathers or cuts of samples or tokens over ``axes``; one that undoes the last drops it."""
+    """Returns ``moves`` with a gather or cut of rows over each of ``axes`` appended.
+
+    Rows are samples, or tokens if sequences are cut; ``what`` is "gather" or "cut". A move that undoes the last one
+    removes it instead.
+    """
     undone: Literal["gather", "cut"] = "cut" if what == "gather" else "gather"
     for axis in axes:
         moves = moves[:-1] if moves and moves[-1] == (undone, axis) else (*moves, (what, axis))
@@ -42,7 +46,9 @@ def rows_after(moves: RowMoves, what: Literal["gather", "cut"], axes: Sequence[s
 
 
 def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> range:
-    """Returns the range of a dim of ``size`` that the rank at ``coord`` holds: nested balanced cuts over ``axes``.
+    """Returns the range of a dim of ``size`` elements that the rank at ``coord`` holds if ``axes`` cut the dim.
+
+    The axes cut one after the other, slowest first, each as evenly as possible.
 
     >>> local_range(Mesh(dp=2, tp=3), {"dp"}, {"dp": 1}, 5)
     range(3, 5)
@@ -56,7 +62,7 @@ def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> r
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields ranges (start, stop) of consecutive integers, in the order of ``places``.
+    """Yields each run of consecutive integers in ``places`` as a pair (start, stop), in order.
 
     >>> list(runs([4, 5, 6, 0, 1]))
     [(4, 7), (0, 2)]
@@ -69,13 +75,16 @@ def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ...]:
-    """Cuts a rank's samples into microbatches, as even as can be; some may be empty."""
+    """Splits a rank's samples into microbatches that are as even as possible; some may be empty."""
     cuts = balanced(len(samples), num_microbatches)
     return tuple(samples[a:b] for a, b in pairwise(cuts))
 
 
 def is_sequence(tensor: Tensor) -> bool:
-    """Whether dim 1 of a model's input can be tokens: integers, one for each token, or numbers, several for each.
+    """Returns whether dim 1 of a model's input can be tokens.
+
+    It can in a tensor of integers (samples, tokens, ...) and in a floating-point tensor (samples, tokens, features,
+    ...).
 
     >>> is_sequence(torch.zeros(2, 9, dtype=torch.int64)), is_sequence(torch.zeros(2, 9))
     (True, False)
@@ -84,9 +93,9 @@ def is_sequence(tensor: Tensor) -> bool:
 
 
 def num_tokens_of(inputs: Any, targets: Any = None) -> int:
-    """Returns how many tokens each sample has: the size of dim 1, which must be the same in every tensor.
+    """Returns the number of tokens in each sample: the size of dim 1, which must be the same in every tensor.
 
-    Raises: LayoutError: inputs without tokens, or tensors that differ.
+    Raises: LayoutError: an input has no dim of tokens, or tensors differ in its size.
 
     >>> num_tokens_of(torch.zeros(2, 9, 4), torch.zeros(2, 9, dtype=torch.int64))
     9
@@ -105,9 +114,11 @@ def num_tokens_of(inputs: Any, targets: Any = None) -> int:
 
 
 class BatchShard:
-    """Which samples and tokens of a global batch each rank has, for the microbatch that the executor sets.
+    """The samples and tokens of the current microbatch on each rank: the counterpart of a DistributedSampler's indices.
 
-    Cuts are balanced and equal on every rank, so it computes the part of any rank, by default of its own ``coord``.
+    Cuts are balanced and the same on every rank, so the part of any rank can be computed, by default that of this
+    rank's own ``coord``. The arguments called ``moves`` are the gathers and cuts of rows since the model's input
+    (``RowMoves``).
 
     >>> shard = BatchShard(Mesh(row=2, col=2), ("row",), {"row": 0, "col": 1})
     >>> shard.set_microbatch(num_global=5)
@@ -140,22 +151,25 @@ class BatchShard:
     # ---- the current microbatch
 
     def set_microbatch(self, num_global: int, number: int = 0, num_microbatches: int = 1) -> None:
-        """Makes microbatch ``number`` of a batch of ``num_global`` samples the one that all methods answer for."""
+        """Makes microbatch ``number`` of a global batch of ``num_global`` samples the current one.
+
+        All other methods then answer for it.
+        """
         current = (num_global, number, num_microbatches)
         if (self._num_global, self._number, self._count) != current:
             (self._num_global, self._number, self._count), self._found_samples = current, {}
 
     def set_uncut(self, num_samples: int) -> None:
-        """Makes a batch that every rank holds whole (as in ``Run.predict``) the one that all methods answer for."""
+        """Makes a batch of which every rank holds all samples, as in ``Run.predict``, the current one."""
         self._num_global, self._count, self._found_samples = None, num_samples, {}
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """Sets the number of tokens in each whole sample of the current batch, over all ranks."""
+        """Sets the number of tokens in each sample of the current batch, counted over all ranks."""
         if num_tokens != self.num_tokens:
             self.num_tokens, self._found_tokens = num_tokens, {}
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the microbatch that is current now."""
+        """Returns a function that makes this microbatch the current one again, such as for a recomputation."""
         state = dict(vars(self))
         return lambda: vars(self).update(state)
 
@@ -166,7 +180,7 @@ class BatchShard:
         return local_range(self.mesh, self.axes, self.coord, num_global)
 
     def check_num_tokens(self, num_tokens: int) -> None:
-        """Raises PlanError unless a sequence of ``num_tokens`` has at least one token for every rank."""
+        """Raises PlanError if a sequence of ``num_tokens`` is too short to give every rank at least one token."""
         cuts = [axis for axis in self.mesh.axes if axis in self.token_axes]
         parts = prod(self.mesh[axis] for axis in cuts)
         if num_tokens < parts:
@@ -178,14 +192,19 @@ class BatchShard:
             )
 
     def cut_tokens(self, tree: Any, num_tokens: int) -> Any:
-        """Returns this rank's tokens of every tensor of a batch, as views; all tokens where no axis cuts sequences."""
+        """Returns a batch's tensors with this rank's tokens only, as views; unchanged if no axis cuts sequences.
+
+        ``num_tokens`` is the number of tokens in a whole sample.
+        """
         if not self.token_axes:
             return tree
         held = local_range(self.mesh, self.token_axes, self.coord, num_tokens)
         return tree_map_only(Tensor, lambda tensor: tensor[:, held.start : held.stop], tree)
 
     def cut(self, x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
-        """Returns this rank's samples or tokens of a tensor that every rank holds, differentiably: undoes ``join``.
+        """Returns this rank's rows (samples or tokens) of a tensor that every rank holds whole. It is differentiable.
+
+        ``axes`` gives each mesh axis by name. :meth:`join` is the inverse.
 
         Traffic: backward, one all-gather over each axis that cuts rows.
         """
@@ -195,9 +214,11 @@ class BatchShard:
         return x
 
     def join(self, x: Tensor, axes: Mapping[str, Axis], moves: RowMoves = ()) -> Tensor:
-        """All-gathers, differentiably, samples or tokens in the batch's order; ``moves``: gathers and cuts so far.
+        """All-gathers the rows (samples or tokens) of a tensor in the batch's order. It is differentiable.
 
-        Traffic: one all-gather over each axis that cuts rows, but for those that ``moves`` has gathered over.
+        ``axes`` gives each mesh axis by name. ``moves`` are the gathers and cuts that led to ``x``.
+
+        Traffic: one all-gather over each axis that cuts rows and over which ``moves`` has not gathered yet.
         """
         for name in reversed(self._row_axes):
             if ("gather", name) not in moves:
@@ -211,36 +232,52 @@ class BatchShard:
     # ---- which rows a rank has
 
     def samples(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the global-batch indices of samples that the rank ``at`` (default: this) holds after ``moves``."""
+        """Returns the indices in the global batch of the samples that a rank holds after ``moves``.
+
+        The rank is the one at coord ``at``, by default this one.
+        """
         return self._held(() if self.token_axes else moves, self.coord if at is None else at, tokens=False)
 
     def tokens(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the sequence positions of the tokens that the rank ``at`` (default: this) holds after ``moves``."""
+        """Returns the positions in the sequence of the tokens that a rank holds after ``moves``.
+
+        The rank is the one at coord ``at``, by default this one.
+        """
         return self._held(moves, self.coord if at is None else at, tokens=True)
 
     def span(self, moves: RowMoves) -> range:
-        """Returns the sequence positions of this rank's tokens as a range: attention needs them to be consecutive."""
+        """Returns the positions of this rank's tokens after ``moves`` as a range, for attention.
+
+        Attention needs consecutive tokens in their order.
+        """
         places = self.tokens(moves)
         span = range(places[0], places[-1] + 1) if places else range(0)
         assert len(span) == len(places), "attention needs consecutive tokens, in their order"
         return span
 
     def sizes(self, moves: RowMoves, axis: str) -> tuple[int, ...]:
-        """Returns how many samples (tokens, where sequences are cut) each rank along ``axis`` holds after ``moves``."""
+        """Returns how many rows each rank along ``axis`` holds after ``moves``.
+
+        Rows are samples, or tokens if sequences are cut. The ranks differ from this one only along ``axis``.
+        """
         members = ({**self.coord, axis: i} for i in range(self.mesh[axis]))
         return tuple(len(self._held(moves, at, tokens=self.dim == 1)) for at in members)
 
     def counts(self, axes: Collection[str]) -> tuple[int, ...]:
-        """Returns how many input samples or tokens each rank holds whose coord is this one's except on ``axes``."""
+        """Returns the number of rows of the model's input on each rank along ``axes``, in order of their indices.
+
+        Rows are samples, or tokens if sequences are cut. The ranks differ from this one only along ``axes``.
+        """
         members = ({**self.coord, **at} for at in self.mesh.coords(axes))
         return tuple(len(self._held((), at, tokens=self.dim == 1)) for at in members)
 
     def slices(self, moves: RowMoves, dims: Sequence[int], shape: Sequence[int]) -> tuple[DimSlice, ...]:
-        """Returns which tokens, in ``dims`` of a tensor, this rank holds: dropout keys its random numbers by them.
+        """Returns which tokens this rank holds in a tensor of ``shape``; dropout keys its random numbers by them.
 
-        The first of ``dims`` has this rank's tokens; the others, as in attention weights, start at the first token.
+        ``dims`` are the dims of tokens. The first has this rank's tokens after ``moves``; the others, as in attention
+        weights, start at the sequence's first token.
 
-        Raises: PlanError: the tensor has another number of tokens there.
+        Raises: PlanError: the tensor has another number of tokens in the first of ``dims``.
         """
         places = self.tokens(moves)
         first, *others = dims
@@ -255,7 +292,7 @@ class BatchShard:
         return (*held, *(DimSlice(dim, self.num_tokens, ((0, shape[dim]),)) for dim in others))
 
     def _held(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
-        """Returns the places of samples or tokens at a coord after ``moves``, found once."""
+        """Returns the indices of samples or tokens at a coord after ``moves``, computed once."""
         found = self._found_tokens if tokens else self._found_samples
         key = (moves, tuple(at.get(axis, 0) for axis in self.mesh.axes))
         if key not in found:

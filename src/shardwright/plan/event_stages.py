@@ -1,4 +1,4 @@
-"""``EventStages``: a model whose recorded forward is cut into pipeline chunks, as the pipeline's ``place`` plans it."""
+"""``EventStages``: a model cut into pipeline chunks by the events (module calls) of a recorded forward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import Draw, record_events
 
 UNEVEN = 1.25
-"""A stage with more than this times its share of the work or of the parameters is named in ``show``."""
+"""The unevenness from which on ``show`` names a stage: its work or parameters over those of an even stage."""
 
 
 @dataclass(frozen=True)
 class EventStages:
-    """The plain model on the meta device, its events cut into pipeline chunks, and each chunk's forward cost.
+    """A model whose recorded forward is cut into pipeline chunks, with the forward cost of each chunk.
 
-    ``units`` are the modules whose calls are one event each, ``opened`` those that they are called by.
+    ``model`` is the plain model on the meta device. ``units`` are the modules whose calls are one recorded event each,
+    and ``opened`` are the modules whose own code calls the units.
     """
 
     model: nn.Module
@@ -29,20 +30,24 @@ class EventStages:
     units: frozenset[str]
     opened: tuple[str, ...] = ()
 
+    def called(self) -> frozenset[str]:
+        """Returns the names of all modules whose calls are recorded events, which the stages call."""
+        return self.units
+
     @property
     def num_chunks(self) -> int:
         """The number of pipeline chunks that the model is cut into."""
         return self.chunked.num_chunks
 
     def costliest(self, chunks: Collection[int]) -> str:
-        """Returns the call in these chunks that costs most, with its share of all work."""
+        """Returns text that names the most expensive call in ``chunks`` and its share of all work."""
         record, total = self.chunked.record, sum(cost.work for cost in self.costs) or 1.0
         mine = [event for event, chunk in zip(record.events, self.chunked.chunk_of, strict=False) if chunk in chunks]
         most = max(mine, key=lambda event: event.cost.work)
         return f"{most} is {most.cost.work / total:.0%} of the work"
 
     def heaviest(self, chunks: Collection[int]) -> str:
-        """Returns the call in these chunks whose module holds most parameters, with its share of all of them."""
+        """Returns text that names the module called in ``chunks`` with the most parameters, and its share of all."""
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         called = {module for chunk in chunks for module in self.chunked.calls_of(chunk)}
         held = {module: sum(sizes.get(name, 0) for name in self.chunked.names.get(module, ())) for module in called}
@@ -50,9 +55,10 @@ class EventStages:
         return f"'{most}' holds {held[most] / (sum(sizes.values()) or 1):.0%} of the parameters"
 
     def with_inputs(self, inputs: Any, draw: Draw | None = None) -> EventsChunked:
-        """Returns the forward of other inputs, cut at the same calls, or at the next ones where it does not make them.
+        """Records the forward again with other inputs and returns it, cut into chunks at the same module calls.
 
-        ``draw`` gives the random numbers by which code skips calls, as in :func:`record_events`.
+        A chunk whose first call is skipped begins at the next call. ``draw`` gives the random numbers by which the code
+        skips calls, as in :func:`record_events`.
         """
         record = record_events(self.model, inputs, self.units, draw)
         return EventsChunked(record, self.chunked.starts, self.chunked.names, self.chunked)

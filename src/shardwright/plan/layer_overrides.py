@@ -1,4 +1,4 @@
-"""Layer overrides: roles that the user gives to single layers, by patterns of names, in place of the analysis's choice.
+"""Layer overrides: tensor-parallel roles that the user gives to layers by name, which override the analysis.
 
 ::
 
@@ -37,7 +37,7 @@ ROLES = ("column", "row", "copied")
 
 
 class Override(NamedTuple):
-    """The role that the user gave to one module, and by which pattern."""
+    """The role that the user gave to one module, and the name pattern by which the module was matched."""
 
     role: str
     pattern: str
@@ -51,7 +51,8 @@ class Overrides:
     """The tensor-parallel role (column-parallel, row-parallel, copied) that the user gave to each module, by name.
 
     ``chains`` are the column- and row-parallel pairs that these roles make. ``copied`` includes the children of copied
-    modules. ``still`` are row-parallel layers of pairs whose output has its samples not in dim 0: it stays whole.
+    modules. ``still`` names the row-parallel layers in torch's transformer layers whose samples are not in dim 0; their
+    output is not cut along the samples.
     """
 
     by_module: Mapping[str, Override]
@@ -61,9 +62,9 @@ class Overrides:
 
     @staticmethod
     def of(model: nn.Module, roles: Mapping[str, str]) -> Overrides:
-        """Returns the overrides that ``roles``, the user's table of name patterns and roles, gives a model's modules.
+        """Returns the overrides for a model from ``roles``, the user's table of name patterns and roles.
 
-        Raises: LayoutError: an unknown role, a pattern that matches nothing, or layers that make no pair.
+        Raises: LayoutError: a role is unknown, a pattern matches no module, or column and row layers make no pair.
         """
         by_module = _matched(model, roles)
         copied = {}
@@ -77,7 +78,11 @@ class Overrides:
         return Overrides(by_module, copied, tuple(_pairs(model, by_module)), still)
 
     def all_chains(self, model: nn.Module) -> Iterator[LayerChain]:
-        """Yields disjoint pairs of column- and row-parallel layers: the user's, known modules', those traced."""
+        """Yields the pairs of column- and row-parallel layers in a model; no layer is in two of them.
+
+        The user's pairs come first, then those of known modules such as torch's transformer layers, then those found by
+        tracing.
+        """
         traced = find_chains(model)
         allowed_callers = {layer: home for chain in traced for layer, home in chain_callers(model, chain).items()}
         elsewhere = called_elsewhere(model, allowed_callers)
@@ -101,9 +106,11 @@ class Overrides:
         return {name for path, _, _, name in owners(model) if path in self.copied}
 
     def explained(self, plan: Plan, strategy: str) -> Plan:
-        """Returns the plan with the user's overrides added to the reason for each layer's role, as ``show`` prints it.
+        """Returns the plan in which the reasons for roles, as ``show`` prints them, mention the user's overrides.
 
-        Raises: LayoutError: the strategy did not shard a pair of the user's.
+        ``strategy`` is the name of the strategy that made the plan.
+
+        Raises: LayoutError: the strategy did not shard a pair that the user asked for.
         """
         for chain in self.chains:
             for layer in (*chain.columns, chain.row):
@@ -131,7 +138,7 @@ def overrides_of(job: Job) -> Overrides:
 
 
 def _matched(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Override]:
-    """Returns the overrides by module name, as the patterns match; checks roles and patterns."""
+    """Returns the overrides by module name, from the user's patterns; raises LayoutError for unknown roles or names."""
     names = [name for name, _ in model.named_modules() if name]
     by_module: dict[str, Override] = {}
     if not isinstance(roles, Mapping):

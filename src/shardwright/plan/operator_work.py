@@ -1,8 +1,8 @@
-"""Which of a forward's floating-point operations are divided because a plan cuts weights.
+"""Counts a forward's floating-point operations, and finds the mesh axes that divide each operator's work.
 
-A product with a weight is divided over the axes that cut the weight. What has no weight among its operands, as the
-scores of attention, is divided over the axes that cut one of its dims: a dim that goes together with a cut dim of some
-weight (``analysis/run_axes.py``), as the heads of queries and keys do.
+The product of an activation and a weight is divided over the axes that cut the weight. An operator without a weight
+among its operands, such as attention scores, is divided over the axes that cut one of its dims: a dim that must be cut
+together with a cut dim of some weight (``analysis/run_axes.py``), such as the heads of queries and keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from shardwright.plan.plan import OperatorWork, Plan
 
 
 def operator_work(plan: Plan, recording: Recording, axes: RunAxes) -> tuple[OperatorWork, ...]:
-    """Returns the operations of each product, convolution and attention, with the axes whose cut weights divide them.
+    """Returns the FLOPs of each matrix product, convolution and attention of a forward, with the axes that divide them.
+
+    ``recording`` is a recorded forward of the model, and ``axes`` relates the dims of its tensors.
 
     >>> import torch
     >>> from torch import nn

@@ -1,4 +1,4 @@
-"""``StrategyOption``: an option that a strategy declares in its file, with the spellings that the tests try."""
+"""``StrategyOption``: an option of a strategy in a layout line, with its description and examples for tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StrategyOption:
-    """An option of a strategy, written ``/name`` or ``/name:value`` behind an axis in a layout line.
+    """An option of a strategy, written ``/name`` or ``/name:value`` after an axis in a layout line.
 
     Args:
-        text: what the option does; shows a value if it takes one.
-        examples: spellings for tests, with values and other options; by default the name alone. ``()`` if tests must
-            supply what the file cannot know, as a path.
-        pins: further values for tests, which need the sizes of a grid written out.
-        sizes: further sizes behind which tests write it: "2x2".
-        of_one_model: whether each example names the parts of one model and fits no other.
+        text: what the option does; it names a value if the option takes one.
+        examples: spellings that tests try, with values and other options; by default the name alone. ``()`` if tests
+            must supply the value, such as a path.
+        pins: further values that tests try; these need the sizes of a grid written out.
+        sizes: further axis sizes, such as "2x2", after which tests write the option.
+        of_one_model: whether each example names parts of one test model and so fits no other model.
     """
 
     text: str
@@ -25,5 +25,5 @@ class StrategyOption:
     of_one_model: bool = False
 
     def written(self, name: str) -> tuple[str, ...]:
-        """Returns the spellings of the option ``name`` that tests try in layout lines."""
+        """Returns the spellings of the option called ``name`` that tests try in layout lines."""
         return (name,) if self.examples is None else self.examples

@@ -1,4 +1,4 @@
-"""Splits a model's parameters into param groups, which are unsharded, reduced and updated as one."""
+"""Splits a model's parameters into param groups, whose parameters are unsharded, reduced and updated together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 class ParamGroup(NamedTuple):
-    """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one.
+    """A block of the model with the names of its parameters, which are unsharded, reduced and updated together.
 
-    ``num_gathers``: how often ZeRO-3 unshards it in a forward. ``is_held``: it stays unsharded until the forward or
-    backward ends, as it is used again after other groups. ``is_selected``: which of its parameters a forward uses
-    depends on the samples, as the experts of a mixture.
+    ``num_gathers`` is how often ZeRO-3 unshards the group in a forward. ``is_held`` says that it stays unsharded until
+    the forward or backward ends, because it is used again after other groups. ``is_selected`` says that the samples
+    decide which of its parameters a forward uses, as for the experts of a mixture.
     """
 
     name: str
@@ -25,14 +25,14 @@ class ParamGroup(NamedTuple):
 
 
 LISTS = (nn.Sequential, nn.ModuleList)
-"""The containers whose entries are blocks."""
+"""The container classes whose entries are blocks: param groups, checkpointing and ``compile`` treat these as units."""
 
 
 def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[ParamGroup, ...]:
-    """Returns the model's parameters in groups of whole blocks, each of at least ``least_bytes``, in forward order.
+    """Returns the model's parameters as groups of whole blocks, each of at least ``least_bytes``, in forward order.
 
-    A block is an entry of a list or sequence of modules, at any depth. Small neighbours are joined, for messages of a
-    useful size. A tied parameter belongs to the first block that uses it.
+    A block is an entry of an ``nn.Sequential`` or ``nn.ModuleList``, at any depth. Small blocks are joined with their
+    neighbors, so that messages have a useful size. A tied parameter belongs to the first block that uses it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     home: dict[str, int] = {}  # the number of each parameter's group
@@ -49,7 +49,7 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
             modules.append([])
             num_bytes = 0
     last = len(modules) - 1
-    if last > 0 and num_bytes < least_bytes:  # the rest is small: it joins its neighbour
+    if last > 0 and num_bytes < least_bytes:  # the rest is small: it joins its neighbor
         tail = modules.pop()
         modules[-1] += tail
         home = {name: min(number, last - 1) for name, number in home.items()}
@@ -61,9 +61,9 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
 
 
 def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[tuple[str, nn.Module, bool]]:
-    """Yields the blocks in order, and the modules beside and around them, each with whether its children belong to it.
+    """Yields the blocks in order, and the modules beside and around them: path, module, and a bool.
 
-    They do not for a container of blocks, of which the parameters that it holds itself are meant.
+    The bool is False for a container of blocks, of which only the parameters that it has itself are meant.
     """
     is_list = type(module) in LISTS
     if path and not is_list and (listed or not _holds_blocks(module)):
@@ -82,9 +82,10 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups, those with parameters inside one of these modules joined to one, and marked.
+    """Returns the param groups with those that have parameters inside one of ``modules`` joined into one group.
 
-    A module with more than half of all parameter tensors is left alone: one group would hold most of the model.
+    The joined group is marked ``is_selected``. A module that would take more than half of the parameters is left alone,
+    because one group would hold most of the model.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
     >>> [group.parameters for group in merge_groups(groups, ["m"])]
@@ -104,22 +105,24 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
 
 
 MOST_HELD = 2
-"""Groups whose uses others interrupt are held if together they have at most as many times the bytes of the largest."""
+"""The most bytes of groups that stay unsharded because they are used again, in multiples of the largest group's."""
 
 
 UseEvent = tuple[Literal["use", "hold", "release"], str]
-"""What a forward does with a parameter, or its group: it uses it; it may use it later too; it will not any more."""
+"""An event of a recorded forward, with a parameter's name, or its group's: use, hold (may be used later), release."""
 
 
 def count_gathers(
     groups: Sequence[ParamGroup], forwards: Iterable[Iterable[UseEvent]], num_bytes: Mapping[str, int], *,
     shared: Collection[str] = (), holds: bool = False,
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
-    """Returns the param groups with how often a forward gathers each, and whether they are held until it ends.
+    """Returns the param groups with ``num_gathers`` and ``is_held`` set from how forwards use their parameters.
 
-    ``forwards`` are what each part of the model does with its parameters, in order; ``num_bytes`` their bytes. A group
-    is held if it has a parameter in ``shared``, those of several modules. One that is used again is held if a module
-    has read it meanwhile, if such groups are few, or if ``holds``; others are gathered for each use.
+    ``forwards`` lists, for each part of the model, its uses of parameters in order; ``num_bytes`` gives the bytes of
+    each parameter. A group stays unsharded until the forward ends if one of its parameters is in ``shared``, the
+    parameters used by several modules. A group that is used again after other groups also stays unsharded if a module
+    holds it meanwhile, if all such groups together are small, or if ``holds`` is set; otherwise it is all-gathered
+    again for each use.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
     >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]
@@ -143,9 +146,9 @@ def count_gathers(
 
 
 def _times_gathered(forwards: Sequence[Sequence[UseEvent]], kept: Collection[str]) -> tuple[Counter[str], set[str]]:
-    """Returns how often a forward gathers each group, and the groups that a module has read while others are used.
+    """Returns how often a forward all-gathers each group, and the groups that a module holds while others are used.
 
-    The events are those of groups; those in ``kept`` stay unsharded.
+    ``forwards`` are events of groups; the groups in ``kept`` stay unsharded.
     """
     times, spanning = Counter[str](), set[str]()
     for events in forwards:
@@ -164,6 +167,6 @@ def _times_gathered(forwards: Sequence[Sequence[UseEvent]], kept: Collection[str
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups, each with those of its parameters that a rank holds; empty ones are left out."""
+    """Returns the param groups with only those of their parameters that are in ``held``; empty groups are left out."""
     found = (group._replace(parameters=tuple(n for n in group.parameters if n in held)) for group in groups)
     return tuple(group for group in found if group.parameters)

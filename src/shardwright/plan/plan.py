@@ -1,8 +1,8 @@
-"""The ``Plan``: the layout of every tensor and the treatment of every layer under one layout line.
+"""The ``Plan``: the layout of every tensor of a model, and how every layer is treated, under one layout line.
 
 Each strategy's ``place`` takes a plan and returns a refined one, on the meta device and equally on every rank, so every
-LayoutError comes before the first message. Everything after it reads the plan: ``apply``, ``traffic``, gradient sync,
-the ledger, checkpoints, ``verify`` and ``show``.
+LayoutError is raised before the first message. ``apply``, ``traffic``, gradient sync, the ledger, checkpoints,
+``verify`` and ``show`` then read the plan.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor's layout along one axis: sharded along ``dim``, each index of the axis holds one part."""
+    """A tensor's layout along one axis: cut along ``dim``, with one part on each index of the axis."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """A tensor's layout along one axis: replicated, each index of the axis holds the whole tensor."""
+    """A tensor's layout along one axis: replicated, with the whole tensor on each index of the axis."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A tensor's layout along one axis: a partial sum, each index holds one term; the tensor is the sum of all."""
+    """A tensor's layout along one axis: each index of the axis holds one term of a sum, which is the tensor."""
 
 
 Spec = Mapping[str, Shard | Replicate | Partial]
-"""The layout of a tensor by axis; an axis left out means ``Replicate``."""
+"""The layout of an activation by axis; an axis that is left out means ``Replicate``."""
 
 
 class Use(NamedTuple):
-    """One module's use of a parameter: the layout of the module's input, and of the gradient of its output.
+    """One module's use of a parameter, with the layouts of the module's input ``x`` and output gradient ``dy``.
 
     Gradient sync is derived from the uses: see :mod:`shardwright.plan.traffic`.
     """
@@ -73,7 +73,8 @@ class Use(NamedTuple):
     def partial_axes(self) -> frozenset[str]:
         """Returns the axes along which this use gives each rank only a partial sum of the parameter's gradient.
 
-        Every dim but the last is contracted in a weight's gradient; the last is the features'.
+        A weight's gradient sums over all dims of the input and of the output gradient but the last one, the features.
+        So these are the axes that cut one of the other dims.
         """
         return frozenset(
             axis
@@ -96,59 +97,67 @@ NUM_TOKENS = 4096
 
 
 def compute_dtype(dtype: torch.dtype, layout: Layout) -> torch.dtype:
-    """Returns the dtype in which tensors of ``dtype`` compute under a layout; integers keep theirs."""
+    """Returns the dtype in which tensors of ``dtype`` take part in computation; integers keep their dtype.
+
+    It is bfloat16 or float16 if the layout asks for ``bf16`` or ``fp16``.
+    """
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(layout.precision, dtype) if dtype.is_floating_point else dtype
 
 
 class ForwardFrame(Protocol):
-    """A strategy's code around the model's whole forward, in a form that pipeline stages can call chunk by chunk.
+    """The code that strategies run around the model's whole forward, in a form that pipeline stages call by chunk.
 
-    A stage never calls the model's own forward, so hooks on it would not run there.
+    A stage never calls the model's own forward, so hooks on the model would not run there.
     """
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
-        """Returns a context for one chunk's forward; yields the model's inputs as its modules expect them, cut."""
+        """Returns a context for one forward, which yields the model's inputs as its modules take them (sharded)."""
         ...
 
     def give(self, output: Any) -> Any:
-        """Converts the output of the last module into the output that callers of the model expect."""
+        """Converts the output of the last module to the output that callers of the model expect, and returns it."""
         ...
 
     def calls(self, used: Collection[str], read: Collection[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns a context for the calls of one chunk, which uses the weights ``used``; code between modules ``read``.
+        """Returns a context for the module calls of one chunk, which yields, by name, the weights replaced inside it.
 
-        Yields weights that are other tensors inside of it, by name.
+        ``used`` names the weights that the chunk uses, and ``read`` those that code between modules reads.
         """
         ...
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Tells the frame that earlier chunks made ``times`` of the ``total`` calls of a module in this forward."""
+        """Tells the frame that earlier chunks made ``times`` of the ``total`` calls of a module in this forward.
+
+        ``path`` is the module's name.
+        """
         ...
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the state of this forward to what it is now."""
+        """Returns a function that restores the present state of the frame in this forward, for a recomputation."""
         ...
 
 
 class Job(NamedTuple):
-    """What a strategy works on: a plain model, its loss, and the options of ``parallelize`` that describe both.
+    """The input of a strategy: a plain model, its loss, and the options of ``parallelize`` that describe both.
 
     Args:
-        model: the plain model; on the meta device while planning, this rank's part of it in ``apply``.
+        model: the plain model; on the meta device while planning, and this rank's part of it in ``apply``.
         loss: called as ``loss(output, targets)``; returns (sum, count).
-        num_tokens: tokens of one microbatch of one model copy. A wrong number costs speed, never the result.
-        num_samples: samples of the smallest microbatch, if samples are sequences; with too few, sequences are cut.
-        roles: roles that the caller gave to single layers, by patterns of names.
-        example: inputs of one microbatch of one model copy, on the meta device, for counting costs.
-        graph: a recorded run of the plain model, for what can be read of its operators; None without an example.
-        stages: modules at which pipeline stages begin, from devices on which the caller put parts of the model.
+        num_tokens: the number of tokens in one microbatch of one model copy. A wrong number costs speed, never the
+            result.
+        num_samples: the number of samples in the smallest microbatch, if samples are sequences; with too few, sequences
+            are cut instead of the batch.
+        roles: the roles that the caller gave to single layers, by patterns of names.
+        example: the inputs of one microbatch of one model copy, on the meta device, for counting costs.
+        graph: a recorded run of the plain model, from which its operators are known; None without an example.
+        stages: the modules at which pipeline stages begin, if the caller put parts of the model on several devices.
         seconds: measured forward times by module.
-        offload_folder: folder for the files of offloaded state.
-        recorded: whether stages are cut by a record of the forward, since the model's code cannot be followed.
+        offload_folder: the folder for the files of offloaded state.
+        recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
 
-    Set on each rank before ``apply``: ``batch_shard`` (this rank's rows), ``deferred`` (weight gradients to compute
-    later), ``rng`` (the RNG tracker), ``frame`` (the frame of the strategy applied before).
+    Set on each rank before ``apply``: ``batch_shard`` (this rank's samples and tokens), ``deferred`` (weight gradients
+    to compute later), ``rng`` (the RNG tracker), ``frame`` (the frame of the strategy applied before).
     """
 
     model: nn.Module
@@ -169,8 +178,9 @@ class Job(NamedTuple):
 
 
 class OperatorWork(NamedTuple):
-    """A product, convolution or attention of the forward: the module that calls it, its floating-point operations, and
-    the axes that divide them because they cut its weights, or what these make.
+    """One product, convolution or attention of the forward: its module, its operations, and the axes that divide them.
+
+    An axis divides the operations if it cuts the operator's weights, or a dim of activations that such weights produce.
     """
 
     module: str
@@ -190,7 +200,7 @@ OUTPUT = "(output)"
 
 @dataclass(frozen=True)
 class ActivationCut:
-    """One sharded dim of an activation: index i of ``axis`` holds ``ranges[i]`` of ``size`` elements."""
+    """One sharded dim of an activation: index i of ``axis`` holds ``ranges[i]`` of the dim's ``size`` elements."""
 
     axis: str
     dim: int
@@ -209,14 +219,17 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of every tensor and the treatment of every layer; immutable, so strategies return refined copies."""
+    """The layout of every tensor of a model, and how every layer is treated, as strategies have decided it.
+
+    A plan is immutable; its methods return refined copies.
+    """
 
     layout: Layout
     mesh: Mesh
     compute: Mapping[str, TensorLayout]
-    """The layout in which operators see each parameter."""
+    """The layout of each parameter in computation: the shard that operators on each rank read."""
     state: Mapping[str, StateLayout]
-    """The layouts of each parameter, its gradient and its optimizer state between steps."""
+    """The layouts of each parameter, its gradient and its optimizer state at rest, between steps."""
     uses: tuple[Use, ...]
     inputs: Mapping[str, int]
     """The dim of the model's input that each axis cuts: 0 samples, 1 tokens, 2 picture rows."""
@@ -229,40 +242,42 @@ class Plan:
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtype in which each parameter computes."""
+    """The dtype of each parameter in computation."""
     stored_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtype in which each parameter is stored: with mixed precision, that of its master weights."""
+    """The dtype of each parameter in storage: with mixed precision, that of its master weights."""
     fp32_sums: frozenset[str] = frozenset()
-    """The parameters whose gradients are summed in their stored dtype, not in the narrower compute dtype."""
+    """The parameters whose gradients are summed in their stored dtype (fp32), not in the narrower compute dtype."""
     unsharded_on_use: frozenset[str] = frozenset()
-    """The parameters that are resharded after use (ZeRO-3). Of all others each rank keeps the unsharded tensor."""
+    """The parameters that are unsharded before use and resharded after (ZeRO-3); all others stay unsharded."""
     offloaded: Mapping[str, str] = field(default_factory=dict)
-    """Where the state of offloaded parameters is stored: ``host`` or ``disk``."""
+    """The place where the state of each offloaded parameter is stored: ``host`` or ``disk``."""
     row_moves: Mapping[str, RowMoves] = field(default_factory=dict)
-    """How each module's rows differ from the rows of the model's input, for random layers."""
+    """The gathers and cuts of rows (samples or tokens) between the model's input and each module, for dropout."""
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The token dims of a module's input, if sequences are cut and tokens are not in dim 1 alone."""
+    """The dims of tokens in a module's input, for modules whose tokens are not in dim 1 alone (attention weights)."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """By module, what a strategy's ``place`` found out for its ``apply`` and ``traffic``."""
+    """A strategy's note on each module, which its ``place`` writes for its ``apply`` and ``traffic``."""
     noted_by: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
-    """The modules with batch statistics, which are combined over all axes that cut the samples."""
+    """The modules with batch statistics (BatchNorm), which are combined over all axes that cut the samples."""
     buffers: Mapping[str, TensorLayout] = field(default_factory=dict)
     """The layouts of sharded buffers; every rank holds a copy of all others."""
     recomputed: tuple[str, ...] = ()
-    """The modules under activation checkpointing."""
+    """The modules under activation checkpointing, by name."""
+    compiled: tuple[str, ...] = ()
+    """The modules whose forward is compiled, by name; modules inside of them are compiled with them."""
     offloaded_activations: tuple[str, ...] = ()
-    """The modules under activation offload."""
+    """The modules under activation offload, by name."""
     allowed_callers: Mapping[str, AllowedCallers] = field(default_factory=dict)
-    """For modules with sharded inputs or outputs, the callers that were analysed; a call by other code is an error."""
+    """By module with sharded inputs or outputs, the callers that were analyzed; a call by other code is an error."""
     work: tuple[OperatorWork, ...] = ()
-    """The operations of the forward, where its operators were recorded; see :func:`operator_work`."""
+    """The FLOPs of each operator of the forward, if its operators were recorded; see :func:`operator_work`."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
-    """By module and rung of its forward stack, the strategies (or "core") that will put a wrapper there."""
+    """The strategies (or "core") that will put a wrapper on a module's forward, by module and rung."""
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
-        """Returns the plan before any strategy: every rank holds a copy of everything."""
+        """Returns the plan before any strategy has refined it: every rank holds a copy of everything."""
         shapes = {name: tuple(p.shape) for name, p in job.model.named_parameters()}
         compute = {name: TensorLayout.whole(shape) for name, shape in shapes.items()}
         state = {name: StateLayout(whole, whole, whole) for name, whole in compute.items()}
@@ -277,23 +292,29 @@ class Plan:
         )  # fmt: skip
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
-        """Shards a parameter, in compute and in storage: index i of ``axis`` holds ``ranges[i]`` of ``dim``."""
+        """Returns the plan with a parameter sharded along ``dim``: index i of ``axis`` holds ``ranges[i]`` of it.
+
+        The cut holds for computation and for storage between steps.
+        """
         cut = self.compute[name].cut(axis, dim, ranges)
         state = {**self.state, name: StateLayout(cut, cut, cut)}
         return replace(self, compute={**self.compute, name: cut}, state=state)
 
     def cut_buffer(self, name: str, size: int, axis: str, ranges: Ranges) -> Plan:
-        """Returns the plan with a buffer of ``size`` elements sharded: index i of ``axis`` holds ``ranges[i]``."""
+        """Returns the plan with a 1-D buffer of ``size`` elements sharded: index i of ``axis`` holds ``ranges[i]``."""
         cut = self.buffers.get(name, TensorLayout.whole((size,))).cut(axis, 0, ranges)
         return replace(self, buffers={**self.buffers, name: cut})
 
     def cut_inputs(self, axis: str, dim: int) -> Plan:
-        """Returns the plan with batch and activations sharded along ``dim``: gradients are partial over ``axis``."""
+        """Returns the plan with the batch and all activations sharded along ``dim`` over ``axis``.
+
+        Gradients of parameters, and the loss, are then partial sums over ``axis``.
+        """
         uses = tuple(u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses)
         return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
 
     def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
-        """Returns the plan with the layouts of a module's input (``x``) and output gradient (``dy``) updated."""
+        """Returns the plan with new layouts for a module's input ``x`` and output gradient ``dy``; see :class:`Use`."""
         uses = tuple(
             u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
             for u in self.uses
@@ -301,27 +322,37 @@ class Plan:
         return replace(self, uses=uses)
 
     def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
-        """Returns a plan that has the role which a strategy gives a module, and why, for ``show`` to print."""
+        """Returns the plan with the role ``name`` noted for a module, and the reason ``why``, which ``show`` prints."""
         return replace(self, roles={**self.roles, module: LayerRole(name, strategy, why)})
 
     def cut_activation(self, module: str, activation: ActivationCut) -> Plan:
-        """Returns a plan that notes how a module's input is sharded: dropout is keyed by places in the whole tensor."""
+        """Returns the plan with the sharding of a module's input noted, for dropout.
+
+        Dropout keys its random numbers by an element's place in the whole tensor, so that they do not depend on the
+        layout.
+        """
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def batch_shard(self, coord: Coord) -> BatchShard:
-        """Returns the part of each global batch that the rank at ``coord`` has: its samples, and its tokens of each."""
+        """Returns which part of each global batch the rank at ``coord`` has: its samples, and its tokens of each."""
         return BatchShard(self.mesh, self.row_axes, coord, token_axes=self.token_axes)
 
     def move_rows(self, module: str, rows: RowMoves) -> Plan:
-        """Returns a plan that notes, for dropout, a module whose samples or tokens are not this rank's batch shard."""
+        """Returns the plan with the gathers and cuts of rows (samples or tokens) before a module noted, for dropout.
+
+        ``rows`` are the gathers and cuts since the model's input. Dropout keys its random numbers by sample and token.
+        """
         return replace(self, row_moves={**self.row_moves, module: rows}) if rows else self
 
     def see_tokens(self, module: str, dims: tuple[int, ...]) -> Plan:
-        """Returns a plan that notes which dims of a module's input are tokens; only the first may be cut."""
+        """Returns the plan with ``dims`` noted as the token dims of a module's input; only the first may be cut."""
         return replace(self, token_dims={**self.token_dims, module: dims})
 
     def note(self, module: str, note: Any, *, by: str, rung: Rung = Rung.OPERATOR) -> Plan:
-        """Stores a strategy's findings about a module, for ``apply`` and ``traffic``; claims a forward-stack rung.
+        """Returns the plan with a strategy's note about a module added, and with the module's ``rung`` claimed.
+
+        The strategy named ``by`` reads the note in its ``apply`` and ``traffic``. A rung is a fixed place for a wrapper
+        of a module's forward.
 
         Raises: LayoutError: another strategy has a note on the module, or the rung.
         """
@@ -332,16 +363,18 @@ class Plan:
         return replace(plan, notes={**plan.notes, module: note}, noted_by={**plan.noted_by, module: by})
 
     def without_note(self, module: str) -> Plan:
-        """Removes what :meth:`note` stored under ``module``, a name that is no module of the model."""
+        """Returns the plan without the note that :meth:`note` stored under ``module``, which names no real module."""
         notes, noted_by, wrapped = dict(self.notes), dict(self.noted_by), dict(self.wrapped)
         for kept in (notes, noted_by, wrapped):
             kept.pop(module, None)
         return replace(self, notes=notes, noted_by=noted_by, wrapped=wrapped)
 
     def wraps(self, module: str, rung: Rung, by: str) -> Plan:
-        """Claims a rung (a fixed place for a wrapper of a module's forward) for a strategy, or for "core".
+        """Returns the plan with a rung of a module's forward claimed for the strategy ``by``, or for "core".
 
-        Raises: LayoutError: another strategy has claimed the rung, and the rung takes one wrapper.
+        A rung is a fixed place for a wrapper of the module's forward.
+
+        Raises: LayoutError: another strategy has claimed the rung, and the rung takes only one wrapper.
 
         >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
         >>> plan.wraps("", Rung.OPERATOR, "tensor_1d").wraps("", Rung.OPERATOR, "toy")
@@ -360,11 +393,17 @@ class Plan:
         return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
     def allow_callers(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
-        """Records which callers of modules with sharded inputs or outputs were analysed; calls by others are errors."""
+        """Returns the plan with the callers noted that may call modules with sharded inputs or outputs.
+
+        The code of these callers was analyzed. A call by other code raises an error.
+        """
         return replace(self, allowed_callers={**self.allowed_callers, **allowed_callers})
 
     def parameter_bytes(self, name: str, coord: Coord) -> int:
-        """Returns a parameter's bytes on a rank between steps: its stored shard, and its unsharded tensor if kept."""
+        """Returns the bytes of a parameter on the rank at ``coord`` between steps.
+
+        These are its stored shard and, if the rank keeps one, its unsharded copy in the compute dtype.
+        """
         stored = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
         whole = self.compute[name].num_elements(coord) * self.compute_dtypes[name].itemsize
         if name in self.offloaded:
@@ -384,7 +423,7 @@ class Plan:
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 1)
 
     def slices(self, coord: Coord) -> dict[str, tuple[DimSlice, ...]]:
-        """Returns, for each module with a sharded input, the slice of each dim that the rank at ``coord`` holds."""
+        """Returns, for each module with a sharded input, the slices of its dims that the rank at ``coord`` holds."""
         found: dict[str, tuple[DimSlice, ...]] = {}
         for module, activations in self.activations.items():
             by_dim: dict[int, DimSlice] = {}

@@ -1,4 +1,4 @@
-"""Finds the modules under activation checkpointing or activation offload, for a layout's ``recompute`` option."""
+"""Finds the modules under activation checkpointing or offload from the ``recompute`` option of a layout."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from shardwright.layout import Layout
 from shardwright.plan.param_groups import LISTS
 
 OFFLOADS: Mapping[str, Literal["host", "disk"]] = {"offload": "host", "offload:disk": "disk"}
-"""The words for activation offload, which recomputes nothing, and the place of the saved activations."""
+"""The values of ``recompute`` that mean activation offload without recomputation, each with the offload target."""
 
 WORDS = ("full", "selective", *OFFLOADS)
 
 
 def activation_offload_target(layout: Layout) -> Literal["host", "disk"] | None:
-    """Returns where the layout offloads saved activations, ``host`` or ``disk``; None if it does not."""
+    """Returns where a layout offloads saved activations, ``host`` or ``disk``, or None if it does not offload them."""
     return OFFLOADS.get(layout.recompute or "")
 
 
 def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
-    """Returns the modules that the layout's ``recompute`` option selects, none inside another.
+    """Returns the names of the modules that the layout's ``recompute`` option selects; none is inside another.
 
-    A pattern selects by name. A word selects the entries of lists and sequences of modules; single layers among them
-    only if there are no blocks, since recomputing one frees no memory. Raises: LayoutError: it selects nothing.
+    The option is either a list of name patterns, or a word such as ``full``. A word selects the entries of
+    ``nn.Sequential`` and ``nn.ModuleList``; single layers among them are selected only if there are no larger blocks,
+    since recomputing one layer frees no memory.
+
+    Raises: LayoutError: the option selects nothing.
 
     >>> model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])
     >>> recomputed_blocks(model, Layout.parse("recompute:full"))
@@ -48,11 +51,19 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise _no_match(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
         return _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
-    entries = dict(_entries("", model))
-    found = [path for path, module in entries.items() if next(module.children(), None) is not None] or list(entries)
+    found = blocks_of(model) or [path for path, _ in _entries("", model)]
     if not found:
         raise _no_match("the model has no blocks", layout, names, names[0] if names else "")
     return _outermost(found)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Returns the blocks of a model: the entries of lists and sequences of modules that hold modules themselves.
+
+    >>> blocks_of(nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.ReLU()]))
+    ['0']
+    """
+    return [path for path, module in _entries("", model) if next(module.children(), None) is not None]
 
 
 def _entries(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -88,27 +99,42 @@ def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> Lay
     )
 
 
-def called_modules(model: nn.Module, paths: Sequence[str], opened: Collection[str]) -> tuple[str, ...]:
-    """Returns the modules that pipeline stages call for ``paths``: the children in place of ``opened`` or list modules.
+def called_modules(model: nn.Module, paths: Sequence[str], called: Collection[str]) -> tuple[str, ...]:
+    """Returns the modules that pipeline stages call (those in ``called``) when the modules at ``paths`` run.
 
-    >>> called_modules(nn.Sequential(nn.Sequential(nn.ReLU())), ["0"], ["0"])
-    ('0.0',)
+    A module whose inner modules the stages call is replaced by those.
+
+    >>> called_modules(nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU()), ["0", "1"], ["0.0", "1"])
+    ('0.0', '1')
     """
     found: list[str] = []
     for path in paths:
-        module = model.get_submodule(path)
-        if path in opened or type(module) is nn.ModuleList or (opened and type(module) is nn.Sequential):
-            inside = [f"{path}.{name}" for name, _ in module.named_children()]
-            found += called_modules(model, inside, opened)
+        if path not in called and any(each.startswith(f"{path}.") for each in called):
+            inside = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
+            found += called_modules(model, inside, called)
         else:
             found.append(path)
     return tuple(found)
 
 
-def count_recomputation(module_calls: ModuleCalls, paths: Sequence[str], trained: Collection[str]) -> ModuleCalls:
-    """Returns a forward's module calls, with ``num_forwards=2`` where activation checkpointing recomputes them.
+def blocks_kept_whole(model: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """Returns the ``nn.Sequential`` blocks that a pipeline stage calls as one module, to recompute or compile each.
 
-    A block is recomputed if gradients flow into it; ``trained`` are the modules with trained parameters.
+    Stages call the layers of any other ``nn.Sequential`` one by one.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    >>> [blocks_kept_whole(model, Layout.parse(line)) for line in ("pp2", "pp2 recompute:full")]
+    [(), ('0',)]
+    """
+    blocks = (*recomputed_blocks(model, layout), *(blocks_of(model) if layout.compile is not None else ()))
+    return tuple(path for path in dict.fromkeys(blocks) if type(model.get_submodule(path)) is nn.Sequential)
+
+
+def count_recomputation(module_calls: ModuleCalls, paths: Sequence[str], trained: Collection[str]) -> ModuleCalls:
+    """Returns a forward's module calls with ``num_forwards=2`` where activation checkpointing recomputes them.
+
+    ``paths`` names the checkpointed blocks. A block is recomputed if gradients flow into it; ``trained`` names the
+    modules with trained parameters.
     """
     found: Mapping[str, tuple[ModuleCall, ...]] = module_calls
     for path in paths:

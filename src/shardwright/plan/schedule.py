@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each stage, the list of actions of one step. One executor runs any of them."""
+"""Pipeline schedules as data: a list of actions for each stage. One executor runs any schedule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of one step: ``actions[s]`` are those of stage ``s``; stage ``stage_of[c]`` holds chunk c."""
+    """A pipeline schedule: the list of actions of each stage for one step.
+
+    ``actions[s]`` are those of stage ``s``, and ``stage_of[c]`` is the stage that holds chunk ``c`` of the model.
+    """
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
@@ -50,7 +53,8 @@ class Schedule:
 def needs(action: Action, num_chunks: int) -> tuple[Action, ...]:
     """Returns the actions, on any stage, that must be done before ``action`` can begin.
 
-    A backward needs the input gradient of the next chunk, which comes from its ``B`` or ``I``: ``I`` is returned.
+    A backward needs the input gradient from the next chunk. That chunk may compute it in a ``B`` or in an ``I``; the
+    ``I`` is returned for both.
     """
     kind, microbatch, chunk = action
     if kind == "F":
@@ -62,7 +66,7 @@ def needs(action: Action, num_chunks: int) -> tuple[Action, ...]:
 
 
 def accumulate(num_microbatches: int) -> Schedule:
-    """Returns the schedule of gradient accumulation on one stage: each microbatch forward, then backward.
+    """Returns the schedule of gradient accumulation on one stage: each microbatch's forward, then its backward.
 
     >>> [str(action) for action in accumulate(2).actions[0]]
     ['0F0', '0B0', '0F1', '0B1']

@@ -1,7 +1,8 @@
-"""What share of a model's parameter bytes and of its FLOPs each factor of a layout cuts, and why the rest is whole.
+"""Computes the share of a model's parameter bytes and FLOPs that each factor of a layout divides over ranks.
 
-A layout may be equal to one device because it cut nothing: ``show`` and ``verify`` state the shares beside the result,
-and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and attentions.
+A layout may give the same result as one device because it cut nothing: ``show`` and ``verify`` state the shares beside
+the result, and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and
+attentions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardwright.axes import layout_axes
 from shardwright.plan.plan import Plan
 
 LEAST = 0.5
-"""Below this share of an axis that is there to cut parameters, what was left whole is named."""
+"""The share below which ``show`` and warnings name the modules that an axis leaves whole, if it should cut them."""
 
 _NAMED = 3
 _PICTURE_ROWS = 2
@@ -23,12 +24,13 @@ _PICTURE_ROWS = 2
 
 @dataclass(frozen=True)
 class Share:
-    """The share of parameter bytes that one factor of a layout cuts, in compute or between steps, and that of FLOPs.
+    """The share of a model's parameter bytes and of its FLOPs that one factor of a layout divides over ranks.
 
-    ``flops`` is None where the model's operators are not known; of a factor with several axes it is the mean over them.
-    ``is_low``: the factor is there to cut parameters, and cuts less than :data:`LEAST` of these or of the FLOPs.
-    ``whole`` are the largest modules with parameters that it leaves whole: name, share of all bytes, and why;
-    ``whole_work`` those whose operations every rank does, by their share of all FLOPs.
+    ``share`` is that of the parameter bytes, in computation or between steps. ``flops`` is that of the FLOPs, the mean
+    over the factor's axes, or None if the model's operators are not known. ``is_low`` says that the factor should cut
+    parameters but cuts less than :data:`LEAST` of the bytes or the FLOPs. ``whole`` lists the largest modules whose
+    parameters it does not cut: name, share of all bytes, and the reason. ``whole_work`` lists the modules whose
+    operations every rank repeats: name, share of all FLOPs, and the reason.
     """
 
     factor: str
@@ -54,7 +56,7 @@ class Share:
 
 
 def shares(plan: Plan) -> tuple[Share, ...]:
-    """Returns the share of each factor of a layout that cuts parameters, or is there to cut them.
+    """Returns the :class:`Share` of each factor of a plan's layout that cuts parameters, or that should cut them.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
@@ -88,9 +90,9 @@ def _shares(plan: Plan) -> Iterator[Share]:
 def _flops(
     plan: Plan, axes: Collection[str], everywhere: Collection[str]
 ) -> tuple[float | None, tuple[tuple[str, float, str], ...]]:
-    """Returns the share of the FLOPs that some axes divide, and the modules with most FLOPs that none of them divides.
+    """Returns the share of FLOPs that some axes divide, and the modules with the most FLOPs that none of them divides.
 
-    The axes in ``everywhere`` divide all FLOPs, since they cut the samples or the layers; None: the FLOPs are unknown.
+    The axes in ``everywhere`` divide all FLOPs, since they cut the samples or the layers. A share of None: unknown.
     """
     if set(axes) == set(everywhere):
         return 1.0, ()
@@ -109,7 +111,7 @@ def _flops(
 
 
 def _axes_of(plan: Plan, name: str) -> set[str]:
-    """The axes that cut a parameter in compute, or it, its gradient or its optimizer state between steps."""
+    """Returns the axes that cut a parameter in computation, or it, its gradient or its optimizer state at rest."""
     state = plan.state[name]
     layouts = (plan.compute[name], state.parameter, state.gradient, state.optimizer)
     return {axis for layout in layouts for axis in layout.axes}

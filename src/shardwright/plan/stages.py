@@ -1,4 +1,4 @@
-"""``Stages``: a model cut into pipeline chunks, as the pipeline's ``place`` puts it into the plan."""
+"""``Stages``: a model cut into pipeline chunks along its traced graph of module calls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from shardwright.analysis.costs import Cost
 from shardwright.errors import LayoutError
 
 DROPOUTS = nn.modules.dropout._DropoutNd
-"""The base class of torch's layers that draw random masks."""
+"""The base class of torch's dropout layers."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The plain model on the meta device, its module calls cut into pipeline chunks, and each chunk's forward cost.
+    """A model whose traced module calls are cut into pipeline chunks, with the forward cost of each chunk.
 
-    ``opened`` are the modules whose calls are cut one by one, ``unread`` those whose code cannot be followed.
+    ``model`` is the plain model on the meta device. ``opened`` names the modules whose inner calls are cut one by one,
+    ``whole`` the containers that stages call as one module, and ``unread`` the modules whose code cannot be traced.
     """
 
     model: nn.Module
     chunked: Chunked
     costs: tuple[Cost, ...]
     opened: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+    def called(self) -> frozenset[str]:
+        """Returns the names of all modules that the stages call."""
+        return frozenset(name for chunk in range(self.num_chunks) for name in self.chunked.calls_of(chunk))
 
     @property
     def num_chunks(self) -> int:
@@ -35,16 +41,21 @@ class Stages:
 
     @property
     def gives_dict(self) -> bool:
-        """Whether the model's output is a dict: its code tells no class, and a caller may read it by attributes."""
+        """Whether the model's output is a dict in the traced code.
+
+        The class of the output is then not known, and a caller may read the output by attributes.
+        """
         (output,) = (node for node in self.chunked.graph.nodes if node.op == "output")
         return isinstance(output.args[0], dict)
 
     def with_arguments(self, given: Sequence[str]) -> Chunked:
-        """Returns the graph of the code that runs with the model's arguments ``given``, cut into the same chunks.
+        """Traces the model again with other arguments and returns the graph, cut into the same chunks.
 
-        Raises: LayoutError: that code calls a module with weights that the cut did not see.
+        ``given`` names the arguments of the forward that are passed, as in :func:`trace`.
+
+        Raises: LayoutError: the code calls a module with weights that it did not call when the model was cut.
         """
-        graph = read_graph(self.model, self.opened, given)
+        graph = read_graph(self.model, self.opened, given, self.whole)
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()
         for before, chunk in self.chunked.chunk_of.items():
             last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
@@ -64,6 +75,6 @@ class Stages:
 
 
 def is_stateless(module: nn.Module) -> bool:
-    """Returns whether a module may be called any number of times: no weights, no statistics, no random numbers."""
+    """Returns whether a module has no weights, no buffers and no dropout, so that every stage may call it."""
     state = [*module.parameters(), *module.buffers()]
     return not state and not any(isinstance(each, DROPOUTS) for each in module.modules())

@@ -1,8 +1,9 @@
-"""Gradient sync, derived from how parameters are used; and the collective calls of a step, as a plan states them.
+"""Derives gradient sync from how parameters are used, and states the collective calls of a step.
 
-A parameter's gradient is a sum over exactly those axes that cut the contraction in one of its uses (``partial_axes``).
-A strategy that shards gradients over such an axis, as ZeRO does, sums there itself; ``runtime/gradient_sync.py`` sums
-over the others, one message for each param group and set of ranks (``sync_groups``).
+A parameter's gradient is a partial sum over exactly those axes that cut the contraction in one of its uses
+(``partial_axes``). A strategy that shards gradients over such an axis, as ZeRO does, sums over it itself;
+``runtime/gradient_sync.py`` sums over the others, with one message for each param group and set of ranks
+(``sync_groups``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from shardwright.sharding.box import Box
 
 
 class GradientShare(NamedTuple):
-    """A box (a range of each dim) of a parameter, whose gradient ``ranks``, which differ along ``axes``, sum."""
+    """A box (a range of each dim) of a parameter's gradient that several ranks sum.
+
+    ``ranks`` are these ranks, and ``axes`` the mesh axes along which they differ.
+    """
 
     box: Box
     axes: tuple[str, ...]
@@ -33,24 +37,26 @@ class GradientShare(NamedTuple):
 
 
 def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes along which a rank has only a partial sum of a parameter's gradient, slowest axis first."""
+    """Returns the axes along which each rank has only a partial sum of a parameter's gradient, slowest axis first."""
     partial = frozenset[str]().union(*(use.partial_axes() for use in plan.uses if use.parameter == name))
     return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
 
 
 def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes over which gradient sync sums a gradient: it is a partial sum there, and not sharded in storage.
+    """Returns the axes over which gradient sync sums a parameter's gradient.
 
-    A strategy that shards a stored gradient along an axis, as ZeRO does, sums over that axis itself.
+    These are the axes along which the gradient is a partial sum and is not sharded in storage. A strategy that shards
+    the stored gradient along an axis, as ZeRO does, sums over that axis itself.
     """
     cut = set(plan.state[name].gradient.axes) - set(plan.compute[name].axes)
     return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
 
 
 def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes spanned by the ranks that sum a parameter's gradient together.
+    """Returns the axes along which the ranks that sum a parameter's gradient together differ.
 
-    Ranks that hold the same part of a parameter may store different shards of it: then that axis counts too.
+    Ranks that hold the same part of a parameter may store different shards of its gradient; the axes of these shards
+    are then included.
     """
     axes = summed_axes(plan, name)
     if not set(axes) & set(plan.compute[name].axes):
@@ -60,9 +66,10 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
-    """Returns parameter uses that give a whole gradient on axes where another use gives a partial sum, and these axes.
+    """Returns the uses of parameters that give a whole gradient on axes where another use gives a partial sum.
 
-    Index 0 of those axes contributes the complete use and the other indices zero, so that one sum is right for both.
+    Each comes with these axes. Index 0 of the axes contributes the whole gradient of such a use and the other indices
+    zero, so that one sum is right for both uses.
     """
     found = []
     for use in plan.uses:
@@ -73,9 +80,9 @@ def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
 
 
 def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare, ...]:
-    """Returns which boxes of a parameter's gradient the rank at ``coord`` sums in gradient sync, and with which ranks.
+    """Returns the boxes of a parameter's gradient that gradient sync sums on the rank at ``coord``, with their ranks.
 
-    Ranks may hold overlapping parts of a parameter: each box is summed among the ranks that hold it.
+    Ranks may hold overlapping parts of a parameter; each box is summed over the ranks that hold it.
     """
     axes = sync_axes(plan, name)
     if not axes:
@@ -89,7 +96,11 @@ def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare,
 
 
 class Traffic(NamedTuple):
-    """Equal collective calls of one step: kind, axis, payload bytes of each call, number of ranks, number of calls."""
+    """A number of equal collective calls in one step.
+
+    ``kind`` is the collective, ``axis`` the mesh axis, ``num_bytes`` the payload of each call, ``num_ranks`` the ranks
+    that take part, and ``times`` the number of calls.
+    """
 
     kind: str
     axis: str
@@ -99,28 +110,28 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes that one rank sends in all these calls, with ring algorithms."""
+        """The bytes that one rank sends in all these calls, if collectives use ring algorithms."""
         return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.times)
 
 
 class BoundaryTensor(NamedTuple):
-    """The bytes of a tensor that one pipeline chunk sends to another (this rank's part), and if it has a gradient."""
+    """A tensor that one pipeline chunk sends another: its bytes on one rank, and whether its gradient is sent back."""
 
     num_bytes: int
     needs_gradient: bool
 
 
 Sent = Counter[tuple[str, str, str, int]]
-"""Numbers of collectives by their source, kind, axis and bytes."""
+"""Numbers of collective calls, by (source, kind, axis, bytes)."""
 
 
 class StepCalls(NamedTuple):
-    """The module calls of one rank's step, for each microbatch: what ``Strategy.traffic`` prices.
+    """The module calls that one rank makes in a step, by microbatch; ``Strategy.traffic`` computes messages from them.
 
-    ``module_calls`` are the calls of this rank, ``everywhere`` those of all stages. ``crossing`` holds the tensors that
-    chunks send each other, by the value's name in the model's code. ``shards`` are the rank's rows of each microbatch,
-    ``inputs`` its inputs on the meta device. ``sent`` holds, for modules on parts in pipeline stages, the
-    collectives of each chunk in a rehearsal.
+    ``module_calls`` are the calls of this rank, and ``everywhere`` those of all stages. ``shards`` gives the rank's
+    samples and tokens of each microbatch, and ``inputs`` its inputs on the meta device. ``crossing`` holds the tensors
+    that pipeline chunks send each other, by the value's name in the model's code. ``sent`` counts the collectives of
+    each chunk in a rehearsal, if layers in pipeline stages run on sharded activations.
     """
 
     module_calls: tuple[ModuleCalls, ...]
@@ -132,17 +143,24 @@ class StepCalls(NamedTuple):
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]
-"""One message of gradient sync: the axes along which its ranks differ, the ranks, and the dtype."""
+"""The key of one all-reduce of gradient sync: the axes along which its ranks differ, the ranks, and the dtype."""
 
 
 def sum_dtype(plan: Plan, name: str) -> torch.dtype:
-    """Returns the dtype in which a gradient is summed: stored for sharded state and ``fp32-sums``, else compute's."""
+    """Returns the dtype in which a parameter's gradient is summed over ranks.
+
+    It is the stored dtype if the gradient is sharded in storage or under the option ``fp32-sums``, and else the compute
+    dtype.
+    """
     sliced = plan.state[name].gradient != plan.compute[name]
     return plan.stored_dtypes[name] if sliced or name in plan.fp32_sums else plan.compute_dtypes[name]
 
 
 def sync_groups(plan: Plan, group: ParamGroup, coord: Coord) -> dict[SyncGroup, dict[str, list[Box]]]:
-    """Groups the boxes of a param group's gradients by all-reduce (ranks, dtype) and parameter, alike on its ranks."""
+    """Returns the all-reduces of one param group in gradient sync: for each, the boxes of each parameter's gradient.
+
+    The key of an all-reduce gives its axes, ranks and dtype. All its ranks return the same boxes.
+    """
     groups: dict[SyncGroup, dict[str, list[Box]]] = {}
     for name in group.parameters:
         for share in gradient_shares(plan, name, coord):
@@ -152,17 +170,18 @@ def sync_groups(plan: Plan, group: ParamGroup, coord: Coord) -> dict[SyncGroup, 
 
 
 def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
-    """Returns whether ranks that differ only on ``axes`` hold the same part of a parameter.
+    """Returns whether ranks that differ only along ``axes`` hold the same part of a parameter.
 
-    Answered from the plan and not from one rank's shares, so that all ranks agree.
+    The answer comes from the plan and not from one rank's boxes, so that all ranks agree.
     """
     return not set(axes) & set(plan.compute[name].axes)
 
 
 def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """Returns the all-reduces of gradient sync whose slowest axis is ``axis``.
+    """Returns the all-reduces of gradient sync in one step whose slowest axis is ``axis``.
 
-    One for each param group and message, or two: for parameters that its ranks hold alike, and in overlapping parts.
+    There is one for each message of a param group, or two if its ranks hold some parameters alike and of others only
+    overlapping parts.
     """
     found = []
     for group in plan.param_groups:
@@ -180,9 +199,10 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
 
 
 def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """Returns the all-gathers and all-reduces of synchronised BatchNorms over ``axis``, which cuts their samples.
+    """Returns the all-gathers and all-reduces of synchronized BatchNorms over ``axis``, which cuts their samples.
 
-    Forward: each rank's count, means and sums of squares. Backward: two sums for each channel of this rank.
+    In the forward, ranks exchange their count and, for each channel, a mean and a sum of squares; in the backward, two
+    sums for each channel.
     """
     found = []
     for module_calls in batch.module_calls:

@@ -1,1 +1,1 @@
-"""What a layout does and what a run did, as text, as pictures and as one page."""
+"""Reports on what a layout does and what a run did: text for the terminal, pictures, and HTML pages."""

@@ -1,4 +1,4 @@
-"""A layout as plain data: what each rank stores and sends, each parameter's layout, each layer's role and why.
+"""Describes a layout as plain data: what each rank stores and sends, each parameter's layout, each layer's role.
 
 ``show``, the report page and the pictures are all drawn from this description. Thousands of ranks are cheap because
 ranks whose shards have the same sizes are computed once (``_state_at``, ``_StepSends``).
@@ -18,6 +18,8 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
+from shardwright.nodes import Nodes, crosses
+from shardwright.parallelize.between_nodes import bytes_between, node_warnings
 from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
 from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows, shares_of
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
@@ -25,24 +27,24 @@ from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.plan.shares import Share
-from shardwright.plan.traffic import partial_axes
+from shardwright.plan.traffic import Traffic, partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.sharding.words import cut_words
-from shardwright.strategies.pipeline.simulate import predict
+from shardwright.strategies.pipeline.simulate import predict, recomputed_shares
 from shardwright.strategy import Strategy
 
 Description = Mapping[str, Any]
-"""What ``describe`` returns."""
+"""The result of :func:`describe`: plain dicts, lists, numbers and text."""
 
 DRAWN = 8
 """The number of first indices of an axis that pictures may draw, besides the last one."""
 
 MOST_RANKS = 4096
-"""Above this number of ranks, one entry describes a whole set of equal ranks."""
+"""The number of ranks above which one entry of a description stands for a whole set of equal ranks."""
 
 MOST_IN_ALL = 2**20
-"""A layout for more ranks is not described."""
+"""The most ranks of a layout that is described; a larger layout is an error."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 """The keys of a rank that add up to its state on the device; offloaded state is counted in ``offloaded_bytes``."""
@@ -50,13 +52,15 @@ STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 _ADAMW_MOMENTS = 2
 
 
-def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
-    """Describes a layout: what each rank stores, each layer's role and why; with ``inputs``, what each rank sends.
+def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | None = None) -> dict[str, Any]:
+    """Returns the description of a layout: what each rank stores, each layer's role and why.
 
-    It plans on the meta device, so it needs neither values nor ranks. The optimizer is taken to be AdamW. With more
-    than ``MOST_RANKS`` ranks, an entry stands for as many ranks as its ``alike`` says.
+    With ``inputs``, a global batch without targets, the description also says what each rank sends; with ``nodes``,
+    which axes cross between nodes, and what they send there. With more than ``MOST_RANKS`` ranks, an entry stands for
+    as many ranks as its ``alike`` says. The plan is made on the meta device, so that neither values nor other ranks are
+    needed. The optimizer is taken to be AdamW.
 
-    Returns: plain dicts, lists, numbers and text, ready for JSON. ``inputs`` is a global batch, without targets.
+    Returns: plain dicts, lists, numbers and text, ready for JSON.
     Raises: LayoutError: the layout does not fit the model, or has more than ``MOST_IN_ALL`` ranks.
 
     >>> import torch
@@ -78,14 +82,18 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
             allowed=f"up to {MOST_IN_ALL:,}",
             fix="describe the same layout with fewer data-parallel ranks",
         )
+    if nodes is not None:
+        nodes.check(layout.num_ranks)
     plan, strategies = make_plan(job, layout)
+    sends = None if inputs is None else _StepSends(job, plan, strategies, inputs)
     return {
         "layout": str(plan.layout),
         "world_size": plan.mesh.size,
         "mesh": dict(plan.mesh.sizes),
         "num_parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "strategies": [{"name": s.name, "axis": s.axis, "source": s.source} for s in strategies],
-        "ranks": _ranks(job, plan, strategies, inputs),
+        "ranks": _ranks(job, plan, inputs, sends),
+        **({} if nodes is None else {"nodes": _nodes(plan, nodes, sends)}),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
         "shares": [_share(each) for each in shares_of(job, plan)],
@@ -93,15 +101,29 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     }
 
 
+def _nodes(plan: Plan, nodes: Nodes, sends: _StepSends | None) -> dict[str, Any]:
+    """Returns which axes cross between nodes, the bytes that they send there in a step, and warnings."""
+    axes: dict[str, dict[str, Any]] = {axis: {"crosses": crosses(plan.mesh, axis, nodes)} for axis in plan.mesh.axes}
+    entry = {"num_nodes": nodes.num_nodes, "ranks_per_node": nodes.ranks_per_node, "axes": axes, "warnings": []}
+    if _is_large(plan):
+        return entry
+    places, found = nodes.places(plan.mesh.size), None
+    if sends is not None:
+        found = bytes_between(plan.mesh, places, sends.calls.__getitem__, sends.calls)
+        for axis, each in axes.items():
+            each["between_bytes"] = found[axis]
+    return entry | {"warnings": node_warnings(plan.mesh, places, found)}
+
+
 def _share(share: Share) -> dict[str, Any]:
-    """Returns the entry of a factor of the layout: what share of parameters and FLOPs it cuts, and what it leaves."""
+    """Returns the entry of a factor of the layout: its share of parameters and FLOPs, and modules left whole."""
     whole = [{"module": path, "share": size, "why": why} for path, size, why in share.whole]
     entry = {"factor": share.factor, "share": share.share, "flops": share.flops, "is_low": share.is_low}
     return {**entry, "whole": whole, "text": str(share)}
 
 
 def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
-    """Returns the stages, the schedule and the predicted timeline of a pipeline; nothing without one."""
+    """Returns the entries of a pipeline: its stages, schedule and predicted timeline; none without a pipeline."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
         return {}
@@ -127,7 +149,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
                 "activation_bytes": sum(cost.activation_bytes for cost in costs),
             }
         )
-    timeline = predict(schedule, stages.costs)
+    timeline = predict(schedule, stages.costs, recomputed_shares(stages, plan.recomputed))
     return {
         "schedule": schedule.name,
         "bubble": timeline.bubble,
@@ -138,7 +160,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Returns a pipeline's timeline (when each stage runs each action) as plain data for JSON."""
+    """Returns a timeline (the start and end of each stage's actions) as plain data for JSON."""
     return {
         "bubble": timeline.bubble,
         "makespan_s": timeline.makespan_s,
@@ -148,7 +170,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_of(description: Description) -> Timeline | None:
-    """Returns the predicted timeline of a described layout's pipeline; None for a layout without a pipeline."""
+    """Returns the predicted timeline in a layout's description; None for a layout without a pipeline."""
     if "timeline" not in description:
         return None
     drawn = description["timeline"]
@@ -164,14 +186,14 @@ def _action(text: str) -> Action:
 
 
 class _RankState(NamedTuple):
-    """A rank's state: its entry, and each parameter's elements in compute and stored (by the three states)."""
+    """The state that a rank stores: its entry, and each parameter's number of elements, in compute and at rest."""
 
     entry: Mapping[str, int]
     counts: tuple[tuple[int, ...], ...]
 
 
 def _state_at(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _RankState:
-    """Counts what the rank at ``coord`` stores; ``sizes`` are the bytes of an element of each parameter."""
+    """Returns the state of the rank at ``coord``; ``sizes`` are the bytes of an element of each parameter."""
 
     def bytes_of(names: Iterable[str], counts: Iterable[int]) -> int:
         return sum(sizes[name] * count for name, count in zip(names, counts, strict=True))
@@ -198,7 +220,7 @@ def _state_at(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _RankState:
     return _RankState(entry, (compute, parameter, gradient, optimizer))
 
 
-def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> list[dict[str, Any]]:
+def _ranks(job: Job, plan: Plan, inputs: Any, sends: _StepSends | None) -> list[dict[str, Any]]:
     """Returns the entries of the ranks, in rank order."""
     sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
     stored = [layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer)]
@@ -206,7 +228,6 @@ def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) ->
     slice_axes = _axes(plan, [state.parameter for state in plan.state.values()])
     states: dict[tuple[int, ...], _RankState] = {}
     slices: dict[tuple[int, ...], int] = {}
-    sends = None if inputs is None else _StepSends(job, plan, strategies, inputs)
     ranks = []
     for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
         # on an axis that cuts no state all indices store the same, but index 0 may own what the others copy
@@ -267,12 +288,15 @@ class _StepSends:
         self.num_samples = num_rows(inputs)
         self.num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
         self.sent_bytes: dict[object, dict[str, float]] = {}
+        self.calls_by_key: dict[object, list[Traffic]] = {}
+        self.calls: dict[int, list[Traffic]] = {}
+        """The collective calls of a step, by rank, of the ranks that were described."""
 
     def of(self, coord: Coord, state: _RankState) -> dict[str, Any]:
-        """Returns a rank's samples, its sent bytes by strategy, and, if sequences are cut, its tokens of each sample.
+        """Returns a rank's number of samples, its sent bytes by strategy and, if sequences are cut, its tokens.
 
-        Traffic is computed once for all ranks that differ only on axes that cut samples, if they store as much,
-        have as many samples, and gather as many samples from their neighbours.
+        Traffic is computed once for all ranks that differ only on axes that cut samples, if they store as much, have as
+        many samples, and gather as many samples from their neighbors.
         """
         samples = self.plan.batch_shard(coord).local_samples(self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
@@ -285,12 +309,14 @@ class _StepSends:
         if key not in self.sent_bytes:
             traffic = self.traffic.at(coord)
             self.sent_bytes[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+            self.calls_by_key[key] = [call for calls in traffic.values() for call in calls]
+        self.calls[self.plan.mesh.rank(coord)] = self.calls_by_key[key]
         found = {"samples": len(samples), "sent_bytes": self.sent_bytes[key]}
         return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the entry of a parameter: its layout in compute and stored, and the axes of its gradient sync."""
+    """Returns the entry of a parameter: its layout in compute and at rest, and the axes of its gradient sync."""
     layout, state = plan.compute[name], plan.state[name]
     shapes = dict.fromkeys(map(layout.local_shape, plan.mesh.coords(layout.axes)))
     return {

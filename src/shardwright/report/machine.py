@@ -1,4 +1,4 @@
-"""``shardwright doctor``: the hardware of this machine, and how fast it computes and communicates."""
+"""Measures this machine for ``shardwright doctor``: its hardware, and its speed in computing and communicating."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from shardwright import devices
 from shardwright.comm.launch import launch
 from shardwright.comm.world import World
 from shardwright.formatting import format_bytes
@@ -19,8 +20,8 @@ _SIZES = (4096, 2**20, 2**24)
 
 
 def measure_machine() -> dict[str, Any]:
-    """Returns the hardware and versions, and times a matrix product and an all-reduce between two processes."""
-    available = torch.distributed.is_available()
+    """Returns this machine's hardware and versions, and measured speeds of a matrix product and of all-reduces."""
+    available, names = torch.distributed.is_available(), devices.names()
     x = torch.ones(512, 512)
     seconds = []
     for _ in range(20):
@@ -33,11 +34,12 @@ def measure_machine() -> dict[str, Any]:
         "cpus": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "free_memory_bytes": psutil.virtual_memory().available,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "devices": names,
         "backends": [b for b in ("gloo", "nccl", "mpi") if available and torch.distributed.is_backend_available(b)],
         "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
     }
-    found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, launch(_links, 2)[0], strict=True)}
+    timed = launch(_links, 2, device="auto" if len(names) > 1 else "cpu")[0]
+    found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, timed, strict=True)}
     return found
 
 
@@ -48,16 +50,16 @@ def _links(world: World) -> list[float]:
         x, seconds = torch.ones(size // 4, device=world.device), []
         for _ in range(12):
             everyone.barrier()
-            start = time.perf_counter()
+            start = devices.moment(world.device)
             everyone.all_reduce(x)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(devices.seconds_between(start, devices.moment(world.device)))
             x.fill_(1)
         medians.append(statistics.median(seconds[2:]))
     return medians
 
 
 def machine_text(found: Mapping[str, Any]) -> str:
-    """Returns the result of :func:`measure_machine` as text."""
+    """Returns the result of :func:`measure_machine` as text for the terminal."""
     links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Each rank's memory at its peak, predicted and measured, as data, a table and a picture."""
+"""Reports each rank's peak memory, predicted and measured, as data, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.launch import Ranks
+from shardwright import devices
+from shardwright.comm.limits import Ranks
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
 from shardwright.ledger.account import predict_memory
 from shardwright.ledger.tracking import ELSEWHERE, KINDS, Account
 from shardwright.mesh import Mesh
 from shardwright.plan.plan import Job
-from shardwright.report.pictures import _INK, _MUTED, _RULE, _figure, _save, _title
+from shardwright.report.drawing import INK, MUTED, RULE, add_title, new_figure, save_figure
 from shardwright.report.show import table_of, table_text
 
 MOST_RANKS = 8
-"""With more ranks than this, only the first of each stage is listed."""
+"""The number of ranks above which only the first rank of each pipeline stage is listed."""
 
 _SHADES = ("#08519c", "#b3d3e8", "#4a98c9", "#c9ced3", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#7f3c8d")
 _COLOURS = dict(zip(KINDS, _SHADES, strict=True))
 
 _HEADS = {"parameters": "params", "gradients": "grads", "optimizer": "AdamW", "activations": "acts"}
-"""Shorter names for the heads of columns."""
+"""Shorter names of kinds of memory, for the heads of columns."""
+
+_BESIDE = {
+    "rounding": "rounding", "segments": "free in segments", "workspace": "cuBLAS's workspace", "nccl": "NCCL's buffers",
+}  # fmt: skip
 
 Accounts = Mapping[int, Account]
-"""By rank."""
+"""The memory account of each listed rank, by rank."""
 
 
 def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the ranks whose memory is predicted: all if there are few, else the first rank of each stage.
+    """Returns the ranks whose memory is predicted: all if there are few, else the first rank of each pipeline stage.
 
     The first rank's share of an uneven split is the largest.
 
@@ -47,16 +52,23 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
 def predicted_accounts(
     job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
 ) -> dict[int, Account]:
-    """Predicts the memory over a step of each rank to list, with AdamW; of ``batch`` only the shapes matter."""
-    return {rank: predict_memory(job, layout, rank, batch, ranks=ranks) for rank in ranks_to_rehearse(layout.mesh)}
+    """Returns the predicted memory over a step, with AdamW, of each rank to list; only shapes of ``batch`` matter.
+
+    Ranks that are processes are predicted for this machine's accelerator, or for the device that SHARDWRIGHT_DEVICE
+    names.
+    """
+    device = devices.wanted() if ranks == "processes" else "cpu"
+    listed = ranks_to_rehearse(layout.mesh)
+    return {rank: predict_memory(job, layout, rank, batch, ranks=ranks, device=device) for rank in listed}
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
-    """Returns each rank's memory peak as plain data: bytes in total and by kind, the action, the offloaded bytes."""
+    """Returns each rank's peak memory as plain data: bytes in total and by kind, the action, the offloaded bytes."""
 
     def of(account: Account) -> dict[str, Any]:
         found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
-        return found | ({"elsewhere": dict(account.elsewhere)} if account.elsewhere else {})
+        found |= {"elsewhere": dict(account.elsewhere)} if account.elsewhere else {}
+        return found | ({"beside": dict(account.beside)} if account.beside else {})
 
     return [
         {"rank": rank, "predicted": of(account)} | ({"measured": of(measured[rank])} if measured else {})
@@ -65,7 +77,7 @@ def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[d
 
 
 def unit_of(num_bytes: int) -> tuple[int, str]:
-    """Returns the largest of GiB, MiB and KiB that ``num_bytes`` has one of, at least KiB: its bytes and its name."""
+    """Returns (bytes, name) of the largest unit among KiB, MiB and GiB that is not larger than ``num_bytes``."""
     return next(((size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= size), (2**10, "KiB"))
 
 
@@ -96,6 +108,10 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
     for place in ELSEWHERE:
         most = max(account.elsewhere.get(place, 0) for _, account in rows)
         text += f"Offloaded to {place}: up to {format_bytes(most)} per rank.\n" if most else ""
+    beside = {name: max(account.beside.get(name, 0) for _, account in rows) for name in rows[0][1].beside}
+    if beside:
+        parts = ", ".join(f"{_BESIDE[name]} {format_bytes(num_bytes)}" for name, num_bytes in beside.items())
+        text += f"Beside tensors the device holds, as an estimate: {parts}.\n"
     if measured is not None:
         off = [predicted[rank].peak_bytes / measured[rank].peak_bytes - 1 for rank in predicted]
         text += f"The prediction is off by {100 * max(off, key=abs):+.2f} %, at most.\n"
@@ -103,25 +119,28 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
 
 
 def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts | None = None) -> Path:
-    """Draws the memory of the rank with the highest peak over a step, by kind, predicted and below it measured."""
+    """Draws the memory over a step, by kind, of the rank with the highest peak, predicted and measured, as a PNG.
+
+    Returns the path.
+    """
     rank = max(predicted, key=lambda each: predicted[each].peak_bytes)
     panels = [("predicted", predicted[rank])] + ([("measured", measured[rank])] if measured else [])
     height = 0.55 + 2.9 * len(panels)
-    figure = _figure(height)
-    _title(figure, f"{title}: rank {rank} over a step", "")
+    figure = new_figure(height)
+    add_title(figure, f"{title}: rank {rank} over a step", "")
     most = max(account.peak_bytes for _, account in panels)
     for number, (name, account) in enumerate(panels):
         bottom = (0.45 + 2.9 * (len(panels) - 1 - number)) / height
         axes = figure.add_axes((0.1, bottom, 0.72, 2.1 / height))
         _stack(axes, account, most, name)
         if number == 0:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=10, labelcolor=_INK,
+            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=10, labelcolor=INK,
                         reverse=True)  # fmt: skip
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _stack(axes: Any, account: Account, most: int, name: str) -> None:
-    """Draws the kinds stacked on each other over the moments of a step, one for each operator that allocated."""
+    """Draws the kinds of memory stacked on each other over the snapshots of a step."""
     moments = account.moments
     unit, word = unit_of(most)
     columns = list(zip(*(moment.held for moment in moments), strict=True))
@@ -132,15 +151,15 @@ def _stack(axes: Any, account: Account, most: int, name: str) -> None:
     )  # fmt: skip
     starts = [i for i, moment in enumerate(moments) if i == 0 or moments[i - 1].action != moment.action]
     few = starts[:: -(-len(starts) // 24)]  # at most 24 labels fit below the axis
-    axes.set_xticks(few, [moments[i].action for i in few], fontsize=9, color=_MUTED)
+    axes.set_xticks(few, [moments[i].action for i in few], fontsize=9, color=MUTED)
     axes.set_xlim(0, max(len(moments) - 1, 1))
     axes.set_ylim(0, most / unit * 1.08)
-    axes.set_ylabel(word, color=_MUTED)
+    axes.set_ylabel(word, color=MUTED)
     peak = max(range(len(moments)), key=lambda i: moments[i].num_bytes)
-    axes.plot([peak], [account.peak_bytes / unit], marker="v", color=_INK, markersize=5, clip_on=False)
-    axes.set_title(f"{name}, peak {format_bytes(account.peak_bytes)}", loc="left", fontsize=11.5, color=_INK)
-    axes.tick_params(colors=_MUTED)
+    axes.plot([peak], [account.peak_bytes / unit], marker="v", color=INK, markersize=5, clip_on=False)
+    axes.set_title(f"{name}, peak {format_bytes(account.peak_bytes)}", loc="left", fontsize=11.5, color=INK)
+    axes.tick_params(colors=MUTED)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color(_RULE)
+        axes.spines[side].set_color(RULE)

@@ -1,4 +1,4 @@
-"""A layout's description condensed to fit a page: grids of ranks, groups of equal ranks, rows of equal layers."""
+"""Condenses a layout's description to fit a page: grids of ranks, groups of equal ranks, rows of equal layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rank: TypeAlias = Mapping[str, Any]
 Layer: TypeAlias = Mapping[str, Any]
 
 MANY_RANKS = 16
-"""With more ranks than this, ranks that store and send the same are listed as one group."""
+"""The number of ranks above which ranks that store and send the same are listed as one group."""
 
 
 class Grid(NamedTuple):
@@ -51,12 +51,12 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
 
 
 def num_grids(description: Description) -> int:
-    """Returns how many 2-D grids all ranks of the mesh make, ranks that are not described included."""
+    """Returns the number of 2-D grids that all ranks of the mesh make, including ranks that are not described."""
     return prod([*description["mesh"].values()][:-2])
 
 
 def slice_letter(index: int) -> str:
-    """Returns the letter that stands for a slice of the parameters: A to Z, then AA, AB and so on.
+    """Returns the letters of the slice of parameters with number ``index``: A to Z, then AA, AB and so on.
 
     >>> slice_letter(0), slice_letter(25), slice_letter(26)
     ('A', 'Z', 'AA')
@@ -69,7 +69,7 @@ def slice_letter(index: int) -> str:
 
 
 def shortened(count: int, most: int) -> list[int | None]:
-    """Returns which of ``count`` indices to draw if only ``most`` fit: the first ones, None for a gap, the last one.
+    """Returns the indices to draw of ``count`` if only ``most`` fit: the first ones, None for a gap, the last one.
 
     >>> shortened(4, 5), shortened(9, 4)
     ([0, 1, 2, 3], [0, 1, None, 8])
@@ -78,14 +78,14 @@ def shortened(count: int, most: int) -> list[int | None]:
 
 
 class RankGroup(NamedTuple):
-    """Ranks that store and send the same, listed together under one name."""
+    """Ranks that store and send the same, and the name under which they are listed."""
 
     name: str
     ranks: tuple[Rank, ...]
 
 
 def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGroup]:
-    """Returns the ranks to list: each in its own group, or with more than ``many`` ranks equal ranks in one group.
+    """Returns the groups of ranks to list: one for each rank, or with more than ``many`` ranks one for equal ranks.
 
     >>> alike = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
     >>> ranks = [{"rank": r, "coord": {"dp": r // 2, "tp": r % 2}, **alike, "samples": r % 2} for r in range(20)]
@@ -107,7 +107,7 @@ def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGr
 
 
 def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
-    """Names a group by its axes if it is a block of the mesh, else by its ranks, or by the first of many."""
+    """Returns a group's name: by its axes if it is a block of the mesh, else by its ranks, or by the first of many."""
     total = sum(rank.get("alike", 1) for rank in ranks)
     if total == prod(mesh.values()) > 1:
         return f"all {total:,} ranks"
@@ -123,7 +123,7 @@ def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """A row of the table of layers; equal layers of several blocks share a row."""
+    """A row of the table of layers, which equal layers of several blocks share."""
 
     module: str
     num_layers: int
@@ -170,7 +170,7 @@ def _row(members: Sequence[Layer], every: Mapping[str, Sequence[str]], parameter
 
 
 def _starred(path: str) -> str:
-    """Replaces the numbers in a path by stars; a path that is only a number stays, because nothing else names it."""
+    """Returns a module path with its numbers replaced by stars; a path that is only a number is unchanged."""
     parts = path.split(".")
     return path if len(parts) == 1 else ".".join("*" if part.isdecimal() else part for part in parts)
 
@@ -187,7 +187,7 @@ def _merged(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _shapes(parameter: Layer) -> str:
-    """Returns a parameter's name and shape, its local shapes if they differ, and how it is stored if that differs."""
+    """Returns text on a parameter: name, shape, local shapes if they differ, and its layout at rest if that differs."""
     whole, *local = (
         "x".join(map(str, shape)) or "one number" for shape in (parameter["shape"], *parameter["local_shapes"])
     )

@@ -1,4 +1,4 @@
-"""The report page of a run: a single HTML file with its pictures and style inside."""
+"""The report page of a training run: one HTML file that contains its pictures and style."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from shardwright.report.pictures import Rows
 def write_page(
     out: Path, *, title: str, run: Mapping[str, Any], rows: Rows, description: Description, pictures: Mapping[str, Path]
 ) -> Path:
-    """Writes ``report.html`` about a run into the folder ``out``, and returns its path.
+    """Writes ``report.html``, the report of a training run, into the folder ``out``; returns the file's path.
 
-    It has the run's key figures, its ``pictures`` (PNGs by heading), memory and layers. The file opens without
-    a network and follows the reader's light or dark setting. What is missing in ``run`` or in a row is left out.
+    It has the run's key figures, its ``pictures`` (PNGs by heading), memory and layers. ``rows`` are the lines of
+    ``metrics.jsonl``. The file opens without a network and follows the reader's light or dark setting. Figures that are
+    missing in ``run`` or in a row are left out.
     """
     sections = [_summary(run, rows), *_figures(pictures), _memory(description, rows), _layers(description), _about(run)]
     under = " &middot; ".join(
@@ -44,7 +45,7 @@ def write_page(
 
 
 def section(heading: str, body: str, note: str = "") -> str:
-    """Returns a section of the HTML page; ``body`` is HTML, ``heading`` and ``note`` are text."""
+    """Returns a section of an HTML page; ``body`` is HTML already, ``heading`` and ``note`` are plain text."""
     remark = f'<p class="note">{escape(note)}</p>\n' if note else ""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{remark}{body}\n</section>"
 
@@ -138,7 +139,7 @@ def _layers(description: Description) -> str:
 
 
 def html_table(heads: Sequence[str], body: Iterable[Sequence[str]], numbers_from: int | None = None) -> str:
-    """Returns an HTML table of cells that are HTML already; columns from ``numbers_from`` on align as numbers."""
+    """Returns an HTML table of cells that are HTML already; columns from index ``numbers_from`` on align right."""
     classes = [' class="number"' if numbers_from is not None and n >= numbers_from else "" for n in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(heads, classes, strict=True))
     lines = (
@@ -150,7 +151,7 @@ def html_table(heads: Sequence[str], body: Iterable[Sequence[str]], numbers_from
 
 
 def _about(run: Mapping[str, Any]) -> str:
-    """Returns a table of all that is needed to repeat the run, nested values as name=value."""
+    """Returns a table of all options needed to repeat the run; nested values are spelled name=value."""
 
     def spelled(value: Any) -> str:
         if isinstance(value, Mapping):

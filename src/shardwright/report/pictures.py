@@ -1,7 +1,4 @@
-"""Pictures of a layout and of a run, as PNGs 1,500 pixels wide, which are sharp at half that width.
-
-The colours are those of Okabe and Ito, which colour-blind readers can tell apart; a letter repeats what a colour says.
-"""
+"""Pictures of a layout and of a training run, as PNGs: the ranks and their memory, and the loss by step."""
 
 from __future__ import annotations
 
@@ -12,6 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.formatting import format_bytes, format_count
 from shardwright.report.description import STATES, Description
+from shardwright.report.drawing import (
+    COLOURS,
+    DPI,
+    INK,
+    LEFT,
+    MUTED,
+    WIDTH,
+    add_title,
+    mixed,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 from shardwright.report.outline import (
     MANY_RANKS,
     Grid,
@@ -29,14 +39,11 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
-"""The lines of ``metrics.jsonl``."""
+"""The lines of ``metrics.jsonl``: one dict of measured values for each training step."""
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7f2e", "#5b5b9f")
-_INK, _MUTED, _RULE = "#1f2933", "#6b7780", "#dfe3e8"
 _STATE_COLOURS = dict(zip(STATES, ("#08519c", "#4a98c9", "#b3d3e8"), strict=True))
 _STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
-_WIDTH, _DPI = 10.0, 150  # inches, and pixels in each
-_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.85, 0.34, 0.66  # inches: left and top margin, the names over a grid, a grid row
+_TOP, _HEAD, _CELL = 0.85, 0.34, 0.66  # inches: the top margin, the names over a grid, a grid row
 _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
@@ -44,12 +51,15 @@ _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
 def draw_layout(description: Description, path_png: Path) -> Path:
-    """Draws the grid of ranks, coloured by the slice that each holds, above their memory; returns the path."""
-    return _save(layout_figure(description), path_png)
+    """Draws the grid of ranks, colored by the slice of the parameters on each, above a bar of each rank's memory.
+
+    Returns the path.
+    """
+    return save_figure(layout_figure(description), path_png)
 
 
 def layout_figure(description: Description) -> Figure:
-    """Returns the figure that :func:`draw_layout` saves; the id of a cell is ``rank`` and its number."""
+    """Returns the matplotlib figure that :func:`draw_layout` saves; the gid of a cell is ``rank`` and its number."""
     grids, total = rank_grids(description), num_grids(description)
     shown = shortened(total, _MOST_GRIDS)
     columns, rows = shortened(grids[0].width, _MOST_CELLS), shortened(grids[0].height, _MOST_CELLS)
@@ -58,17 +68,17 @@ def layout_figure(description: Description) -> Figure:
     groups = _few(rank_groups(description, many=1))
     bars_top = _TOP + grid_height * -(-len(shown) // across) + 0.45
     height = bars_top + 0.36 * len(groups) + 0.35
-    figure = _figure(height)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))  # in inches, from the top left
+    figure = new_figure(height)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))  # in inches, from the top left
     axes.set_axis_off()
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
-    _title(figure, description["layout"], f"{ranks}, {format_count(description['num_parameters'])} parameters")
-    width = (_WIDTH - 2 * _LEFT - 0.3 * (across - 1)) / across
+    add_title(figure, description["layout"], f"{ranks}, {format_count(description['num_parameters'])} parameters")
+    width = (WIDTH - 2 * LEFT - 0.3 * (across - 1)) / across
     for place, index in enumerate(shown):
-        left, top = _LEFT + place % across * (width + 0.3), _TOP + place // across * grid_height
+        left, top = LEFT + place % across * (width + 0.3), _TOP + place // across * grid_height
         if index is None:
             more = f"{total - _MOST_GRIDS + 1:,} more like these"
-            axes.text(left + width / 2, top + grid_height / 2, more, ha="center", fontsize=12, color=_MUTED)
+            axes.text(left + width / 2, top + grid_height / 2, more, ha="center", fontsize=12, color=MUTED)
         else:
             _draw_grid(axes, grids[min(index, len(grids) - 1)], _Area(left, top, width), columns, rows)
     _draw_memory(axes, groups, bars_top)
@@ -84,7 +94,7 @@ class _Area(NamedTuple):
 
 
 def _few(groups: list[RankGroup]) -> list[RankGroup]:
-    """Returns all groups, or of many those with the most state and the one with the least."""
+    """Returns all groups, or if there are many those with the most state and the one with the least."""
     ordered = sorted(groups, key=lambda group: -_state_bytes(group.ranks[0]))
     return groups if len(groups) <= MANY_RANKS else [*ordered[: MANY_RANKS - 1], ordered[-1]]
 
@@ -98,21 +108,21 @@ def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None
     gutter = 0.75 if grid.rows else 0.0
     left, top, pitch = area.left + gutter, area.top, (area.width - gutter + 0.1) / max(len(columns), 2)
     if grid.columns:
-        axes.text(area.left, top + 0.13, grid.title, va="center", fontsize=11, color=_INK, weight="bold")
+        axes.text(area.left, top + 0.13, grid.title, va="center", fontsize=11, color=INK, weight="bold")
         for x, column in enumerate(columns):
             name = "" if column is None else f"{grid.columns} {column}"
-            axes.text(left + x * pitch + 0.12, top + 0.13, name, va="center", color=_MUTED, fontsize=11)
+            axes.text(left + x * pitch + 0.12, top + 0.13, name, va="center", color=MUTED, fontsize=11)
         top += _HEAD
     for y, row in enumerate(rows):
         if row is not None and grid.rows:
             name = f"{grid.rows} {row}"
-            axes.text(area.left, top + (y + 0.45) * _CELL, name, va="center", color=_MUTED, fontsize=11)
+            axes.text(area.left, top + (y + 0.45) * _CELL, name, va="center", color=MUTED, fontsize=11)
         for x, column in enumerate(columns):
             place = _Area(left + x * pitch, top + y * _CELL, pitch - 0.1)
             if row is None or column is None:
                 gap = "\N{VERTICAL ELLIPSIS}" if row is None else "\N{MIDLINE HORIZONTAL ELLIPSIS}"
                 middle = place.left + place.width / 2, place.top + 0.45 * _CELL
-                axes.text(*middle, gap, ha="center", va="center", color=_MUTED, fontsize=14)
+                axes.text(*middle, gap, ha="center", va="center", color=MUTED, fontsize=14)
             else:
                 _draw_rank(axes, grid.cells[row, column], place, "rank " if len(columns) <= 6 else "")
 
@@ -126,28 +136,28 @@ def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
     colour, right = COLOURS[rank["slice"] % len(COLOURS)], left + width - 0.12
     cell = FancyBboxPatch(
         (left, top), width, _CELL - 0.1, boxstyle="round,pad=0,rounding_size=0.07",
-        facecolor=_mixed(colour, 0.16), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
+        facecolor=mixed(colour, 0.16), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
     )  # fmt: skip
     axes.add_patch(cell)
     first, second = top + 0.19, top + 0.4
-    axes.text(left + 0.12, first, f"{word}{rank['rank']}", va="center", fontsize=10.5, color=_INK, weight="bold")
+    axes.text(left + 0.12, first, f"{word}{rank['rank']}", va="center", fontsize=10.5, color=INK, weight="bold")
     letter = slice_letter(rank["slice"])
-    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=_mixed(colour, 0.7, 0), weight="bold")
+    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=mixed(colour, 0.7, 0), weight="bold")
     held = format_bytes(rank["parameter_bytes"])
-    axes.text(left + 0.12, second, held, va="center", fontsize=9.5, color=_MUTED)
+    axes.text(left + 0.12, second, held, va="center", fontsize=9.5, color=MUTED)
 
 
 def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
     """Draws a bar of the state of each group of ranks."""
     from matplotlib.patches import Rectangle
 
-    start, length = 2.45, _WIDTH - 2.45 - 1.15
+    start, length = 2.45, WIDTH - 2.45 - 1.15
     most = max(_state_bytes(group.ranks[0]) for group in groups) or 1
-    axes.text(_LEFT, top - 0.25, "State on each rank", fontsize=12, color=_INK, weight="bold", va="center")
-    right = _WIDTH - _LEFT
+    axes.text(LEFT, top - 0.25, "State on each rank", fontsize=12, color=INK, weight="bold", va="center")
+    right = WIDTH - LEFT
     for state in reversed(STATES):
-        key = axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=_INK, ha="right", va="center")
-        right -= key.get_window_extent().width / _DPI + 0.24
+        key = axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=INK, ha="right", va="center")
+        right -= key.get_window_extent().width / DPI + 0.24
         axes.add_patch(Rectangle((right, top - 0.32), 0.14, 0.14, color=_STATE_COLOURS[state], linewidth=0))
         right -= 0.25
     for y, group in enumerate(groups):
@@ -159,8 +169,8 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
             )
             left += width
         total = format_bytes(_state_bytes(group.ranks[0]))
-        axes.text(left + 0.1, at + 0.13, total, va="center", fontsize=10.5, color=_INK)
-        axes.text(_LEFT, at + 0.13, group.name, va="center", fontsize=10.5, color=_INK)
+        axes.text(left + 0.1, at + 0.13, total, va="center", fontsize=10.5, color=INK)
+        axes.text(LEFT, at + 0.13, group.name, va="center", fontsize=10.5, color=INK)
 
 
 # ---- a run
@@ -172,22 +182,22 @@ def draw_loss(rows: Rows, path: Path) -> Path:
 
 
 def draw_losses(runs: Mapping[str, Rows], path: Path) -> Path:
-    """Draws the loss curves of several runs over each other, the first the widest, so that equal runs stay visible."""
-    return _save(losses_figure(runs), path)
+    """Draws the loss curves of several runs over each other, the first the widest so that equal curves stay visible."""
+    return save_figure(losses_figure(runs), path)
 
 
 def losses_figure(runs: Mapping[str, Rows]) -> Figure:
-    """Returns the figure that :func:`draw_losses` saves: a line for each run, and one for its evaluations."""
-    figure = _figure(5.2)
+    """Returns the matplotlib figure that :func:`draw_losses` saves: a line for each run and one for its evaluations."""
+    figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.13, 0.89, 0.72))
-    _style(axes)
+    style_axes(axes)
     several = len(runs) > 1
     for n, (label, rows) in enumerate(runs.items()):
         colour = COLOURS[n % len(COLOURS)]
         train, evaluated = _points(rows, "loss"), _points(rows, "eval_loss")
         below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # how much wider a run is drawn than the last one
         axes.plot(
-            *_columns(train), color=_mixed(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
+            *_columns(train), color=mixed(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
             marker="o" if len(train) == 1 else "", label=label or "training", solid_capstyle="round",
         )  # fmt: skip
         if evaluated:
@@ -196,25 +206,25 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
                 marker="o", markersize=5 + 3 * below, markerfacecolor="white", label="" if below else "evaluation",
                 zorder=3, clip_on=False,
             )  # fmt: skip
-    _title(figure, "Loss", _loss_words(runs))
-    axes.set_xlabel("step", fontsize=11, color=_MUTED)
+    add_title(figure, "Loss", _loss_words(runs))
+    axes.set_xlabel("step", fontsize=11, color=MUTED)
     steps = [step for rows in runs.values() for step, _ in _points(rows, "loss")]
     if not steps:
         axes.set_axis_off()
         axes.text(
             0.5, 0.5, "no finite loss yet", transform=axes.transAxes, ha="center", va="center", fontsize=12,
-            color=_MUTED,
+            color=MUTED,
         )  # fmt: skip
     elif min(steps) == max(steps):
         axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
 
     if len(axes.lines) > 1:
-        axes.legend(framealpha=0.9, edgecolor="none", fontsize=11, labelcolor=_INK, loc="upper right")
+        axes.legend(framealpha=0.9, edgecolor="none", fontsize=11, labelcolor=INK, loc="upper right")
     return figure
 
 
 def _loss_words(runs: Mapping[str, Rows]) -> str:
-    """Returns the first and last loss of a single run, or how far several runs are apart."""
+    """Returns text on the first and last loss of a single run, or on the largest difference of several runs."""
     found = [dict(_points(rows, "loss")) for rows in runs.values()]
     if len(found) == 1 and found[0]:
         first, *_, last = [*found[0].values()] * 2
@@ -222,14 +232,6 @@ def _loss_words(runs: Mapping[str, Rows]) -> str:
     shared = set[float]().union(*found).intersection(*found)
     apart = [max(losses[step] for losses in found) - min(losses[step] for losses in found) for step in shared]
     return f"the runs differ by {max(apart):.1e} at most" if apart else ""
-
-
-# ---- style
-
-
-def _mixed(colour: str, part: float, other: float = 1) -> tuple[float, ...]:
-    """Mixes ``part`` of a colour with white (``other`` = 1) or black (0)."""
-    return tuple(part * int(colour[a : a + 2], 16) / 255 + (1 - part) * other for a in (1, 3, 5))
 
 
 def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
@@ -240,38 +242,3 @@ def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _figure(height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)  # not pyplot, because its list of figures is global
-    return figure
-
-
-def _title(figure: Figure, title: str, words: str) -> None:
-    top = 1 - 0.42 / figure.get_figheight()
-    figure.text(_LEFT / _WIDTH, top, title, fontsize=16, weight="bold", color=_INK, va="center")
-    figure.text(1 - _LEFT / _WIDTH, top, words, fontsize=11.5, color=_MUTED, va="center", ha="right")
-
-
-def _style(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_RULE)
-    axes.grid(axis="y", color=_RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=10.5, labelcolor=_MUTED)
-    axes.margins(x=0.02, y=0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": "shardwright"})
-    return path

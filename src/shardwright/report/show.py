@@ -1,4 +1,4 @@
-"""A layout's description as text: the grid of ranks, each layer's role and why, each rank's memory and traffic.
+"""Draws a layout's description as text for ``shardwright show``: ranks, layers and roles, memory and traffic.
 
 ::
 
@@ -19,13 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.formatting import format_bytes, format_count
+from shardwright.mesh import Mesh
 from shardwright.report.description import STATES, Description, timeline_of
 from shardwright.report.outline import Rank, layer_rows, num_grids, rank_grids, rank_groups, shortened, slice_letter
 from shardwright.report.timeline_text import timeline_text
+from shardwright.sharding.words import numbers
 
 
 def show_text(description: Description, width: int = 100) -> str:
-    """Draws a layout for a terminal of ``width`` characters; this is what ``shardwright show`` prints.
+    """Returns a layout's description as text for a terminal of ``width`` characters, as ``shardwright show`` prints it.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
@@ -43,7 +45,8 @@ def show_text(description: Description, width: int = 100) -> str:
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
     title = f"{description['layout']}: {ranks}, {format_count(description['num_parameters'])} parameters"
     cut = [fill(("warning: " * share["is_low"]) + share["text"], width) for share in description["shares"]]
-    tables = [*_stage_table(description), _memory_table(description)]
+    cut += [fill(f"warning: {text}", width) for text in description.get("nodes", {}).get("warnings", ())]
+    tables = [*_node_table(description), *_stage_table(description), _memory_table(description)]
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
     drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
@@ -87,7 +90,7 @@ def _layer_table(description: Description) -> Table:
 
 
 def _stage_table(description: Description) -> Iterable[Table]:
-    """Yields a table of the layers of each stage, and its share of time and memory; nothing without a pipeline."""
+    """Yields a table of each pipeline stage's layers and its shares of time and memory; nothing without a pipeline."""
     if "stages" not in description:
         return
     table = table_of("stages", "layers", "share of time", "parameters", "activations of a microbatch")
@@ -97,6 +100,27 @@ def _stage_table(description: Description) -> Iterable[Table]:
         layers += [f"larger than its share: {stage['why_large']}"] if "why_large" in stage else []
         numbers = [f"{stage['share_of_time']:.1%}", format_bytes(stage["parameter_bytes"])]
         table.add_row(f"stage {stage['stage']}", "\n".join(layers), *numbers, format_bytes(kept) if kept else "")
+    yield table
+
+
+def _node_table(description: Description) -> Iterable[Table]:
+    """Yields a table of the nodes, the indices of their ranks on each axis, and what each axis sends between nodes."""
+    if "nodes" not in description:
+        return
+    nodes, mesh = description["nodes"], Mesh(**description["mesh"])
+    table = table_of("nodes", "ranks", *mesh.axes)
+    for node in shortened(nodes["num_nodes"], 8):
+        if node is None:
+            table.add_row("...")
+            continue
+        first = node * nodes["ranks_per_node"]
+        coords = [mesh.coord(rank) for rank in range(first, first + nodes["ranks_per_node"])]
+        indices = (numbers(sorted({coord[axis] for coord in coords})) for axis in mesh.axes)
+        table.add_row(f"node {node}", f"{first} to {first + nodes['ranks_per_node'] - 1}", *indices)
+    words = ("crosses" if each["crosses"] else "inside" for each in nodes["axes"].values())
+    table.add_row("between nodes", "", *words)
+    if all("between_bytes" in each for each in nodes["axes"].values()):
+        table.add_row("sent there in a step", "", *(format_bytes(e["between_bytes"]) for e in nodes["axes"].values()))
     yield table
 
 
@@ -132,7 +156,7 @@ def _samples(rank: Rank) -> str:
 
 
 def table_of(*heads: str, numbers: bool = False) -> Table:
-    """Returns an empty table with these column heads; with ``numbers``, all but the first align to the right."""
+    """Returns an empty table (rich) with these column heads; with ``numbers``, all but the first align to the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, head in enumerate(heads):
         table.add_column(head, overflow="fold", justify="right" if numbers and position > 0 else "left")
@@ -140,7 +164,7 @@ def table_of(*heads: str, numbers: bool = False) -> Table:
 
 
 def table_text(table: Table, width: int) -> str:
-    """Returns a table as plain text of at most ``width`` characters a line."""
+    """Returns a rich table as plain text of at most ``width`` characters a line."""
     out = StringIO()
 
     Console(file=out, width=width, color_system=None, force_terminal=False).print(table)

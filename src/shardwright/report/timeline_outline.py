@@ -1,4 +1,4 @@
-"""What all drawings of a pipeline timeline share: names, times from zero, time units, bubbles, order of chunks."""
+"""Prepares pipeline timelines for drawing, as text, picture or page: names, times from zero, units, bubbles, chunks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS: dict[Kind, str] = {
 """The kinds of action and their names, in the order of every legend."""
 
 NOTHING = "nothing to draw: no action takes any time"
-"""What is drawn in place of a timeline without actions."""
+"""The text that is shown in place of a timeline without actions."""
 
 
 class Outline(NamedTuple):
     """A pipeline timeline prepared for drawing by :func:`outlines`: its first action begins at zero.
 
     ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle, ``peaks[s]`` its peak in bytes, 0 if
-    memory was not counted. ``chunks[s]`` maps each chunk of the stage to its place among them. If memory changes
+    memory was not counted. ``chunks[s]`` maps each chunk of the stage to its index among them. If memory changes
     more than once at one time, only the last change is kept.
     """
 
@@ -47,7 +47,7 @@ class Outline(NamedTuple):
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches in the timeline."""
+        """The number of different microbatches in the timeline."""
         return len({span.action.microbatch for stage in self.spans for span in stage})
 
     @property
@@ -72,7 +72,7 @@ class Outline(NamedTuple):
 
 
 def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
-    """Returns pipeline timelines prepared for drawing; two of one name are called predicted and measured.
+    """Returns pipeline timelines prepared for drawing; two of the same name are called predicted and measured.
 
     >>> from shardwright.plan.schedule import Action
     >>> timeline = Timeline("1f1b", ((Span(Action("F", 0), 3, 4), Span(Action("B", 0), 6, 7)),))
@@ -109,12 +109,12 @@ def _outline(name: str, timeline: Timeline) -> Outline:
 
 
 def digits_of(longest_s: float) -> int:
-    """Returns to how many decimals to round times in seconds, to resolve a billionth of ``longest_s``."""
+    """Returns the number of decimals to round times in seconds to, which resolves a billionth of ``longest_s``."""
     return 9 - floor(log10(longest_s)) if longest_s else 9
 
 
 def times_as_long(drawn: Sequence[Outline]) -> str:
-    """Returns a sentence that compares the makespans of two timelines; "" if there are not two to compare."""
+    """Returns a sentence on how the second timeline's makespan compares with the first's; "" unless there are two."""
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""
     first, second = drawn
@@ -139,7 +139,7 @@ _UNITS = (
 
 
 def time_unit(longest_s: float) -> TimeUnit:
-    """Returns the largest unit that ``longest_s`` has at least two of.
+    """Returns the largest unit of time that fits at least twice into ``longest_s`` seconds.
 
     >>> [time_unit(seconds).name for seconds in (0, 3e-6, 0.9, 90, 130, 7200)]
     ['s', 'µs', 'ms', 's', 'min', 'h']

@@ -1,4 +1,4 @@
-"""A pipeline timeline as an interactive page: one HTML file with its own script, and the timeline as text below."""
+"""Writes pipeline timelines as an interactive HTML page with its own script, followed by the timelines as text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEYS = (
 
 
 def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Writes an interactive HTML page of pipeline timelines below each other on one axis of time. Returns the path.
+    """Writes an interactive HTML page of pipeline timelines, one below the other on one time axis. Returns the path.
 
     The file opens without a network and follows the reader's light or dark setting. An action that is in two timelines
     is marked in both, and its durations are compared. A table of the stages and the drawing as text follow, for readers
@@ -75,7 +75,7 @@ def _counts(drawn: Sequence[Outline]) -> str:
 
 
 def _bar(drawn: Sequence[Outline]) -> str:
-    """Returns the legend and the zoom buttons."""
+    """Returns the HTML of the legend and the zoom buttons."""
     most_chunks = max(outline.most_chunks for outline in drawn)
     keys = []
     for kind, words in KINDS.items():
@@ -138,7 +138,7 @@ def _stage_table(drawn: Sequence[Outline]) -> str:
 
 
 def _data(drawn: Sequence[Outline]) -> str:
-    """Returns the script's data: of each stage, five numbers for an action and two for a change of memory."""
+    """Returns the script's data as JSON: for each stage, five numbers an action and two a change of memory."""
     end = max((outline.makespan_s for outline in drawn), default=0.0)
     digits = digits_of(end)
     kinds = [*KINDS]

@@ -1,4 +1,4 @@
-"""A pipeline timeline as a PNG: a row of coloured actions for each stage, and below them each stage's memory."""
+"""Draws pipeline timelines as a PNG: a row of colored actions for each stage, and below them each stage's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.formatting import format_bytes
 from shardwright.plan.schedule import Kind
-from shardwright.report.pictures import _DPI, _INK, _LEFT, _MUTED, _RULE, _WIDTH, COLOURS, _figure, _mixed, _save
+from shardwright.report.drawing import COLOURS, DPI, INK, LEFT, MUTED, RULE, WIDTH, mixed, new_figure, save_figure
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
     from matplotlib.text import Text
 
 KIND_COLOURS: dict[Kind, str] = {"F": COLOURS[4], "B": COLOURS[1], "I": COLOURS[3], "W": COLOURS[2]}
-"""Colours of Okabe and Ito that are light enough for dark numbers on them."""
+"""The color of each kind of action: of Okabe and Ito, light enough for dark numbers on them."""
 
 _IDLE = "#eef1f4"
 _TOP, _HEAD, _AXIS, _GAP = 1.42, 0.26, 0.32, 0.42  # inches: to the first timeline, its name, tick labels, to the next
 _ROW, _MOST_HEIGHT, _EMPTY, _MEMORY = 0.34, 3.9, 0.7, 1.05  # inches: a stage, all stages, no stage, a panel of memory
-_START, _END = 1.15, _WIDTH - 1.0  # inches from the left: the two ends of the axis of time
+_START, _END = 1.15, WIDTH - 1.0  # inches from the left: the two ends of the axis of time
 _FONT, _SMALL_FONT, _DIGIT = 9.5, 5.5, 0.66 / 72  # points, points, and the width of a digit in inches for each point
 _MANY_LINES = 6
 _FIRST_LINE, _LAST_LINE = (0.1, 0.15, 0.45), (0.84, 0.37, 0.0)
@@ -52,17 +52,17 @@ class _Sizes(NamedTuple):
     most_bytes: int
 
     def inches(self, duration_s: float) -> float:
-        """Returns the width of a duration in inches."""
+        """Returns the width in inches of a duration in seconds."""
         return duration_s / self.unit.size_s / self.end * (_END - _START)
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Draws pipeline timelines as a PNG on one axis of time, each above its memory if counted. Returns the path.
+    """Draws pipeline timelines as a PNG on one time axis, each above its memory if counted. Returns the path.
 
-    Grey is idle time; later chunks of a stage are lighter. Any number of stages and actions can be drawn: if most
-    actions are narrower than two pixels, each pixel has the mean colour. Without actions, the picture says so.
+    Gray is idle time; later chunks of a stage are lighter. Any number of stages and actions can be drawn: if most
+    actions are narrower than two pixels, each pixel has the mean color. Without actions, the picture says so.
     """
-    return _save(timelines_figure(timelines, title), path)
+    return save_figure(timelines_figure(timelines, title), path)
 
 
 def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> Figure:
@@ -72,20 +72,20 @@ def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> 
     unit = time_unit(longest)
     row = min(_ROW, *(_MOST_HEIGHT / max(len(outline.spans), 1) for outline in drawn))
     sizes = _Sizes(unit, longest / unit.size_s or 1.0, row, max(max(o.peaks, default=0) for o in drawn))
-    figure = _figure(_TOP + sum(_HEAD + _height(outline, sizes) + _AXIS + _GAP for outline in drawn))
-    words = _write(figure, _WIDTH - _LEFT, 0.42, times_as_long(drawn), 5.5, ha="right", fontsize=11, color=_MUTED)
-    _write(figure, _LEFT, 0.42, title, _WIDTH - 2 * _LEFT - 0.3 - _inches(words), fontsize=16, weight="bold")
+    figure = new_figure(_TOP + sum(_HEAD + _height(outline, sizes) + _AXIS + _GAP for outline in drawn))
+    words = _write(figure, WIDTH - LEFT, 0.42, times_as_long(drawn), 5.5, ha="right", fontsize=11, color=MUTED)
+    _write(figure, LEFT, 0.42, title, WIDTH - 2 * LEFT - 0.3 - _inches(words), fontsize=16, weight="bold")
     _draw_legend(figure, drawn)
     top = _TOP
     for outline in drawn:
         summary = outline.summary if outline.makespan_s else ""
-        words = _write(figure, _END, top, summary, 6.0, ha="right", fontsize=11, color=_MUTED)
-        _write(figure, _LEFT, top, outline.name, _END - _LEFT - 0.3 - _inches(words), fontsize=12, weight="bold")
+        words = _write(figure, _END, top, summary, 6.0, ha="right", fontsize=11, color=MUTED)
+        _write(figure, LEFT, top, outline.name, _END - LEFT - 0.3 - _inches(words), fontsize=12, weight="bold")
         top += _HEAD
         _draw_timeline(figure, top, outline, sizes)
         top += _height(outline, sizes) + _AXIS + _GAP
     mixed = "; mixed colours: actions too narrow for a pixel" * any(_many(outline, sizes) for outline in drawn)
-    style: dict[str, Any] = {"ha": "center", "fontsize": 11, "color": _MUTED}
+    style: dict[str, Any] = {"ha": "center", "fontsize": 11, "color": MUTED}
     _write(figure, (_START + _END) / 2, top - _GAP, f"time, {unit.name}{mixed}", 7.0, **style)
     return figure
 
@@ -102,28 +102,28 @@ def _draw_timeline(figure: Figure, top: float, outline: Outline, sizes: _Sizes) 
     if not outline.makespan_s:
         axes = _panel(figure, top, _EMPTY, sizes)
         axes.set_axis_off()
-        axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_MUTED)
+        axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=MUTED)
         return
     rows = _panel(figure, top, len(outline.spans) * sizes.row, sizes)
     _draw_rows(rows, outline, sizes)
     if sizes.row >= 0.15:
-        _write(figure, _END + 0.12, top - _HEAD, "bubble", 0.85, fontsize=_FONT, color=_MUTED)
+        _write(figure, _END + 0.12, top - _HEAD, "bubble", 0.85, fontsize=_FONT, color=MUTED)
         for stage, bubble in enumerate(outline.bubbles):
             at = top + (stage + 0.5) * sizes.row
-            _write(figure, _END + 0.12, at, percent(bubble), 0.85, fontsize=_FONT, color=_MUTED)
+            _write(figure, _END + 0.12, at, percent(bubble), 0.85, fontsize=_FONT, color=MUTED)
     if any(outline.peaks):
         rows.tick_params(labelbottom=False)
         _draw_memory(figure, top + _height(outline, sizes) - _MEMORY, outline, sizes)
 
 
 def _panel(figure: Figure, top: float, height: float, sizes: _Sizes) -> Axes:
-    """Returns axes along the axis of time, at ``top`` inches."""
+    """Returns matplotlib axes over the time axis, ``top`` inches below the figure's top."""
     whole = figure.get_figheight()
-    place = (_START / _WIDTH, 1 - (top + height) / whole, (_END - _START) / _WIDTH, height / whole)
+    place = (_START / WIDTH, 1 - (top + height) / whole, (_END - _START) / WIDTH, height / whole)
     axes = figure.add_axes(place, xlim=(0, sizes.end))
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED)
+    axes.tick_params(length=0, labelsize=10, labelcolor=MUTED)
     axes.set_xticks(ticks(sizes.end, 9))
     return axes
 
@@ -165,17 +165,17 @@ def _middle_inches(outline: Outline, sizes: _Sizes) -> float:
 
 def _many(outline: Outline, sizes: _Sizes) -> bool:
     """Returns whether most actions are narrower than two pixels."""
-    return outline.makespan_s > 0 and _middle_inches(outline, sizes) * _DPI < 2
+    return outline.makespan_s > 0 and _middle_inches(outline, sizes) * DPI < 2
 
 
 def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
-    """Draws actions narrower than two pixels: each pixel shows the mean colour over its time.
+    """Draws actions narrower than two pixels: each pixel shows the mean color over its time.
 
-    Interpolating the busy time at the edges of pixels gives the exact share of every colour without a loop over pixels.
+    Interpolating the busy time at the edges of pixels gives the exact share of every color without a loop over pixels.
     """
-    num_stages, num_pixels = len(outline.spans), round((_END - _START) * _DPI)
+    num_stages, num_pixels = len(outline.spans), round((_END - _START) * DPI)
     edges = np.linspace(0, outline.makespan_s, num_pixels + 1)
-    idle = np.array(_mixed(_IDLE, 1))
+    idle = np.array(mixed(_IDLE, 1))
     pixels = np.tile(idle, (num_stages, num_pixels, 1))
     for stage, spans in enumerate(outline.spans):
         alike: dict[tuple[Kind, int, int], list[tuple[float, float]]] = {}
@@ -205,7 +205,7 @@ def _draw_numbers(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
     size = min(_FONT, 50 * sizes.row, max(_SMALL_FONT, fitting[len(fitting) // 10]))
     for room, x, y, number in found:
         if room >= len(number) * _DIGIT * size * 0.999:
-            axes.text(x, y, number, ha="center", va="center", fontsize=size, color=_INK, clip_on=True)
+            axes.text(x, y, number, ha="center", va="center", fontsize=size, color=INK, clip_on=True)
 
 
 def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) -> None:
@@ -216,7 +216,7 @@ def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) ->
     axes.set_ylim(0, sizes.most_bytes * 1.06)
     axes.set_yticks([0, sizes.most_bytes / 2, sizes.most_bytes])
     axes.set_yticklabels(["0", "", format_bytes(sizes.most_bytes)], fontsize=_FONT)
-    axes.grid(axis="y", color=_RULE, linewidth=0.8)
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
     width = 1.5 if len(counted) <= 16 else 0.7
     for place, stage in reversed([*enumerate(counted)]):
@@ -224,20 +224,20 @@ def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) ->
         times, levels = [*held, end], [*held.values(), outline.memory[stage][-1][1]]
         colour = _line_colour(place, len(counted))
         axes.plot(times, levels, drawstyle="steps-post", linewidth=width, color=colour, clip_on=False)
-    _write(figure, _LEFT, top + _MEMORY / 2, "memory", 0.75, fontsize=10, color=_MUTED)
+    _write(figure, LEFT, top + _MEMORY / 2, "memory", 0.75, fontsize=10, color=MUTED)
     for n, place in enumerate(spread(len(counted), _MANY_LINES)):
         at, colour = top + 0.1 + 0.165 * n, _line_colour(place, len(counted))
         _write(figure, _END + 0.12, at, f"stage {counted[place]}", 0.85, fontsize=9, weight="bold", color=colour)
 
 
 def _line_colour(place: int, count: int) -> tuple[float, ...]:
-    """Returns the colour of a stage's line, from dark blue for the first to red: not the colour of a kind."""
+    """Returns the color of a stage's line, from dark blue for the first to red: not the color of a kind."""
     part = place / max(count - 1, 1)
     return tuple((1 - part) * first + part * last for first, last in zip(_FIRST_LINE, _LAST_LINE, strict=True))
 
 
 def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
-    """Draws the colour of each kind of action, and a note if stages have several chunks."""
+    """Draws the color of each kind of action, and a note if stages have several chunks."""
     from matplotlib.patches import Rectangle
 
     most_chunks = max(outline.most_chunks for outline in drawn)
@@ -246,22 +246,22 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
         for kind in KINDS
         if any(kind in outline.kinds for outline in drawn)
     ]
-    left = _LEFT
-    for word, colours in [*entries, ("idle", [_mixed(_IDLE, 1)])] if entries else []:
+    left = LEFT
+    for word, colours in [*entries, ("idle", [mixed(_IDLE, 1)])] if entries else []:
         for colour in colours:
-            corner = left / _WIDTH, 1 - 0.98 / figure.get_figheight()
-            size = 0.16 / _WIDTH, 0.16 / figure.get_figheight()
+            corner = left / WIDTH, 1 - 0.98 / figure.get_figheight()
+            size = 0.16 / WIDTH, 0.16 / figure.get_figheight()
             figure.add_artist(Rectangle(corner, *size, facecolor=colour, linewidth=0, transform=figure.transFigure))
             left += 0.17
         text = _write(figure, left + 0.06, 0.9, word, 2.0, fontsize=10.5)
         left += _inches(text) + 0.3
     if most_chunks > 1:
-        _write(figure, _WIDTH - _LEFT, 0.9, "lighter: later chunks", 2.0, ha="right", fontsize=10.5, color=_MUTED)
+        _write(figure, WIDTH - LEFT, 0.9, "lighter: later chunks", 2.0, ha="right", fontsize=10.5, color=MUTED)
 
 
 def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
-    """Returns the colour of a pipeline action: that of its kind, lighter for later chunks of the stage."""
-    return _mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
+    """Returns the color of a pipeline action: that of its kind, lighter for later chunks of the stage."""
+    return mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
 
 
 def _write(figure: Figure, x: float, y: float, words: str, room: float, **style: Any) -> Text:
@@ -270,8 +270,8 @@ def _write(figure: Figure, x: float, y: float, words: str, room: float, **style:
 
     font = get_font(findfont(FontProperties()))
     shown = "".join(letter if font.get_char_index(ord(letter)) else "\N{WHITE SQUARE}" for letter in words[:200])
-    style = {"va": "center", "color": _INK, **style}
-    text = figure.text(x / _WIDTH, 1 - y / figure.get_figheight(), shown, parse_math=False, **style)
+    style = {"va": "center", "color": INK, **style}
+    text = figure.text(x / WIDTH, 1 - y / figure.get_figheight(), shown, parse_math=False, **style)
     while shown and _inches(text) > room:
         shown = shown[: min(len(shown) - 1, round(len(shown) * room / _inches(text)))]
         text.set_text(f"{shown}\N{HORIZONTAL ELLIPSIS}")
@@ -279,4 +279,4 @@ def _write(figure: Figure, x: float, y: float, words: str, room: float, **style:
 
 
 def _inches(text: Text) -> float:
-    return float(text.get_window_extent().width) / _DPI if text.get_text() else 0.0
+    return float(text.get_window_extent().width) / DPI if text.get_text() else 0.0

@@ -1,4 +1,4 @@
-"""A pipeline timeline in the terminal: a row of cells for each stage, each cell the action at its middle.
+"""Draws pipeline timelines as text for a terminal: a row of cells for each stage; a cell is the action at its middle.
 
 ::
 
@@ -52,7 +52,7 @@ class _Scale(NamedTuple):
 
 
 def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool = False) -> str:
-    """Draws pipeline timelines for a terminal of ``width`` characters, below each other on one scale of time.
+    """Returns pipeline timelines as text for a terminal of ``width`` characters, one below the other on one time axis.
 
     An action shows its kind, and its microbatch and fill if they fit; a blank is idle time. Each row ends with the
     stage's bubble and, if counted, its peak memory. At most 16 stages are drawn; the text says so, and how many actions
@@ -103,7 +103,7 @@ def _row_end(outline: Outline, stage: int) -> str:
 
 
 def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
-    """Fits all of the time into ``most_cells``, or into up to a quarter fewer if actions then take whole cells."""
+    """Returns the scale that fits all timelines into ``most_cells``, or up to a quarter fewer for whole cells."""
     longest = max((outline.makespan_s for outline in drawn), default=0.0)
     lengths = [end - start for outline in drawn for stage in outline.spans for _, start, end in stage if end > start]
     if not longest or not lengths:
@@ -117,7 +117,7 @@ def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
 
 
 def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[tuple[Action | None, str]]:
-    """Yields the cells of a stage's row, adjacent cells of one action, or of idle time (None), together."""
+    """Yields (action, cells) of a stage's row from left to right; idle time has the action None."""
     spans, chunks = outline.spans[stage], outline.chunks[stage]
     at, doing = 0, list[Span | None]()
     for cell in range(scale.num_cells):
@@ -138,7 +138,7 @@ def _label(action: Action, chunks: dict[int, int], size: int) -> str:
 
 
 def _axis(scale: _Scale) -> str:
-    """Returns round times, each below the cell at which it begins."""
+    """Returns the line of the time axis: round times, each below the cell at which it begins."""
     end = scale.cell_s * scale.num_cells
     unit, line = time_unit(end), ""
     for tick in ticks(end / unit.size_s, max(4, scale.num_cells // 8)):
@@ -178,7 +178,7 @@ def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replaces line breaks and control codes, which a terminal would obey."""
+    """Returns text with line breaks and control codes, which a terminal would obey, replaced by question marks."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline timelines, predicted or measured, written as a picture, as a page, or as a Chrome trace.
+"""Writes pipeline timelines, predicted or measured, as a picture, an HTML page or a Chrome trace.
 
 A Chrome trace is a JSON file that ui.perfetto.dev and chrome://tracing open.
 """
@@ -64,7 +64,10 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> Path:
 
 
 def _events(process: int, outline: Outline) -> Iterator[Event]:
-    """Yields the names, then actions and memory by stage. Threads count from 1, because 0 is idle to Perfetto."""
+    """Yields the trace's events: names first, then actions and memory by stage.
+
+    Threads count from 1, because Perfetto takes thread 0 for idle.
+    """
     yield _named("process_name", process, 0, {"name": outline.name})
     yield _named("process_sort_index", process, 0, {"sort_index": process})
     for stage in range(len(outline.spans)):

@@ -1,1 +1,1 @@
-"""What every training step runs, under any strategy: executor, gradient sync, precision, checkpointing, offload."""
+"""The parts of a training step that strategies share: executor, gradient sync, precision, checkpointing, offload."""

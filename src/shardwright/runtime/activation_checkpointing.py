@@ -1,4 +1,4 @@
-"""Activation checkpointing: of each call of a block only the inputs are kept, and its backward recomputes the rest.
+"""Activation checkpointing: autograd keeps only the inputs of a block, and the backward runs its forward again.
 
 torch's own checkpointing (``torch.utils.checkpoint``) does the same, but imports torch's compiler with the first call,
 and does not expect that collectives overwrite results in place::
@@ -31,17 +31,18 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, wrap
 from shardwright.plan.plan import Job, Plan
+from shardwright.runtime.compiled_blocks import compiled_blocks_in
 
 COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-"""The operators whose results selective checkpointing keeps: products, convolutions and attention."""
+"""The operators whose results selective checkpointing keeps: matrix products, convolutions and attention."""
 
 
 def checkpoint_activations(job: Job, plan: Plan) -> None:
-    """Puts activation checkpointing around the modules that the plan lists as ``recomputed``.
+    """Puts activation checkpointing around the modules that the plan lists as ``recomputed``, in place.
 
     Ranks that share operators recompute a block to its end, so that all make the same collective calls; other ranks
     stop as soon as the backward has all saved tensors.
@@ -51,16 +52,20 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.recomputed:
         module = job.model.get_submodule(path)
-        around = partial(CheckpointedBlock, path, module, snapshots=snapshots, selective=selective, shared=shared)
+        kept = (*snapshots, *(each.snapshot for each in compiled_blocks_in(module)))
+        around = partial(CheckpointedBlock, path, module, snapshots=kept, selective=selective, shared=shared)
         wrap(module, Rung.RECOMPUTE, f"recompute:{plan.layout.recompute}", by="core", around=around)
 
 
 class _StopRecompute(BaseException):
-    """Ends a recomputation when all saved tensors are recomputed."""
+    """Raised to end a recomputation once all saved tensors are recomputed."""
 
 
 class _KeepCostly(TorchDispatchMode):
-    """Keeps the results of costly operators, in order; with ``copies`` as copies, as collectives overwrite them."""
+    """Keeps the results of costly operators, in order, for :class:`_ReplayCostly`.
+
+    With ``copies`` it keeps copies, because collectives overwrite results in place.
+    """
 
     def __init__(self, kept: list[Any], copies: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +90,7 @@ class _KeepCostly(TorchDispatchMode):
 
 
 class _ReplayCostly(TorchDispatchMode):
-    """Returns the kept results of costly operators, in the same order, instead of computing them."""
+    """Returns the kept results of costly operators, in order, instead of computing them again."""
 
     def __init__(self, kept: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +103,7 @@ class _ReplayCostly(TorchDispatchMode):
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """A tensor of the same values that the recomputation starts from; marks on it, as the part it is, are kept."""
+    """Returns a detached tensor from which the recomputation starts, with the attributes (tags) of ``tensor``."""
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     leaf.__dict__.update(tensor.__dict__)
     return leaf
@@ -106,7 +111,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Call:
-    """One call of a checkpointed block, and the tensors that autograd saved of it, while they are recomputed."""
+    """One call of a checkpointed block: its inputs, the specs of tensors saved for autograd, and what is recomputed."""
 
     block: CheckpointedBlock
     args: tuple[Any, ...]
@@ -121,7 +126,7 @@ class _Call:
     is_over: bool = False
 
     def forward(self) -> Any:
-        """Runs the block, keeping its inputs and the state that a recomputation restores."""
+        """Runs the block; keeps its inputs and the state, such as random numbers, that a recomputation restores."""
         self.restore = tuple(snapshot() for snapshot in self.block.snapshots)
         self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
         self.autocasts = self._autocasts()
@@ -143,7 +148,7 @@ class _Call:
         return tuple(tensor._version for tensor in self._tensors())
 
     def _autocasts(self) -> tuple[tuple[str, torch.dtype, bool, bool], ...]:
-        """The arguments of ``torch.autocast`` as it is set now, for the inputs' device types and the CPU."""
+        """Returns arguments of ``torch.autocast`` that restore its current state, by device type of the inputs."""
         return tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in sorted({"cpu", *(tensor.device.type for tensor in self._tensors())})
@@ -155,7 +160,7 @@ class _Call:
         return len(self.saved) - 1
 
     def _load(self, number: int) -> Tensor:
-        """Returns a saved tensor, recomputed; it is kept if another backward over this graph is still to come."""
+        """Returns a saved tensor, recomputed; it stays in memory if another backward over this graph may follow."""
         keep = not self.is_over or _get_current_graph_task_keep_graph()
         if self.recomputed is None or number not in self.recomputed:
             if self.block.shared and not self.is_over:  # ranks that stop half way would miss each other's collectives
@@ -165,7 +170,7 @@ class _Call:
         return self.recomputed[number] if keep else self.recomputed.pop(number)
 
     def _recompute(self, found: dict[int, Tensor], keep: bool) -> None:
-        """Runs the block again with the state of the first run; unless ``keep``, this is the last time."""
+        """Runs the block again with the state of the first run; without ``keep`` its inputs are then dropped."""
         if self._versions() != self.versions:
             raise self.block.refused("")
 
@@ -207,7 +212,7 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointedBlock:
-    """A module's forward under activation checkpointing; a call without gradients runs the plain forward.
+    """A module's forward under activation checkpointing; a call with gradients disabled runs the plain forward.
 
     ``snapshots`` return functions that restore state which a forward reads and changes beside its inputs, such as
     random numbers: a recomputation starts with the state of the first run. ``shared`` means that other ranks take part:
@@ -229,13 +234,13 @@ class CheckpointedBlock:
     shared: bool = False
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Runs the module's own forward, and recomputes it in the backward."""
+        """Runs the module's own forward, which the backward recomputes."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
         return _Call(self, args, named).forward()
 
     def other_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names and tensors of a block's buffers, except the running statistics of BatchNorms."""
+        """Yields (name, tensor) of the block's buffers, except the running statistics of BatchNorms."""
         for path, module in self.module.named_modules():
             if kind_of(module) not in BATCH_NORMS:
                 for name, buffer in module.named_buffers(recurse=False):
@@ -243,7 +248,7 @@ class CheckpointedBlock:
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
-        """Returns a context manager in which BatchNorms update copies of their running statistics only."""
+        """A context in which BatchNorms update copies of their running statistics, as in a recomputation."""
         norms = [module for module in self.module.modules() if kind_of(module) in BATCH_NORMS and module.training]
         before = [dict(norm._buffers) for norm in norms]
         for norm in norms:
@@ -256,7 +261,7 @@ class CheckpointedBlock:
                 norm._buffers.update(buffers)
 
     def refused(self, buffer: str) -> PlanError:
-        """Returns the PlanError for a block whose forward writes into ``buffer`` or, if that is empty, its inputs."""
+        """Returns the error for a block whose forward writes into ``buffer`` or, if that is empty, into its inputs."""
         return self._error(
             f"cannot be recomputed: its forward writes into {f'the buffer {buffer!r}' if buffer else 'its inputs'}",
             given="to be recomputed in the backward",
@@ -264,7 +269,7 @@ class CheckpointedBlock:
         )
 
     def too_early(self) -> PlanError:
-        """Returns the PlanError for a block whose forward calls torch.autograd.grad, under tensor parallelism."""
+        """Returns the error for a block whose forward calls ``torch.autograd.grad``, under tensor parallelism."""
         return self._error(
             "takes a gradient in its forward, and is recomputed by several ranks together",
             given="which calls torch.autograd.grad under tp",
@@ -273,7 +278,7 @@ class CheckpointedBlock:
         )
 
     def changed(self) -> PlanError:
-        """Returns the PlanError for a block whose recomputation saves other tensors than its first run."""
+        """Returns the error for a block whose recomputation saves other tensors than its first run."""
         return self._error(
             "computes something else when it is recomputed",
             given="which saved other tensors for the backward the first time",

@@ -1,4 +1,4 @@
-"""Activation offload: the tensors that autograd saves in some blocks are kept in host memory or on disk.
+"""Activation offload: tensors that autograd saves in some blocks are kept in host memory or on disk until used.
 
 ::
 
@@ -6,7 +6,8 @@
     backward    y --> [ product . gelu . product . norm ]            each is copied back at its first use
 
 A storage is copied once and whole, however many saved tensors are views of it. It comes back with the same strides, so
-that results are equal to the last bit. Parameters and buffers are not copied: they stay on the device anyway.
+that results are equal to the last bit. Parameters and buffers are not copied: they stay on the device anyway. Copies to
+host memory and back run beside the computation, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.recompute import activation_offload_target
 from shardwright.runtime.applied import Applied, Saving
+from shardwright.runtime.copy_stream import CopyStream
 from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
 
 
 def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
-    """Offloads what autograd saves in the plan's ``offloaded_activations`` modules, to host memory or disk.
+    """Offloads the tensors that autograd saves in the plan's ``offloaded_activations`` modules, to host memory or disk.
 
-    With a CPU as the device, host memory is the device's own: then nothing is offloaded to it.
+    If the ranks' devices are CPUs, host memory is their own memory: then nothing is offloaded to it.
     """
     place = activation_offload_target(plan.layout)
     if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
@@ -49,7 +51,7 @@ def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyo
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage's bytes in host memory or on disk, and on the device again after the first use."""
+    """An offloaded storage: its bytes in host memory or on disk, and on the device again after the first use."""
 
     offloaded: Tensor
     device: torch.device
@@ -65,7 +67,7 @@ class _Copied(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """What autograd keeps in place of a saved tensor: the slot of its storage, and its view of it."""
+    """The form in which autograd saves an offloaded tensor: the slot of its storage, and its view of the storage."""
 
     slot: _Slot
     dtype: torch.dtype
@@ -76,21 +78,22 @@ class _Packed(NamedTuple):
 
 @dataclass(eq=False)
 class ActivationOffload:
-    """Moves what autograd saves in the calls of some modules to host memory or disk until the backward uses it.
+    """Offloads the tensors that autograd saves in calls of some modules to host memory or disk, until the backward.
 
-    ``outer`` is a strategy's own pair of hooks; it comes first, and a tensor that it packs is not offloaded. Memory is
-    reused when the graph that saved a tensor is freed: at first by tensors of the same size, and by any once nothing is
-    offloaded, so that batches of any lengths need the memory of the largest.
+    ``outer`` is a strategy's own pair of saved-tensor hooks; it comes first, and a tensor that it packs is not
+    offloaded. Memory is reused when the graph that saved a tensor is freed: at first by tensors of the same size, and
+    by any once nothing is offloaded, so that batches of any lengths need the memory of the largest.
     """
 
     storage: OffloadStorage
     outer: Saving | None = None
+    _stream: CopyStream | None = None
     _free: dict[int, list[Tensor]] = field(default_factory=dict)
     _num_offloaded: int = 0
     _lock: RLock = field(default_factory=RLock)
 
     def attach(self, module: nn.Module) -> None:
-        """Wraps the module's forward, so that the tensors that autograd saves in it are offloaded."""
+        """Wraps the forward of ``module``, so that the tensors that autograd saves in it are offloaded."""
 
         def around(forward: Forward) -> Forward:
             def packed(*args: Any, **named: Any) -> Any:
@@ -124,19 +127,25 @@ class ActivationOffload:
 
     @torch.no_grad()
     def _offload(self, tensor: Tensor) -> _Slot:
-        """Copies the tensor's whole storage out, as bytes."""
+        """Copies the tensor's whole storage, as bytes, to host memory or disk; returns its slot."""
         device_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         with self._lock:
             self._num_offloaded += 1
             free = self._free.get(device_bytes.numel())
             offloaded = free.pop() if free else self.storage.empty(device_bytes.numel(), torch.uint8)
-        slot = _Slot(offloaded.copy_(device_bytes), tensor.device)
+            if self._stream is None and offloaded.is_pinned():
+                self._stream = CopyStream(tensor.device)
+        slot = _Slot(offloaded, tensor.device)
+        if self._stream is None:
+            offloaded.copy_(device_bytes)
+        else:
+            self._stream.start(offloaded, device_bytes)
         weakref.finalize(slot, self._free_memory, offloaded)
         self.storage.put_away([offloaded])
         return slot
 
     def _free_memory(self, offloaded: Tensor) -> None:
-        """Makes a slot's memory free for reuse; autograd may drop the slot in any thread."""
+        """Makes a slot's memory available for reuse; autograd may call it from any thread."""
         with self._lock:
             self._num_offloaded -= 1
             self._free.setdefault(offloaded.numel(), []).append(offloaded)
@@ -151,7 +160,12 @@ class ActivationOffload:
             return unpacked
         slot = packed.slot
         if slot.restored is None:
-            slot.restored = torch.empty_like(slot.offloaded, device=slot.device).copy_(slot.offloaded)
+            slot.restored = torch.empty_like(slot.offloaded, device=slot.device)
+            if self._stream is None:
+                slot.restored.copy_(slot.offloaded)
+            else:
+                self._stream.start(slot.restored, slot.offloaded)
+                self._stream.wait()
             self.storage.put_away([slot.offloaded])
         tensor = torch.empty(0, dtype=packed.dtype, device=slot.device)
         return tensor.set_(slot.restored.untyped_storage(), packed.offset, packed.size, packed.stride)

@@ -1,4 +1,4 @@
-"""The results of a strategy's ``apply``, from which a run is built: events, stored parameters, a part of the model."""
+"""``Applied``, the result of a strategy's ``apply``: events, stored parameters and hooks, from which a run is built."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardwright.runtime.executor import Events, ModelPart
 from shardwright.runtime.offload_storage import OffloadStorage
 
 Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""A pair of ``saved_tensors_hooks``: packs a tensor that autograd saves, and unpacks it."""
+"""A pair of functions for ``saved_tensors_hooks``: one packs a tensor that autograd saves, one unpacks it."""
 
 
 class Offload(Protocol):
-    """Parameters and optimizer state that are stored in host memory or on disk between uses, and their update."""
+    """Parameter shards and optimizer state in host memory or on disk, which the optimizer updates by param group."""
 
     @property
     def place(self) -> str:
-        """Where the offloaded state is stored: ``host`` or ``disk``."""
+        """The kind of storage: ``host`` or ``disk``."""
         ...
 
     @property
     def storage(self) -> OffloadStorage:
-        """The storage that all offloaded tensors are allocated in."""
+        """The storage in which all offloaded tensors are allocated."""
         ...
 
     @property
@@ -36,43 +36,47 @@ class Offload(Protocol):
         ...
 
     def attach(self, optimizer: torch.optim.Optimizer, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        """Makes the optimizer step one param group at a time, with its state offloaded.
+        """Makes ``optimizer.step`` update one param group at a time, with its state offloaded.
 
         ``make`` creates an optimizer of the same kind over other parameters.
+
         Raises: PlanError, on every rank: too little room.
         """
         ...
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Returns the offloaded tensor for one entry (``key``, as ``exp_avg``) of a parameter's optimizer state."""
+        """Returns the offloaded tensor for the entry ``key``, such as ``exp_avg``, of a parameter's optimizer state."""
         ...
 
     def put_away(self) -> None:
-        """Releases the host memory of tensors that are stored on disk, until their next use."""
+        """Releases the host memory of tensors that are stored on disk, until they are used again."""
         ...
 
-    def begin(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Lets the optimizer step each param group as soon as its gradients, scaled by ``factor``, are final."""
+    def begin(self, optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
+        """Begins a backward in which ``optimizer`` updates each param group once its gradients are complete.
+
+        Gradients are first scaled by ``factor``.
+        """
         ...
 
     def end(self) -> None:
-        """Waits for the steps on param groups since :meth:`begin`; the optimizer's own step then skips these."""
+        """Waits for the updates since :meth:`begin`; the optimizer's own step then skips the updated groups."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What a strategy's ``apply`` adds to a rank's run beside changed modules; each field is optional.
+    """A strategy's additions to a rank's run, beside the modules that its ``apply`` has changed; all are optional.
 
     - ``events``: listeners of the executor.
     - ``parameters``: stored parameters, by the name of the model's parameter that they replace for the optimizer and
-      for gradients, where a parameter is stored in another form than it computes in.
+      for gradients, where a parameter is stored in another form than in computation.
     - ``work``: this rank's part of the model, for pipeline stages.
-    - ``frame``: what is done around the model's forward. Stages, which run the modules inside, call it; else hooks do.
+    - ``frame``: code around the model's forward. Pipeline stages, which run the modules inside, call it; else hooks do.
     - ``late``: parameters whose gradients autograd does not accumulate; they are final after ``after_backward``.
     - ``summed``: whether the stored gradients of a param group are final in this step, ready for gradient sync.
     - ``offload``: the state that is stored off this rank's device.
-    - ``kept``: returns what stays on the device between steps and is no parameter, such as unshard buffers.
+    - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
     """
 

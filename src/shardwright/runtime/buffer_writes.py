@@ -1,4 +1,4 @@
-"""Refuses models whose code changes a buffer in every forward: with microbatches, that is several times a step."""
+"""Refuses models whose forward changes a buffer each time: microbatches would change it several times a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shardwright.errors import PlanError
 
 
 class BufferWrites:
-    """Finds buffers that every microbatch changes, so that they depend on ``mb``: watches the first two of each chunk.
+    """Raises an error for buffers that every microbatch changes, so that their values depend on ``mb``.
 
-    A buffer that is written once, like a table that is filled at its first use, is allowed. Writes are found by torch's
-    version counters. BatchNorms are refused by their type, before anything runs.
+    It watches the first two microbatches of each chunk. A buffer that is written once, like a table that is filled at
+    its first use, is allowed. Writes are found by torch's version counters. BatchNorms are refused by their type,
+    before anything runs.
 
     >>> model = nn.BatchNorm1d(2)
     >>> written = BufferWrites(model)
@@ -35,7 +36,7 @@ class BufferWrites:
 
     @contextmanager
     def watching(self, chunk: int, num_microbatches: int) -> Iterator[None]:
-        """Returns a context manager that checks one microbatch's training forward for buffer writes.
+        """A context around one microbatch's training forward of a chunk, which checks it for buffer writes.
 
         Raises: PlanError: it changes a buffer that the microbatch before has changed too.
         """

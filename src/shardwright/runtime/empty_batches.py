@@ -1,4 +1,4 @@
-"""Empty batches: a rank may have no samples of a small batch, and some of torch's layers fail on none."""
+"""Makes some of torch's layers accept empty batches, for ranks that get no sample of a small batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def support_empty_batches(model: nn.Module) -> None:
 
 
 def _replace(module: nn.Module, replacement: Callable[..., Any]) -> None:
-    """Calls ``replacement(forward, ...)`` in place of the module's ``forward(...)``."""
+    """Makes the module call ``replacement(forward, ...)`` in place of its ``forward(...)``."""
     wrap(module, Rung.NO_SAMPLES, "accepts empty batches", by="core", around=partial(partial, replacement))
 
 
@@ -51,7 +51,7 @@ def _shuffle(larger: int, smaller: int, forward: Callable[[Tensor], Tensor], inp
 
 
 def _attend(forward: Forward, *args: Any, **named: Any) -> Any:
-    """Leaves out masks of each sample, on which torch fails if there are no samples."""
+    """Runs torch's attention; for an empty batch without the masks of each sample, on which torch fails."""
     bound = CALL.bind(None, *args, **named)
     if bound.arguments["query"].numel():
         return forward(*args, **named)

@@ -1,4 +1,4 @@
-"""The executor: runs a schedule's actions (F, B, I, W) on a rank's part of the model, and fires events for strategies.
+"""The executor: runs a schedule's actions (F, B, I, W) on this rank's part of the model, and fires strategies' events.
 
 A rank's part of the model is a :class:`ModelPart`: chunks that receive a microbatch or the activations of another
 stage, and compute the loss or send to other stages. Without a pipeline it is one chunk, the whole model. One step, with
@@ -42,6 +42,7 @@ from shardwright.analysis.autograd_graph import leaves_behind
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
+from shardwright.devices import Moment
 from shardwright.errors import PlanError
 from shardwright.models.losses import sum_and_count
 from shardwright.operators.split_backward import DeferredGradients
@@ -54,10 +55,11 @@ from shardwright.runtime.timeline import Span
 
 
 class Microbatch(NamedTuple):
-    """A rank's samples of one microbatch, and their indices in the global batch.
+    """A rank's samples of one microbatch, or of a batch before it is split, and their indices in the global batch.
 
-    ``num_global`` is the number of samples of the global batch, None where every rank holds all samples;
-    ``num_tokens`` is the number of tokens of each sample on all ranks together, where sequences are sharded.
+    ``num_global`` is the number of samples of the global batch, None if every rank holds all samples; ``num_tokens`` is
+    the number of tokens of each sample on all ranks together, if sequences are sharded. ``of_global`` are some elements
+    of the global batch, by which ranks find that theirs are in another order.
     """
 
     inputs: Any
@@ -65,10 +67,11 @@ class Microbatch(NamedTuple):
     samples: range
     num_global: int | None
     num_tokens: int = 0
+    of_global: tuple[Tensor, ...] = ()
 
 
 def _nothing(*_: Any) -> None:
-    """The listener of an event that is left out."""
+    """Does nothing: the listener of an event that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +95,16 @@ class Events:
 
 
 class OutputHandler(Protocol):
-    """What is done with the model's output on each microbatch: its loss is computed, or it is collected."""
+    """The consumer of the model's output on each microbatch, which computes its loss or collects it."""
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Takes the model's output on microbatch ``number``; returns the loss, or in a forward alone a placeholder."""
+        """Takes the model's output on microbatch ``number``; returns the loss, or without a backward a placeholder."""
         ...
 
 
 @dataclass
 class LossOutput:
-    """Computes the loss of each microbatch for its backward, and keeps each one's loss sum and count of targets.
+    """Computes the loss of each microbatch for its backward, and collects each one's loss sum and count of targets.
 
     Backward runs on the loss sum times ``scale``. With ``widen`` the loss is computed from the output in float32: a sum
     of many numbers loses its digits in bf16 or fp16.
@@ -113,7 +116,7 @@ class LossOutput:
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Computes a microbatch's loss; returns its sum times ``scale``, from which backward starts."""
+        """Computes a microbatch's loss, and returns the loss sum times ``scale``, from which backward starts."""
         if self.widen:
             output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
@@ -123,46 +126,46 @@ class LossOutput:
 
 @dataclass
 class CollectedOutput:
-    """Keeps the output of each microbatch, for a forward without a loss."""
+    """Collects the output of each microbatch by its number, for a forward without a loss."""
 
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Keeps the output of microbatch ``number``; returns a placeholder, as no backward follows."""
+        """Stores the output of microbatch ``number``; returns a placeholder, as no backward follows."""
         self.outputs[number] = output
         return torch.zeros(())
 
 
 class ModelPart(Protocol):
-    """A rank's chunks of the model: their forwards, and the p2p sends and receives; the executor decides when."""
+    """A rank's chunks of the model with their forwards and p2p messages, which the executor calls action by action."""
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares to run a schedule on ``microbatches``; ``last`` takes the model's output on each of them."""
         ...
 
     def wait(self, place: int) -> None:
-        """Blocks until the tensors that the action at index ``place`` of this rank's list needs have been received."""
+        """Waits for the p2p messages that the action at index ``place`` of this stage's list needs."""
         ...
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs a microbatch through a chunk and sends its outputs on; returns the tensors to start backward from."""
+        """Runs a microbatch through a chunk and sends its outputs; returns the tensors to differentiate."""
         ...
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the gradient of each tensor that ``forward`` returned, as later chunks sent it; None if a loss."""
+        """Returns the received gradient of each tensor that ``forward`` returned; None for a loss."""
         ...
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Sends the gradients of a chunk's inputs to the stages that sent those inputs, after the chunk's backward."""
+        """Sends the gradients of a chunk's inputs to the stages that sent them; called after the chunk's backward."""
         ...
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
-        """Returns the numbers of this rank's chunks that use a parameter."""
+        """Returns the numbers of this rank's chunks that use ``parameter``."""
         ...
 
 
 class WholeModel:
-    """The model part of a rank without pipeline stages: one chunk, the whole model."""
+    """The model part of a rank without pipeline stages: one chunk, which is the whole model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -170,23 +173,23 @@ class WholeModel:
         self._last: OutputHandler
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Keeps the microbatches, and the handler of the model's output, for :meth:`forward`."""
+        """Stores the microbatches, and the handler of the model's output, for :meth:`forward`."""
         self._microbatches, self._last = microbatches, last
 
     def wait(self, place: int) -> None:
-        """Does nothing: this rank receives from no other stage."""
+        """Does nothing: without stages there are no p2p messages to wait for."""
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs the model on a microbatch; returns the tensor that backward starts from, made by the output handler."""
+        """Runs the model on microbatch ``number``; returns the loss, or the output handler's placeholder for it."""
         microbatch = self._microbatches[number]
         return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns None as the gradient of the loss, from which backward starts."""
+        """Returns None for the loss, from which backward starts without a received gradient."""
         return (None,)
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Does nothing: no other rank waits for the gradient of the model's inputs."""
+        """Does nothing: without stages no rank needs the gradient of the model's inputs."""
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
         """Returns chunk 0, the only one, for every parameter."""
@@ -194,13 +197,15 @@ class WholeModel:
 
 
 class Executor:
-    """Runs one step's forwards and backwards, as the schedule lists them, on this rank's part of the model.
+    """Runs one step's forwards and backwards, as a schedule lists them, on this rank's part of the model.
 
-    ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned.
-    A microbatch without samples runs like any other, on tensors with no rows: another rank's may have samples, and both
-    must make the same collective calls. ``spans`` are the actions of the last run with their start and end in seconds,
-    without the time in which they waited for other ranks.
+    ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned. A
+    microbatch without samples runs like any other, on tensors with no rows: another rank's may have samples, and both
+    must make the same collective calls. ``spans`` are the actions of the last run with their start and end, without the
+    time in which they waited for other ranks.
     """
+
+    clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device
 
     def __init__(
         self,
@@ -232,7 +237,10 @@ class Executor:
         self._register_hooks()
 
     def run(self, schedule: Schedule, stage: int, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Runs all actions of a pipeline stage, in order; afterwards this rank's parameters have their gradients."""
+        """Runs the actions of pipeline stage ``stage`` in order on ``microbatches``; ``last`` takes the model's output.
+
+        All-reduces of gradients may still be running afterwards; gradient sync waits for them.
+        """
         self.work.begin(schedule, microbatches, last)
         self._done, self.spans = {}, []
         starts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Callable[[], None]]]] = {}
@@ -241,7 +249,7 @@ class Executor:
             for events in self.events:
                 events.before_action(action)
             self.work.wait(place)
-            began = perf_counter()
+            began = self.clock()
             with self.during(action):
                 if kind == "F":
                     tensors = self._forward(chunk, number, microbatches)
@@ -252,13 +260,13 @@ class Executor:
                     self._end_backward(number, chunk)
                 else:
                     self._backward(*starts.pop((chunk, number)))
-            self.spans.append(Span(action, began, perf_counter()))
+            self.spans.append(Span(action, began, self.clock()))
             for events in self.events:
                 events.after_action(action)
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Returns a context manager that enters the ``during`` contexts of all listeners around an action."""
+        """A context around one action, which enters the ``during`` contexts of all listeners."""
         with ExitStack() as stack:
             for events in self.events:
                 if events.during is not None:
@@ -270,7 +278,10 @@ class Executor:
                 self._in_action = before
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
-        """Returns the param groups in the order in which ``actions`` complete their gradients, equal along ``dp``."""
+        """Returns the param groups in the order in which ``actions`` complete their gradients.
+
+        The order is the same on all ranks of ``dp``.
+        """
         last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
         chunks = [self._chunks[group.name] for group in self.param_groups]
         places = [max((last.get(chunk, -1) for chunk in each), default=-1) for each in chunks]
@@ -311,7 +322,7 @@ class Executor:
             self._end_backward(number, chunk)
 
     def _expect_used(self, starts: Sequence[Tensor]) -> None:
-        """Waits for no gradient of a parameter that the forward did not use, in groups whose use depends on samples.
+        """In groups whose use depends on the samples, expects gradients only for parameters that the forward has used.
 
         Else a rank that used all would begin the group's reduction earlier among its other collectives.
         """
@@ -330,8 +341,8 @@ class Executor:
     def _register_hooks(self) -> None:
         """Registers a hook on every trained parameter, which autograd calls when it has accumulated the gradient.
 
-        One more refuses forwards of the model by other code where only an action gives the right output: on stages, and
-        where the ranks of one model copy have different rows of the batch.
+        Another hook refuses forwards of the model by other code where only an action gives the right output: on stages,
+        and where the ranks of one model copy have different rows of the batch.
         """
         for group in self.param_groups:
             for name in group.parameters:
@@ -378,7 +389,7 @@ class Executor:
             self._fire_gradients(group)
 
     def _fire_gradients(self, group: ParamGroup) -> None:
-        """Fires ``after_weight_gradients`` once for each microbatch, when all chunks that use the group are done."""
+        """Fires ``after_weight_gradients`` once for each microbatch, after all chunks that use the group are done."""
         chunks, number = self._chunks[group.name], self._action.microbatch
         done = self._done.setdefault((group.name, number), set())
         if self._action.chunk in chunks and self._action.chunk not in done:

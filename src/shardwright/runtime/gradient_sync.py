@@ -1,4 +1,4 @@
-"""Gradient sync: all-reduces each param group's gradients over the ranks that share them, during the backward.
+"""Gradient sync: all-reduces each param group's gradients, during the backward, over the ranks that share parameters.
 
 Which axes are summed is derived from the plan. A group is sent as soon as its gradients are final, in the same order on
 every rank: in one message the gradients that the same ranks share whole, in one the boxes that they share in part.
@@ -11,7 +11,8 @@ The sum also shows whether any rank's backward has reached a parameter, by the s
 
 The two differ: with a gradient of zeros an optimizer still applies weight decay and momentum. A sum of floating-point
 numbers is a negative zero only if all its terms are. So a rank without a gradient sends negative zeros, and a rank with
-one makes sure that an element of each part is none: no message is added. Of a complex number the real part counts.
+one turns a negative zero into a positive one at one element of each part: no message is added. Of a complex number the
+real part counts.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ from shardwright.runtime.executor import Events
 from shardwright.sharding.box import Box, Piece, read
 
 UNREACHED = -0.0
-"""Each element that a rank sends for a parameter that its backward has not reached."""
+"""The value (-0.0) of all elements that a rank sends for a parameter that its backward has not reached."""
 
 
 @torch.no_grad()
 def mark_reached(gradients: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
-    """Marks gradients as reached by a backward: makes negative zeros at these flat positions positive, in place."""
+    """Marks gradients as reached by a backward: negative zeros at the given flat positions become positive."""
     marks = [flat[place] for flat, places in ((g.view(-1), places) for g, places in gradients) for place in places]
     if marks:
         torch._foreach_add_(marks, 0.0)
 
 
 def is_reached(summed: Tensor) -> bool:
-    """Returns whether any rank's backward reached a parameter, read off its summed gradient; true on the meta device.
+    """Returns whether any rank's backward has reached a parameter, by the signs of its summed gradient.
+
+    It is True on the meta device.
 
     >>> unreached, gradient = torch.full((3,), UNREACHED), torch.zeros(3)
     >>> mark_reached([(gradient, [0])])
@@ -62,10 +65,10 @@ def is_reached(summed: Tensor) -> bool:
 
 @dataclass
 class _Message:
-    """The gradients of one param group that are summed over one axis: whole local gradients, or boxes of them.
+    """One all-reduce of a param group's gradients over one axis: of whole local gradients, or of boxes of them.
 
     ``filled``, which all messages share, are the parameters that this rank's backward has not reached and that have
-    boxes: one gradient may have boxes in several messages, so what is known of it is read when all have come.
+    boxes: one gradient may have boxes in several messages, so whether any rank reached it is read when all are summed.
     """
 
     name: str
@@ -76,7 +79,7 @@ class _Message:
     filled: set[nn.Parameter]
 
     def start(self) -> Callable[[], None]:
-        """Sends the message; returns a function that waits for the sum and writes it into the gradients."""
+        """Starts the all-reduce; returns a function that waits for it and writes the sum into the gradients."""
         if not self.parameters:
             return self._start_boxes()
         unreached = {parameter for parameter in self.parameters if parameter.grad is None}
@@ -115,7 +118,7 @@ class _Message:
 
 
 def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns the parameter's gradient as a contiguous tensor; negative zeros where backward did not reach it."""
+    """Returns a parameter's gradient as a contiguous tensor; negative zeros if the backward did not reach it."""
     if parameter.grad is None:
         parameter.grad = torch.full_like(parameter, UNREACHED, memory_format=torch.contiguous_format)
     elif not parameter.grad.is_contiguous():
@@ -124,10 +127,10 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientSync:
-    """All-reduces the gradients of every param group over the ranks that share them; ``finish`` waits for all.
+    """All-reduces the gradients of each param group over the ranks that share its parameters, overlapping the backward.
 
     ``stored`` are the parameters that ZeRO stores in another form: their gradients are summed in that form, once
-    ``summed(group)`` is true, that is after ZeRO's own sums.
+    ``summed(group)`` is true, that is after ZeRO's own reduce-scatters.
     """
 
     def __init__(
@@ -181,16 +184,16 @@ class GradientSync:
     def begin(self, param_groups: Sequence[ParamGroup], num_microbatches: int) -> None:
         """Starts a step: param groups are all-reduced in this order, each after its last microbatch's backward.
 
-        Gradients that are stored in slices are sent when their own sums are complete. Gradients that stages share are
-        sent at the end, because stages complete them in different orders. Messages of a step that raised are waited
-        for, because the other ranks keep them until then.
+        Gradients that are sharded in storage are sent when ZeRO has summed them. Gradients that stages share are sent
+        at the end, because stages complete them in different orders. Messages of a step that raised are waited for,
+        because the other ranks keep them until then.
         """
         self._wait()
         self._num_left = Counter({group.name: num_microbatches for group in param_groups})
         self._unsent, self._sliced, self._across_stages = list(param_groups), [], []
 
     def events(self) -> Events:
-        """Returns the executor's events that start the all-reduces; none if no gradient is shared."""
+        """Returns the executor's events that start the all-reduces; none if no rank shares a gradient with another."""
         if not any(self.messages.values()):
             return Events()  # the executor then also allows a gradient that comes twice
         return Events(after_weight_gradients=self._after_weight_gradients)
@@ -210,7 +213,7 @@ class GradientSync:
             self._sent.append(self._sliced.pop(0)[1].start())
 
     def finish(self) -> None:
-        """Starts the remaining all-reduces and waits for all."""
+        """Starts the remaining all-reduces, and waits for all of the step."""
         self._sent += [message.start() for _, message in self._sliced]
         self._sent += [message.start() for message in sorted(self._across_stages, key=lambda message: message.name)]
         self._wait()
@@ -225,7 +228,7 @@ class GradientSync:
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Makes only index 0 of an axis contribute a gradient that all indices compute whole but gradient sync sums."""
+    """Makes only index 0 of an axis contribute a gradient which every index computes whole and gradient sync sums."""
     names = {id(p): name for name, p in model.named_parameters()}
     constants: dict[nn.Module, dict[str, str]] = {}
     for use, axes in whole_uses(plan):
@@ -241,7 +244,7 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
 
 
 def _without(module: nn.Module, own: Sequence[str], forward: Forward, *args: Any, **named: Any) -> Any:
-    """Runs a forward with these parameters detached. Unlike a hook, this also holds when the forward is recomputed."""
+    """Runs a forward with some parameters detached; unlike a hook, also when the forward is recomputed."""
     kept = {key: module._parameters[key] for key in own}
     for key, parameter in kept.items():
         assert parameter is not None

@@ -1,4 +1,4 @@
-"""Draws the random numbers of a model's own code so that they do not depend on the layout.
+"""Makes the random numbers that a model's own code draws (dropout, ``torch.rand``) independent of the layout.
 
 Functions that draw (``functional.dropout``, attention with ``dropout_p``, ``torch.rand``, ...) run under
 :class:`KeyedDraws`, which computes each number from the seed, the step, the module and the number of its call, the
@@ -31,7 +31,7 @@ Rows = Callable[[], Sequence[int]]
 
 
 class _ModuleDraws:
-    """The draws of one call of a module: a context, in which :class:`KeyedDraws` is on."""
+    """A context around one call of a module, in which :class:`KeyedDraws` is on; counts the call's draws."""
 
     __slots__ = ("call", "keyed", "number", "path", "rows", "tokens")
 
@@ -55,7 +55,7 @@ class _ModuleDraws:
             self.keyed.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def next(self, device: torch.device) -> KeyedNumbers:
-        """Returns the numbers of the next draw of this call."""
+        """Returns the random numbers of the next draw in this call, for tensors on ``device``."""
         if isinstance(self.call, PlanError):
             raise self.call
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
@@ -64,7 +64,7 @@ class _ModuleDraws:
 
 
 class KeyedDraws(TorchFunctionMode):
-    """The context in which a model's own code draws numbers that do not depend on the layout.
+    """A torch function mode under which random functions compute their numbers from keys, the same for any layout.
 
     >>> model, rng = nn.Sequential(nn.AlphaDropout(0.5)), RngTracker(seed=3, samples=range(2))
     >>> key_draws(model, rng, None)
@@ -82,7 +82,12 @@ class KeyedDraws(TorchFunctionMode):
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None
     ) -> KeyedNumbers:
-        """Returns the numbers of a draw, by its module, the number of the module's call, and its number in the call."""
+        """Returns the random number generator of one draw, keyed by its module, call and number in the call.
+
+        ``path`` names the module, ``call`` numbers its calls in the forward, ``number`` the draws in that call.
+        ``samples`` are the indices, in the global batch, of the samples in the drawn tensor. Where sequences are
+        sharded, ``tokens(shape)`` returns the slice of the whole tensor that a drawn tensor of this shape is.
+        """
         place: SamplePlace | None = FIRST
         if self.draws is not None:
             try:
@@ -95,7 +100,12 @@ class KeyedDraws(TorchFunctionMode):
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None)
 
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
-        """Returns what a call draws, by its module, the number of the module's call, and its number in that call."""
+        """Returns the tensor that one draw gives, by its key, on the CPU; the call is not counted.
+
+        Records of forwards use it.
+
+        ``path`` names the module, ``call`` numbers its calls in the forward, ``number`` the draws in that call.
+        """
         numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
         drawn: Tensor = _KEYED[draw.kind](draw, draw.drawn(None), numbers)
         return drawn
@@ -124,7 +134,7 @@ class KeyedDraws(TorchFunctionMode):
         return handle_torch_function(drawn, (x,), *args, **named)
 
     def _attend(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Runs torch's attention with a keyed dropout; a mode below, which may not run it, sees one function."""
+        """Runs torch's attention with a keyed dropout; a mode below, which may not run it, sees it as one function."""
         mine, first = self.running[-1], self.running[-1].number
 
         @wraps(func)
@@ -149,10 +159,11 @@ def key_draws(
     rows: Mapping[str, Rows] | None = None,
     tokens: Mapping[str, Tokens] | None = None,
 ) -> None:
-    """Makes all random numbers of a model's forward keyed: its dropout layers', and those that its own code draws.
+    """Makes the random numbers of a model's forward depend on seed, step, layer and sample, and not on the layout.
 
-    ``draws`` are those of :class:`ModelGraph`; where they are not known, every module whose code may draw runs under
-    the mode, and drawn tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
+    ``draws`` are the random calls of the traced code (:class:`ModelGraph`). If they are None, every module whose code
+    may draw runs under :class:`KeyedDraws`, and drawn tensors have the samples in dim 0. The other arguments are those
+    of :func:`key_dropout`.
     """
     keyed = KeyedDraws(rng, draws)
     rng.draw = keyed.draw
@@ -172,7 +183,7 @@ def key_draws(
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Whether a module's own code may draw: code of other packages than torch and this one; torch's random layers."""
+    """Returns whether a module's own code may draw: it is a random layer of torch, or other code than torch's."""
     known = type(module).__module__.startswith(("torch.nn.", "shardwright."))
     return not known or isinstance(module, DROPOUTS | nn.RNNBase | nn.RReLU)
 
@@ -187,7 +198,7 @@ def _around(
 
 
 class _KeyedForward:
-    """A module's forward under :class:`KeyedDraws`; a copy of the module has a copy of it."""
+    """A module's forward that runs under :class:`KeyedDraws`; a copy of the module has a copy of it."""
 
     def __init__(
         self, keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None, inner: Forward
@@ -208,7 +219,7 @@ class _KeyedForward:
 # ---- the kinds of draws
 
 ALPHA = -1.7580993408473766
-"""What ``alpha_dropout`` puts in place of a dropped element: the least value of SELU."""
+"""The value that ``alpha_dropout`` gives to a dropped element: the least value of SELU."""
 
 
 def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
@@ -223,12 +234,12 @@ def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
         elif call.name.startswith("feature"):
             whole = 2
     like = x if whole == len(shape) else [*shape[:whole], *(1,) * (len(shape) - whole)]
-    keep = numbers.kept(like, p).to(x.dtype)
     if "alpha" in call.name:
+        keep = numbers.kept(like, p).to(x.dtype)
         scale = 0.0 if p == 1 else ((1 - p) * (1 + p * ALPHA**2)) ** -0.5
         result = x * (keep * scale) + ((1 - keep) * ALPHA * scale - scale * ALPHA * p)
     else:
-        result = x * (keep * (1 / (1 - p) if p < 1 else 0.0))
+        result = x * numbers.factors(like, p, x.dtype)
     return x.copy_(result) if call.get("inplace") or call.name.endswith("_") else result
 
 
@@ -321,14 +332,13 @@ def _attend(call: DrawCall, q: Tensor, numbers: KeyedNumbers) -> Tensor:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
 
     def drop(weights: Tensor) -> Tensor:
-        keep = numbers.kept(weights, p)
-        return weights * (keep.to(weights.dtype) * (1 / (1 - p) if p < 1 else 0.0))
+        return weights * numbers.factors(weights, p, weights.dtype)
 
     return attend_dropping(q, k, v, mask, causal=bool(call["is_causal"]), drop=drop)
 
 
 def _recur(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> tuple[Tensor, ...]:
-    """Runs the layers of a recurrent network one by one, with dropout between."""
+    """Runs the layers of a recurrent network one by one, with keyed dropout between them."""
     layers, states = int(call["num_layers"]), call["hx"]
     ways = 2 if call["bidirectional"] else 1
     each = len(call["params"]) // layers
@@ -343,8 +353,7 @@ def _recur(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> tuple[Tensor, ..
         for end, state in zip(ends, last, strict=True):
             end.append(state)
         if layer < layers - 1:
-            keep = numbers.kept(x, call["dropout"])
-            x = x * (keep.to(x.dtype) / (1 - call["dropout"]))
+            x = x * numbers.factors(x, call["dropout"], x.dtype)
             numbers.key += "+"
     return (x, *(torch.cat(end) for end in ends))
 

@@ -1,4 +1,4 @@
-"""The random numbers of one draw, computed from a key for each sample and each element's index within its sample."""
+"""Random numbers of one draw, computed (hashed) from a key for each sample and each element's index in its sample."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 
 from shardwright.analysis.draws import SamplePlace
+from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import PlanError
-from shardwright.rng import DimSlice, RngTracker, hashed
+from shardwright.rng import DimSlice, RngTracker, dropout_factors, held_of, least_kept, sample_indices
 
 Tokens = Callable[[Sequence[int]], tuple[DimSlice, ...]]
 Like = Sequence[int] | Tensor
 
 _BITS = {torch.float16: 11, torch.bfloat16: 8}
-"""The bits of a uniform number, where fewer than 24: it stays below 1 when it is rounded."""
+"""The number of random bits in a uniform number of a narrow dtype, so that rounding keeps it below 1."""
 
 
 @dataclass
 class KeyedNumbers:
-    """The random numbers of one draw: each method returns one for each element of a tensor ``like``, or of its shape.
+    """A counter-based random number generator for one draw: a number depends only on its key, sample and element.
 
-    Where ``like`` is a part of a whole tensor, they are those of this part, and so is the result.
+    Each method returns a tensor of the shape of ``like``, a tensor or a shape. ``key`` identifies the draw, ``samples``
+    are the indices of the tensor's samples in the global batch, and ``place`` is the dim in which the tensor has them.
+    If ``like`` is a rank's shard of a whole tensor, the result is the same shard of the whole's numbers.
     """
 
     rng: RngTracker
@@ -36,52 +39,52 @@ class KeyedNumbers:
     tokens: Tokens | None = None
 
     def words(self, like: Like, stream: int = 0) -> Tensor:
-        """Returns 24 random bits for each element; ``stream`` tells several for one element apart."""
-        layer = f"{self.key}~{stream}" if stream else self.key
+        """Returns 24 random bits for each element, as integers; different ``stream`` values give independent bits."""
+        return self._drawn(like, lambda shape, cuts: self._bits(shape, cuts, stream=stream))
+
+    def kept(self, like: Like, p: float) -> Tensor:
+        """Returns a mask of the elements that dropout of probability ``p`` keeps."""
+        return self._drawn(like, lambda shape, cuts: self._mask(shape, cuts, p))
+
+    def factors(self, like: Like, p: float, dtype: torch.dtype) -> Tensor:
+        """Returns the factors by which dropout of probability ``p`` multiplies the elements: 0 or 1 / (1 - p)."""
+        return self._drawn(like, lambda shape, cuts: dropout_factors(self._mask(shape, cuts, p), p, dtype))
+
+    def _drawn(self, like: Like, draw: Callable[[tuple[int, ...], tuple[DimSlice, ...]], Tensor]) -> Tensor:
         part, shape = None, like
         if isinstance(like, Tensor):
             part, shape = self.rng.part_of(like), like.shape
         with torch._C.DisableTorchFunction():
-            found = self._words(layer, tuple(shape), () if part is None else part[0])
+            found = draw(tuple(shape), () if part is None else part[0])
             if part is not None:
                 part[1](found)
             return found
 
-    def _words(self, layer: str, shape: tuple[int, ...], cuts: tuple[DimSlice, ...]) -> Tensor:
+    def _mask(self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], p: float) -> Tensor:
+        if 0 < p < 1:
+            return self._bits(shape, cuts, least_kept(p))
+        return torch.full(shape, p <= 0, device=self.device)
+
+    def _bits(
+        self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], least: int | None = None, stream: int = 0
+    ) -> Tensor:
         at = None if self.place is None or not shape else self.place.dim
-        samples = (-1,) if at is None else self.samples
-        keys = torch.tensor(self.rng.keys(layer, samples), dtype=torch.int64, device=self.device)
-        keys = keys.to(torch.int32).view(len(samples), 2)
-        cuts += () if self.tokens is None else self.tokens(shape)
-        held = {cut.dim % len(shape): cut for cut in cuts}
-        index = torch.zeros((1,) * len(shape), dtype=torch.int64, device=self.device)
-        stride = 1
-        for dim in range(len(shape) - 1, -1, -1):  # row-major index within the sample
-            here, size = self._indices(shape[dim], held.get(dim))
-            along = (-1, *(1,) * (len(shape) - 1 - dim))
-            if dim == at:
-                here, size, row = self._within(here, size)
-                keys = keys[row]
-                here = here[:1] if size == 1 else here  # all samples have one index: it is broadcast
-            index = index + (here * stride).view(along)
-            stride *= size
+        dims = held_of(shape, (*cuts, *(() if self.tokens is None else self.tokens(shape))))
         if at is None:
-            return hashed(index, keys[0, 0], keys[0, 1])
-        first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1 - at)) for i in (0, 1))
-        return hashed(index, first, second)
+            within = sample = torch.zeros(1, dtype=torch.int64, device=self.device)
+        else:
+            sample, within = self._within(dims.pop(at))
+        words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
+        found = random_bits(words, sample, within, dims, least)
+        return found.view(shape) if at is None else found.movedim(0, at)
 
-    def _indices(self, size: int, cut: DimSlice | None) -> tuple[Tensor, int]:
-        """Returns the indices of a dim's elements in the whole tensor, and the size of the dim there."""
-        if cut is None:
-            return torch.arange(size, device=self.device), size
-        return torch.cat([torch.arange(start, stop, device=self.device) for start, stop in cut.ranges]), cut.size
-
-    def _within(self, index: Tensor, size: int) -> tuple[Tensor, int, Tensor]:
-        """Returns the indices without the samples, the number of these indices, and the sample of each."""
+    def _within(self, dim: HeldDim) -> tuple[Tensor, Tensor]:
+        """Returns, for each index along the dim of samples, the sample's global index and the index in the sample."""
         assert self.place is not None
-        count, (_, outside, inside) = len(self.samples), self.place
+        count, size, (_, outside, inside) = len(self.samples), dim.size, self.place
+        index = dim.indices(torch.empty(0, dtype=torch.int64, device=self.device))
         if not count:
-            return index, size, index
+            return index, index
         if inside > 1 and outside == 1:  # a number of tokens may be another than the example's
             inside = size // count
         elif outside > 1 and inside == 1:
@@ -93,38 +96,33 @@ class KeyedNumbers:
                 allowed="tensors whose samples are where the example's forward has them, or in dim 0",
                 fix="give parallelize an example of the inputs, like the batches",
             )
-        row = index // inside % count
-        return index // (inside * count) * inside + index % inside, outside * inside, row
+        sample = sample_indices(self.samples, self.device)[index // inside % count]
+        return sample, index // (inside * count) * inside + index % inside
 
     def uniform(self, like: Like, dtype: torch.dtype, stream: int = 0) -> Tensor:
-        """Returns numbers in [0, 1)."""
+        """Returns uniform random numbers in [0, 1), in ``dtype``."""
         bits = _BITS.get(dtype, 24)
         found: Tensor = (self.words(like, stream) >> (24 - bits)).to(dtype) / 2**bits
         return found
 
     def positive(self, like: Like) -> Tensor:
-        """Returns numbers in (0, 1), in float64."""
+        """Returns uniform random numbers in (0, 1), in float64."""
         return (self.words(like).double() + 0.5) / 2**24
 
     def normal(self, like: Like, dtype: torch.dtype) -> Tensor:
-        """Returns numbers of the normal distribution, by the method of Box and Muller."""
+        """Returns standard normal random numbers, in ``dtype``, by the Box-Muller method."""
         radius = self.positive(like).log().mul(-2).sqrt()
         return (radius * (self.words(like, 1).double() * (2 * pi / 2**24)).cos()).to(dtype)
 
     def exponential(self, like: Like) -> Tensor:
-        """Returns numbers of the exponential distribution of rate 1, in float64."""
+        """Returns exponential random numbers of rate 1, in float64."""
         return self.positive(like).log().neg()
 
     def integers(self, like: Like, low: int, high: int) -> Tensor:
-        """Returns integers from ``low`` to below ``high``."""
+        """Returns uniform random integers from ``low`` to ``high`` - 1."""
         fine = self.words(like).double() / 2**24 + self.words(like, 1).double() / 2**48
         return (fine * (high - low)).floor().to(torch.int64).clamp(max=high - low - 1) + low
 
     def bernoulli(self, like: Like, p: Any) -> Tensor:
-        """Returns True with probability ``p``, a number or a tensor."""
-        words = self.words(like)
-        return words.double() / 2**24 < p if isinstance(p, Tensor) else words < round(p * 2**24)
-
-    def kept(self, like: Like, p: float) -> Tensor:
-        """Returns True where dropout of probability ``p`` keeps an element."""
-        return self.words(like) >= round(p * 2**24)
+        """Returns a mask that is True with probability ``p``, a number or a tensor of probabilities."""
+        return self.words(like).double() / 2**24 < p if isinstance(p, Tensor) else self.kept(like, 1 - p)

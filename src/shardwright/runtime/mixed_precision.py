@@ -1,11 +1,11 @@
-"""Mixed precision: fp32 master weights of parameters that compute in bf16 or fp16, and the loss scale for fp16.
+"""Mixed precision: fp32 master weights of parameters that compute in bf16 or fp16, and the fp16 loss scale.
 
 Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is for parameters that are not sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +24,11 @@ LEAST_SCALE = 1.0
 
 
 class MasterWeights:
-    """fp32 master weights of this rank's parameters, except ``sharded`` ones; casts the model's own parameters.
+    """The fp32 master weights of this rank's parameters, except ``sharded`` ones; it casts the model's parameters.
 
-    The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the
-    model's parameters to the masters at the end of a step. Those of ``fp32_sums`` move after each microbatch, so that
-    gradient accumulation is in the masters' dtype.
+    The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the model's
+    parameters to the masters at the end of a step. Those of ``fp32_sums`` move after each microbatch, so that gradient
+    accumulation is in the masters' dtype.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -46,7 +46,7 @@ class MasterWeights:
         self._versions, self._may_be_stale = self._current_versions(), False
 
     def applied(self) -> Applied:
-        """Returns the executor's events and the master weights, for the run that is built from them."""
+        """Returns the executor's events and the master weights, as parameters for the optimizer."""
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
@@ -80,7 +80,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Copies the master weights into the model's parameters, rounded."""
+        """Copies the master weights into the model's parameters, rounded to the compute dtype."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.masters[name])
         self._versions = self._current_versions()
@@ -101,7 +101,7 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
-    """Returns a tensor in the dtype that the layout computes in.
+    """Returns a tensor in the layout's compute dtype; integers stay as they are.
 
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
@@ -133,7 +133,7 @@ class LossScale:
     num_skipped: int = 0
 
     def update(self, finite: bool) -> None:
-        """Halves the fp16 loss scale if a step's gradients are not ``finite``; doubles it after enough that are."""
+        """Halves the scale and counts a skipped step unless gradients are ``finite``; doubles it after enough steps."""
         if not finite:
             self.num_skipped += 1
             self.num_good, self.value = 0, max(self.value / 2, LEAST_SCALE)
@@ -144,7 +144,10 @@ class LossScale:
 
 
 def _are_finite(parameters: Mapping[str, nn.Parameter], world: Axis) -> bool:
-    """Whether the gradients of all ranks are finite; true on the meta device. Traffic: one all-reduce of one number."""
+    """Returns whether the gradients of all ranks are finite; True on the meta device.
+
+    Traffic: one all-reduce of one number.
+    """
     bad = torch.zeros((), device=world.device)
     for parameter in parameters.values():
         if parameter.grad is not None:
@@ -154,7 +157,7 @@ def _are_finite(parameters: Mapping[str, nn.Parameter], world: Axis) -> bool:
 
 
 def _raise_if_not_finite(parameters: Mapping[str, nn.Parameter], world: Axis, step: int) -> None:
-    """Raises PlanError, on every rank, naming a parameter whose gradient is not finite."""
+    """Raises PlanError, on every rank, with the name of a parameter whose gradient is not finite, if there is one."""
     bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
     found = [name for names in gather_json(world, bad[:1]) for name in names]
     if found:
@@ -167,12 +170,15 @@ def _raise_if_not_finite(parameters: Mapping[str, nn.Parameter], world: Axis, st
 
 
 def finish_gradients(
-    parameters: Mapping[str, nn.Parameter], world: Axis, scale: LossScale | None, factor: float, step: int,
+    parameters: Mapping[str, nn.Parameter], world: Axis, scale: LossScale | None, factor: Tensor, step: int,
     *, stops_at_nan: bool,
 ) -> None:  # fmt: skip
-    """Scales gradients by ``factor``, the rest of the division by the number of targets; drops them to skip a step.
+    """Corrects gradients by ``factor`` before the optimizer's step; drops them, to skip the step, if fp16 overflowed.
 
-    Raises: PlanError: a gradient is not finite, with ``stops_at_nan`` or at the least loss scale.
+    ``factor`` corrects the division of the loss to the real number of targets. ``scale`` is the fp16 loss scale, which
+    is updated, or None; ``world`` is the axis of all ranks, which must agree whether gradients are finite.
+
+    Raises: PlanError: a gradient is not finite: without ``scale`` if ``stops_at_nan``, with it at its least value.
     """
     if stops_at_nan and scale is None:
         _raise_if_not_finite(parameters, world, step)
@@ -185,6 +191,30 @@ def finish_gradients(
             for parameter in parameters.values():
                 parameter.grad = None  # an optimizer skips parameters without a gradient
             return
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    if gradients and factor != 1:
-        torch._foreach_mul_(gradients, factor)
+    scale_gradients(parameters.values(), factor)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiplies gradients by ``factor``, a scalar tensor, in place; on an accelerator the host does not wait for it.
+
+    Gradients in host memory need its value. They are unchanged if it is 1.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.ones(2)
+    >>> scale_gradients([weight], torch.tensor(0.5, dtype=torch.float64))
+    >>> weight.grad
+    tensor([0.5000, 0.5000])
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and not p.is_meta]
+    if not gradients:
+        return
+    if any(each.device.type == "cpu" for each in (factor, *gradients)):
+        if (number := factor.item()) != 1:
+            torch._foreach_mul_(gradients, number)
+        return
+    narrow = [each for each in gradients if each.element_size() < 4]
+    for gradient in narrow:  # beside a tensor of one number torch would round the number first
+        gradient.copy_(gradient.float() * factor)
+    if len(narrow) < len(gradients):
+        torch._foreach_mul_([each for each in gradients if each.element_size() >= 4], factor)

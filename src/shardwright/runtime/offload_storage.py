@@ -1,4 +1,4 @@
-"""Memory for offloaded tensors: host memory (pinned beside an accelerator), or files that are mapped into memory.
+"""Storage for offloaded tensors: pinned host memory, or files that are mapped into memory.
 
 Used by ZeRO offload and activation offload. Files have no name, so the system frees one as soon as no tensor uses it,
 also after a kill: there is nothing to clean up. The pages of a file are in the process's memory only while they are
@@ -29,7 +29,7 @@ OffloadTarget = Literal["host", "disk"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 LEAST_BYTES = 2**22
-"""The smallest file that is opened when the reserved files are full."""
+"""The least size of a file that is opened when the reserved files are full."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class _File:
 
 
 class OffloadStorage:
-    """Allocates one rank's offloaded tensors; on disk in files of ``folder``, by default the system's temporary one.
+    """Allocates one rank's offloaded tensors in host memory or, for ``disk``, in mapped files of ``folder``.
 
     ``tensors`` are all allocated tensors. ``world`` is the axis of all ranks; on the meta device nothing is allocated.
     """
@@ -49,13 +49,14 @@ class OffloadStorage:
     def __init__(self, target: OffloadTarget, world: Axis, folder: Path | None = None) -> None:
         self.target, self.folder = target, Path(tempfile.gettempdir()) if folder is None else folder
         self.tensors: list[Tensor] = []
+        self.device = world.device
         self._num_bytes = 0
         self._world = world
         self._files: list[_File] = []
         self._spans: dict[int, tuple[mmap.mmap, int, int]] = {}  # file, start and bytes, by the tensor's address
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Reserves disk space for tensors of these numbers of bytes; all ranks call it.
+        """Reserves disk space for tensors of these sizes in bytes. All ranks call it, before they allocate.
 
         Raises: PlanError, on every rank, if one has too little space or a folder that cannot be written.
         """
@@ -85,7 +86,7 @@ class OffloadStorage:
         self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocates an uninitialized tensor, in reserved space if there is some."""
+        """Returns a new uninitialized tensor, in reserved space if there is some left."""
         device = self._world.device
         if device.type == "meta":
             tensor = torch.empty(num_elements, dtype=dtype, device=device)
@@ -111,14 +112,14 @@ class OffloadStorage:
         return tensor
 
     def reset(self) -> None:
-        """Frees the memory of all offloaded tensors for new ones; the old must not be used. Files stay open."""
+        """Frees the space of all offloaded tensors, which must not be used any more. Files stay open."""
         self.tensors.clear()
         self._spans.clear()
         for file in self._files:
             file.end = 0
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Releases the process memory of tensors offloaded to disk, without waiting; the next access reads them.
+        """Releases the process memory of tensors on disk, without waiting for a write; the next access reads them.
 
         No value is lost: the pages of a shared mapping stay in the system's page cache until they are written.
         """
@@ -139,5 +140,5 @@ def _refused(what: str) -> PlanError:
 
 
 def _aligned(num_bytes: int) -> int:
-    """Rounds up to whole pages: only these can be released."""
+    """Returns a number of bytes rounded up to whole pages, because only whole pages can be released."""
     return -(-num_bytes // _PAGE) * _PAGE

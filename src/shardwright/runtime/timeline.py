@@ -1,4 +1,4 @@
-"""Timelines: when each pipeline stage runs which action, as a simulation predicts it or as a run has measured it."""
+"""Timelines of one step: the start and end of each action on each pipeline stage, simulated or measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Timeline:
         return max(s.end_s for s in spans) - min(s.start_s for s in spans) if spans else 0.0
 
     def busy_s(self, stage: int) -> float:
-        """Returns how many seconds ``stage`` computes."""
+        """Returns the seconds in which ``stage`` computes."""
         return sum(span.end_s - span.start_s for span in self.spans[stage])
 
     @property
@@ -50,7 +50,9 @@ class Timeline:
         return 1 - sum(self.busy_s(stage) for stage in range(len(self.spans))) / whole if whole else 0.0
 
     def at_speed_of(self, other: Timeline) -> Timeline:
-        """Returns this timeline with all times scaled, so that its stages compute as long as those of ``other``.
+        """Returns this timeline with all times scaled so that its total busy time is that of ``other``.
+
+        A predicted and a measured timeline can so be compared side by side.
 
         >>> action = Action("F", 0)
         >>> predicted, measured = (Timeline("", ((Span(action, 0, end),),)) for end in (1, 3))

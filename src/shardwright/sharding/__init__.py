@@ -1,1 +1,1 @@
-"""Which rank holds which elements of a tensor: boxes, pieces, layouts over a mesh, and transfers between layouts."""
+"""Describes which rank holds which elements of a tensor: boxes, pieces, layouts, and transfers between layouts."""

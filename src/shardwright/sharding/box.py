@@ -1,7 +1,7 @@
-"""Boxes of a tensor, ranges of a dim, and the tensor operations that read and write them.
+"""Boxes of a tensor (a range of each dim), pieces of local tensors, and functions that read and write them.
 
-A rank's part of a tensor is an ordered list of pieces. A piece is a box of the whole tensor, and where that box begins
-in the rank's local tensor::
+A rank's part of a tensor is an ordered list of pieces. A piece is a box of the whole tensor together with the place
+where that box begins in the rank's local tensor::
 
     whole (4, 4)            local (4, 2): two pieces        local (5,): a flat run, two pieces
     . A A .                 A A                             . . . .
@@ -25,14 +25,14 @@ from torch import Tensor
 from shardwright.mesh import balanced
 
 Range = tuple[int, int]
-"""A half open range of a dim: first, and one past the last."""
+"""A half-open range of a dim: the first index, and one past the last."""
 
 Ranges = tuple[tuple[Range, ...], ...]
-"""For each part of a dim, the ranges it holds, in the order in which it stores them."""
+"""For each part of a dim, such as each rank of an axis, its ranges in the order in which they are stored."""
 
 
 class Box(NamedTuple):
-    """A box of a tensor: its start and stop in every dim. A 0-d box has one element.
+    """A box of a tensor: a range of each dim, from ``start`` to ``stop``. A box of a 0-d tensor has one element.
 
     >>> box = Box((0, 2), (3, 4))
     >>> box.shape, box.size, box.intersect(Box((2, 0), (9, 3)))
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Box:
-        """Returns the box that covers a whole tensor of this shape."""
+        """Returns the box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -63,7 +63,7 @@ class Box(NamedTuple):
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of elements that this box and ``other`` have in common; None if there are none."""
+        """Returns the box of elements that are in this box and in ``other``, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
@@ -76,7 +76,7 @@ class Box(NamedTuple):
         )
 
     def minus(self, other: Box) -> tuple[Box, ...]:
-        """Returns the elements of this box that are not in ``other``, as disjoint boxes, at most two for each dim.
+        """Returns the rest of this box without the elements of ``other``: disjoint boxes, at most two for each dim.
 
         >>> Box((0,), (9,)).minus(Box((2,), (4,)))
         (Box(start=(0,), stop=(2,)), Box(start=(4,), stop=(9,)))
@@ -100,10 +100,11 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of the whole tensor, and where it begins in the local tensor.
+    """A box of the whole tensor, and the offset at which a rank's local tensor stores it.
 
-    ``local_offset`` has one number for each dim of the whole; or one number when the local tensor is a flat 1-D buffer,
-    which holds the box's elements in row-major order without gaps. For a 1-D tensor both agree.
+    ``local_offset`` has one number for each dim of the whole tensor. If the local tensor is a flat 1-D buffer, it has
+    one number instead, and the buffer holds the box's elements in row-major order without gaps. For a 1-D tensor both
+    are the same.
 
     >>> Piece(Box((2, 0), (4, 3)), (0, 0)).is_flat, Piece(Box((2, 0), (4, 3)), (7,)).is_flat
     (False, True)
@@ -119,13 +120,13 @@ class Piece(NamedTuple):
 
     @property
     def local_box(self) -> Box:
-        """The range of every dim of the local tensor that this piece takes; 1-D when the local tensor is flat."""
+        """The box of the local tensor that this piece occupies; it is 1-D if the local tensor is flat."""
         return Box.of((self.whole.size,) if self.is_flat else self.whole.shape).shift(self.local_offset)
 
     def parts(self, box: Box) -> tuple[Piece, ...]:
-        """Returns the part of this piece that holds ``box``, a box of the whole tensor inside it, as pieces.
+        """Returns the pieces of the local tensor that hold ``box``, a box of the whole tensor inside this piece.
 
-        One piece, or one for each contiguous run of ``box`` when this piece is flat.
+        There is one piece or, if this piece is flat, one for each contiguous run of ``box``.
 
         >>> Piece(Box((2, 0), (4, 3)), (7,)).parts(Box((2, 1), (4, 2)))
         (Piece(whole=Box(start=(2, 1), stop=(3, 2)), local_offset=(8,)),
@@ -142,7 +143,9 @@ class Piece(NamedTuple):
 
 
 def balanced_ranges(size: int, parts: int) -> Ranges:
-    """Returns the ranges of a dim cut evenly: for each part one (start, stop), or none when it would be empty.
+    """Returns the ranges of each of ``parts`` when a dim of ``size`` is cut into slices of nearly equal size.
+
+    Each part has one range (start, stop), or none if it would be empty.
 
     >>> balanced_ranges(5, 3), balanced_ranges(1, 2)
     ((((0, 2),), ((2, 4),), ((4, 5),)), (((0, 1),), ()))
@@ -152,7 +155,9 @@ def balanced_ranges(size: int, parts: int) -> Ranges:
 
 
 def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
-    """Cuts a dim that holds several sections, such as Q, K and V: each part gets a slice of each section.
+    """Returns the ranges of each of ``parts`` of a dim with several sections, such as fused Q, K and V.
+
+    Each part gets a balanced slice of every section. ``blocks`` are the sections' sizes.
 
     >>> fused_ranges((4, 2), 2)
     (((0, 2), (4, 5)), ((2, 4), (5, 6)))
@@ -161,9 +166,10 @@ def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
 
 
 def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
-    """Returns the ranges that each part holds of a fused dim (such as Q, K, V), given its ranges of each section.
+    """Returns the ranges of each part of a dim with several sections, given its ranges in each section.
 
-    ``blocks`` are the sections' sizes; each of ``sections`` counts from the start of its own section.
+    Use it for sections that are cut differently; :func:`fused_ranges` cuts all evenly. ``blocks`` are the sections'
+    sizes. The ranges in ``sections`` count from the start of their own section.
 
     >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
     (((0, 2), (4, 5)), ((2, 4), (4, 5)))
@@ -180,7 +186,9 @@ def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Returns elements ``start:stop`` of a flattened tensor as boxes, in order: at most ``2 n - 1`` for n dims.
+    """Returns the elements ``start:stop`` of a flattened tensor of ``shape`` as boxes of that shape, in order.
+
+    There are at most ``2 n - 1`` boxes for n dims.
 
     >>> [str(box) for box in flat_boxes((4, 4), 6, 13)]
     ['[1:2, 2:4]', '[2:3, 0:4]', '[3:4, 0:1]']
@@ -207,7 +215,7 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
-    """Yields the parts of a box that are contiguous in a row-major tensor: each one's first flat index, and its box.
+    """Yields (first flat index, box) of each contiguous run of a box in a row-major tensor of ``shape``.
 
     >>> [(first, str(run)) for first, run in runs((3, 4), Box((0, 1), (2, 3)))]
     [(1, '[0:1, 1:3]'), (5, '[1:2, 1:3]')]
@@ -223,9 +231,9 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
 
 
 def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozenset[int]], ...]:
-    """Splits overlapping boxes into disjoint ones, sorted by start, each with the set of ranks that hold it.
+    """Splits overlapping boxes into disjoint ones; returns each with the set of ranks that hold it, sorted by start.
 
-    ``held`` gives the boxes of each holder. Neighbouring cells with the same holders are joined where they form a box.
+    ``held`` gives the boxes of each rank. Neighboring boxes with the same ranks are joined if together they form a box.
 
     >>> for cell, holders in cells([(0, [Box((0,), (4,))]), (1, [Box((2,), (6,))])]):
     ...     print(cell, sorted(holders))
@@ -252,7 +260,7 @@ _Cell = tuple[Box, frozenset[int]]
 
 
 def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
-    """Sweeps along ``dim``; between two edges, only the boxes that cross that slab go on to the next dim."""
+    """Sweeps along ``dim``. Between two edges, only the boxes that cross that slab go on to the next dim."""
     if dim == num_dims or len(held) == 1:  # no dim left to sweep, or one box left
         holders = frozenset[int]().union(*(each for _, each in held))
         start, stop = held[0][0]
@@ -275,7 +283,7 @@ def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
 
 
 def _joined(found: Sequence[_Cell], dim: int) -> list[_Cell]:
-    """Joins neighbours along ``dim`` that agree in every other dim and in their holders."""
+    """Returns the cells with neighbors along ``dim`` joined that agree in every other dim and in their holders."""
     lines: defaultdict[object, list[_Cell]] = defaultdict(list)
     for box, holders in found:
         others = (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
@@ -293,7 +301,9 @@ def _joined(found: Sequence[_Cell], dim: int) -> list[_Cell]:
 
 
 def read(local: Tensor, piece: Piece, box: Box) -> Tensor:
-    """Returns a view of the part of ``local`` that holds ``box``, a box of the whole tensor inside ``piece``.
+    """Returns a view of the elements of a local tensor that are ``box`` of the whole tensor.
+
+    ``piece`` is the piece of ``local`` that contains the box.
 
     >>> flat = torch.arange(6)  # rows 2 and 3 of a tensor with three columns
     >>> read(flat, Piece(Box((2, 0), (4, 3)), (0,)), Box((2, 1), (4, 3)))
@@ -309,7 +319,9 @@ def read(local: Tensor, piece: Piece, box: Box) -> Tensor:
 
 
 def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
-    """Writes ``values`` into the part of ``local`` that holds ``box``, a box of the whole tensor inside ``piece``.
+    """Writes ``values`` into the elements of a local tensor that are ``box`` of the whole tensor.
+
+    ``piece`` is the piece of ``local`` that contains the box.
 
     >>> local = torch.zeros(2)
     >>> write(local, Piece(Box((4,), (6,)), (0,)), Box((5,), (6,)), torch.ones(1)); local
@@ -320,7 +332,7 @@ def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
 
 
 def cut(whole: Tensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> Tensor:
-    """Returns a new contiguous local tensor, of ``local_shape``, filled with ``pieces`` of ``whole``.
+    """Returns a new contiguous local tensor of ``local_shape`` into which ``pieces`` of ``whole`` were copied.
 
     >>> cut(torch.arange(6), [Piece(Box((4,), (6,)), (0,)), Piece(Box((0,), (1,)), (2,))], (3,))
     tensor([4, 5, 0])

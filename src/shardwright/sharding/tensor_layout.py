@@ -1,4 +1,4 @@
-"""``TensorLayout``: which elements of one tensor each coordinate of a mesh holds, and in what order it stores them.
+"""``TensorLayout``: the elements of a tensor that each coordinate of a mesh stores, and their order.
 
 Plans, checkpoints and transfers all describe sharding with it. A layout is a list of steps, applied in order::
 
@@ -23,14 +23,14 @@ from shardwright.sharding.box import Box, Piece, Range, Ranges, cells, flat_boxe
 
 
 class _HeldOnly(NamedTuple):
-    """Only these indices of an axis hold the tensor."""
+    """A step by which only these indices of an axis hold the tensor."""
 
     axis: str
     indices: tuple[int, ...]
 
 
 class _Cut(NamedTuple):
-    """Index i of the axis holds ``ranges[i]`` of a dim of the whole tensor."""
+    """A step by which index i of the axis holds ``ranges[i]`` of a dim of the whole tensor."""
 
     axis: str
     dim: int
@@ -42,7 +42,7 @@ class _Cut(NamedTuple):
 
 
 class _FlatSlices(NamedTuple):
-    """Index i of the axis holds the i-th of ``parts`` balanced slices of the local row-major sequence.
+    """A step by which index i of the axis holds slice i of ``parts`` balanced slices of the flattened local tensor.
 
     With ``beside``, several tensors in one flat parameter, the slices are those of all of them joined end to end; this
     tensor is at ``place`` among them.
@@ -54,7 +54,7 @@ class _FlatSlices(NamedTuple):
     place: int = 0
 
     def slice_of(self, index: int, coord: Coord, size: int) -> Range:
-        """The range that an index holds of this tensor's ``size`` local elements."""
+        """Returns the range of this tensor's ``size`` local elements that an index holds."""
         sizes = [layout.num_elements(coord) for layout in self.beside] or [size]
         first = sum(sizes[: self.place])
         cuts = _balanced(sum(sizes), self.parts)
@@ -71,10 +71,11 @@ class _Local(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor is sharded over a mesh: the pieces (boxes of it) that each rank stores, in order.
+    """The sharding of one tensor over a mesh: the pieces (boxes of the tensor) that each rank stores, in order.
 
-    It stores the steps that made it, so it is as small on 3,072 ranks as on three, and layouts made by the same steps
-    are equal. Along an axis that no step names, the ranks hold copies.
+    Build it from :meth:`whole` by :meth:`cut`, :meth:`flat` and :meth:`only`. A layout stores these steps, so it is as
+    small on 3,072 ranks as on three, and layouts made by the same steps are equal. Ranks along an axis that no step
+    names hold copies.
 
     >>> from shardwright.sharding.box import balanced_ranges
     >>> layout = TensorLayout.whole((4, 6)).cut("tp", 0, balanced_ranges(4, 2)).cut("dp", 1, balanced_ranges(6, 3))
@@ -96,13 +97,13 @@ class TensorLayout:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> TensorLayout:
-        """Returns the layout that replicates the tensor on every rank."""
+        """Returns the layout of a tensor of ``shape`` that is replicated on every rank."""
         return TensorLayout(tuple(shape))
 
     def cut(self, axis: str, dim: int, ranges: Ranges) -> TensorLayout:
-        """Returns this layout sharded over ``axis`` too: rank i on the axis keeps only ``ranges[i]`` of ``dim``.
+        """Returns this layout sharded over ``axis`` too: index i of the axis keeps only ``ranges[i]`` of ``dim``.
 
-        The ranges count in the whole tensor. Those of one index are stored in the order given and are disjoint; those
+        The ranges count in the whole tensor. Those of one index are disjoint and are stored in the order given. Those
         of different indices may overlap, and together they cover the dim.
         """
         assert not self.is_flat, "flat slices cannot be cut along a dim: cut first"
@@ -115,7 +116,7 @@ class TensorLayout:
         return self._then(_Cut(axis, dim, tuple(map(tuple, ranges))))
 
     def only(self, axis: str, indices: Iterable[int]) -> TensorLayout:
-        """Returns this layout restricted to ``indices`` of ``axis``, such as a pipeline stage; others hold nothing."""
+        """Returns this layout on ``indices`` of ``axis`` alone, such as a pipeline stage; other ranks store nothing."""
         kept = set(indices)
         for step in self.steps:
             if isinstance(step, _HeldOnly) and step.axis == axis:
@@ -125,16 +126,17 @@ class TensorLayout:
         return self.on_all(axis)._then(_HeldOnly(axis, tuple(sorted(kept))))
 
     def on_all(self, axis: str) -> TensorLayout:
-        """Returns this layout without the restriction that :meth:`only` set on ``axis``."""
+        """Returns this layout on all indices of ``axis`` again, without the restriction that :meth:`only` set."""
         others = (step for step in self.steps if not (isinstance(step, _HeldOnly) and step.axis == axis))
         return TensorLayout(self.shape, tuple(others))
 
     def flat(self, axis: str, parts: int, beside: Sequence[TensorLayout] = (), place: int = 0) -> TensorLayout:
-        """Returns this layout with local tensors flattened and sharded over ``axis``, in ``parts`` slices, as in ZeRO.
+        """Returns this layout with local tensors flattened and sharded over ``axis`` in ``parts`` slices, as in ZeRO.
 
-        The balanced slices are cut from the local tensor's row-major sequence; the local tensor is then 1-D. Tensors
-        ``beside`` each other, this one at ``place`` among them, form one sequence, and the slices are cut from that: an
-        index may hold much of one tensor and nothing of another. All of them are cut along the same axes.
+        The slices are balanced and are cut from the local tensor's row-major sequence of elements; the local tensor is
+        then 1-D. Several tensors may form one sequence that is sliced as a whole, as in a flat parameter: ``beside``
+        lists the layouts of all of them, and this layout is number ``place`` among them. An index may then hold much of
+        one tensor and nothing of another. All of these tensors must be cut along the same axes.
 
         >>> layout = TensorLayout.whole((2, 3)).flat("dp", 4)
         >>> [[str(piece.whole) for piece in layout.pieces({"dp": dp})] for dp in range(4)]
@@ -166,7 +168,7 @@ class TensorLayout:
 
     @property
     def cut_dims(self) -> Mapping[str, int]:
-        """The dim that each axis cuts, of those that cut one."""
+        """Maps each axis to the dim of the tensor that it cuts. An axis that cuts flat slices is left out."""
         return {step.axis: step.dim for step in self.steps if isinstance(step, _Cut)}
 
     @property
@@ -176,7 +178,7 @@ class TensorLayout:
 
     @cached_property
     def table(self) -> Mapping[tuple[int, ...], tuple[Piece, ...]]:
-        """The pieces (boxes) of every rank that holds any, keyed by its indices on ``axes``, in rank order."""
+        """The pieces of every rank that stores any, keyed by the rank's indices on ``axes``, in rank order."""
         indices: dict[str, Iterable[int]] = {
             step.axis: step.indices if isinstance(step, _HeldOnly) else range(step.parts) for step in self.steps
         }
@@ -185,11 +187,14 @@ class TensorLayout:
         return {key: pieces for key, pieces in every if pieces}
 
     def pieces(self, coord: Coord) -> tuple[Piece, ...]:
-        """Returns the pieces (boxes) that ``coord`` stores, in order; an axis left out of it counts as 0."""
+        """Returns the pieces (boxes) that the rank at ``coord`` stores, in order.
+
+        An axis that is missing in ``coord`` counts as index 0.
+        """
         return self._local(self._key(coord)).pieces
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
-        """Returns the shape of the local tensor at ``coord``; it has no elements where nothing is held."""
+        """Returns the shape of the local tensor of the rank at ``coord``; it is empty if the rank holds nothing."""
         return self._local(self._key(coord)).shape
 
     def num_elements(self, coord: Coord) -> int:
@@ -197,13 +202,14 @@ class TensorLayout:
         return prod(self.local_shape(coord))
 
     def by_rank(self, mesh: Mesh, ranks: Iterable[int] | None = None) -> dict[int, tuple[Piece, ...]]:
-        """Returns the pieces (boxes) that each of ``ranks``, by default all, stores: the input of ``plan_transfer``."""
+        """Returns the pieces that each of ``ranks``, by default all, stores, as :func:`plan_transfer` takes them."""
         return {rank: self.pieces(mesh.coord(rank)) for rank in (range(mesh.size) if ranks is None else ranks)}
 
     def holders(self, mesh: Mesh, axes: Collection[str], at: Coord) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Returns boxes with the ranks that hold copies of each, of the ranks that differ from ``at`` only on ``axes``.
+        """Returns disjoint boxes, each with the ranks that hold it, of the ranks that differ from ``at`` on ``axes``.
 
-        The boxes are disjoint and cover all that these ranks hold; each comes with its ranks, in rank order.
+        These ranks have the other coordinates of ``at``. The boxes cover all elements that they hold; each comes with
+        its ranks in rank order.
         """
         self._check(mesh)
         theirs = mesh.coords(set(axes) & set(self.axes))
@@ -218,10 +224,10 @@ class TensorLayout:
         return tuple((box, ranks(holders)) for box, holders in cells(held))
 
     def owned(self, coord: Coord, mesh: Mesh) -> tuple[Piece, ...]:
-        """Returns the pieces that ``coord`` owns: over all coordinates of the mesh each element is owned once.
+        """Returns the pieces that the rank at ``coord`` owns: every element has exactly one owner in the whole mesh.
 
-        The owner is, among the holders, the lowest index on every axis but those of flat slices; without flat slices,
-        the first rank that holds the element.
+        Use it to write or count each element once. The owner is the first rank that holds the element. With flat
+        slices, it is the holder with the lowest index on every axis other than those of the slices.
         """
         self._check(mesh)
         if any(coord.get(axis, 0) for axis in mesh.axes if axis not in self.axes):
@@ -277,7 +283,7 @@ _balanced = lru_cache(maxsize=64)(balanced)  # thousands of ranks need the same 
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The ranges without empty ones, neighbours joined."""
+    """Returns the ranges without empty ones, with neighbors joined."""
     joined: list[Range] = []
     for a, b in ranges:
         if joined and joined[-1][1] == a < b:
@@ -288,7 +294,7 @@ def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _covered(ranges: Iterable[Range]) -> int:
-    """The number of elements in at least one of the ranges."""
+    """Returns the number of elements that are in at least one of the ranges."""
     covered = end = 0
     for a, b in sorted(ranges):
         covered += max(0, b - max(a, end))
@@ -302,7 +308,7 @@ def _intersections(ranges: Iterable[Range], held: Sequence[Range]) -> tuple[Rang
 
 @lru_cache(maxsize=256)
 def _first_holders(ranges: Ranges) -> Ranges:
-    """The part of each index's ranges that no lower index holds."""
+    """Returns the part of each index's ranges that no lower index holds."""
     taken: tuple[Range, ...] = ()  # the union of the ranges of lower indices, sorted
     first: list[tuple[Range, ...]] = []
     for held in ranges:
@@ -319,7 +325,7 @@ def _grid_shape(dims: Sequence[tuple[Range, ...]]) -> tuple[int, ...]:
 
 
 def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
-    """The pieces of an n-D local tensor: every combination of one range for each dim."""
+    """Returns the pieces of an n-D local tensor: every combination of one range for each dim."""
     placed = [list(zip(ranges, accumulate((b - a for a, b in ranges), initial=0), strict=False)) for ranges in dims]
     return tuple(
         Piece(
@@ -332,7 +338,7 @@ def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=64)
 def _flattened(dims: tuple[tuple[Range, ...], ...]) -> tuple[Piece, ...]:
-    """The pieces of a flat local tensor with the same elements in the same order as the n-D one."""
+    """Returns the pieces of a flat local tensor with the same elements in the same order as the n-D one."""
     shape, flat = _grid_shape(dims), []
     for piece in _grid(dims):  # each run of a local row becomes a piece, so that a slice can cut anywhere
         to_whole = tuple(a - o for a, o in zip(piece.whole.start, piece.local_offset, strict=True))
@@ -341,7 +347,7 @@ def _flattened(dims: tuple[tuple[Range, ...], ...]) -> tuple[Piece, ...]:
 
 
 def _sliced(flat: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """The pieces of the slice ``start:stop`` of a flat local tensor."""
+    """Returns the pieces of the slice ``start:stop`` of a flat local tensor."""
     sliced, offset = [], 0
     for piece in flat:
         first, size = piece.local_offset[0], piece.whole.size

@@ -1,9 +1,9 @@
-"""Which part of a tensor a rank holds, as a tag on the tensor: by dim, the rank of each index.
+"""Tags a local tensor with the sharding of its whole tensor: for each cut dim, the rank that holds each index.
 
 ::
 
-    the output of a fused q, k, v layer with two heads, over two ranks      labels 0 0 1 1 0 0 1 1 0 0 1 1
-    of multi-query attention, whose one key head both ranks hold            labels 0 0 1 1 * *
+    the output of a fused q, k, v layer, two heads of two features, on two ranks   labels 0 0 1 1 0 0 1 1 0 0 1 1
+    the same with one key and one value head, which both ranks hold (*)            labels 0 0 1 1 * * * *
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import lru_cache
 from torch import Size, Tensor
 
 ALL = 255
-"""The label of an element that every rank holds."""
+"""The label of an index whose elements every rank holds."""
 
 _NAME = "_shardwright_part"
 
 
 class TensorPart:
-    """The part of a tensor that each rank of an axis holds; equal parts are one object, from :func:`part_of`.
+    """The sharding of a whole tensor over the ranks of one axis. Equal ones are one object, made by :func:`part_of`.
 
     Args:
         shape: the shape of the whole tensor.
-        cuts: by dim, the rank that holds each index (``ALL`` for every rank), or None for a whole dim.
+        cuts: for each dim, the rank that holds each index, as bytes (``ALL`` for every rank), or None for a whole dim.
 
     >>> part = part_of((4, 6), (None, bytes([0, 0, 1, 1, ALL, ALL])))
     >>> part.local_shape(0), part.held(1, rank=1)
@@ -37,11 +37,11 @@ class TensorPart:
         self.shape, self.cuts = Size(shape), cuts
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's part."""
+        """Returns the shape of a rank's local tensor."""
         return _local_shape(self, rank)
 
     def held(self, dim: int, rank: int) -> tuple[int, ...]:
-        """Returns the indices of a dim that a rank holds."""
+        """Returns the indices of dim ``dim`` that a rank holds."""
         cut = self.cuts[dim]
         assert cut is not None, "the dim is cut"
         return held(cut, rank)
@@ -58,23 +58,23 @@ def _part(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorPart:
 
 
 def part_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorPart | None:
-    """Returns the part with these cuts; None if every dim is whole."""
+    """Returns the :class:`TensorPart` with these cuts, or None if every dim is whole."""
     return _part(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
 
 
 def num_held(cut: bytes, rank: int) -> int:
-    """Returns how many indices of a dim a rank holds."""
+    """Returns the number of indices of a dim that a rank holds; ``cut`` gives the rank of each index, as bytes."""
     return cut.count(rank) + cut.count(ALL)
 
 
 @lru_cache(maxsize=1024)
 def held(cut: bytes, rank: int) -> tuple[int, ...]:
-    """Returns the indices of a dim that a rank holds."""
+    """Returns the indices of a dim that a rank holds; ``cut`` gives the rank of each index, as bytes."""
     return tuple(index for index, label in enumerate(cut) if label in (rank, ALL))
 
 
 def tag(tensor: Tensor, part: TensorPart | None) -> None:
-    """Marks a tensor as this part of a whole; None takes the mark off."""
+    """Marks a local tensor as a shard of a whole tensor, cut as ``part`` says; None removes the mark."""
     if part is not None:
         tensor.__dict__[_NAME] = part
     else:
@@ -82,7 +82,7 @@ def tag(tensor: Tensor, part: TensorPart | None) -> None:
 
 
 def tagged(tensor: Tensor) -> TensorPart | None:
-    """Returns the part that a tensor is marked as; None for a whole tensor.
+    """Returns the :class:`TensorPart` that :func:`tag` gave a local tensor, or None for a tensor that is whole.
 
     >>> import torch
     >>> x = torch.ones(2, 3)

@@ -22,9 +22,9 @@ from shardwright.sharding.box import Box, Piece, cells, read, write
 
 
 class BoxMessage(NamedTuple):
-    """One message of a redistribution: a box of the tensor that a rank sends to another, or keeps for itself.
+    """One message of a redistribution: a box of the tensor that one rank sends to another, or keeps for itself.
 
-    ``adds``: it is added to the destination, because it is a second or later term of a sum.
+    ``adds`` says that the receiver adds the box to its tensor, because it is a second or later term of a sum.
     """
 
     source: int
@@ -39,17 +39,17 @@ class BoxMessage(NamedTuple):
 class Transfer:
     """The point-to-point messages that redistribute a tensor from one layout to another.
 
-    A receiver writes them in their order, so that sums are equal to the bit on every rank.
+    A receiver writes its messages in their order, so that sums are equal to the bit on every rank.
     """
 
     messages: tuple[BoxMessage, ...]
 
     def messages_from(self, rank: int) -> tuple[BoxMessage, ...]:
-        """Returns the messages that ``rank`` sends, those to itself included."""
+        """Returns the messages that ``rank`` sends, including those to itself."""
         return self._by_rank[0].get(rank, ())
 
     def messages_to(self, rank: int) -> tuple[BoxMessage, ...]:
-        """Returns the messages that ``rank`` receives, those to itself included, in the order to write them in."""
+        """Returns the messages that ``rank`` receives, including those from itself, in the order to write them."""
         return self._by_rank[1].get(rank, ())
 
     @property
@@ -68,7 +68,7 @@ class Transfer:
 
 
 Held = tuple[int, Piece]
-"""A rank, and a piece that it holds."""
+"""A rank, and a piece that it stores."""
 
 
 class _PieceIndex:
@@ -90,7 +90,7 @@ class _PieceIndex:
             self.ends = list(accumulate((box.stop[dim] for box, _ in self.entries), max))
 
     def intersecting(self, box: Box) -> Iterator[tuple[Box, list[Held]]]:
-        """Yields the intersection of ``box`` with each distinct box held, and that box's holders."""
+        """Yields the intersection of ``box`` with each distinct stored box, and the (rank, piece) pairs of that box."""
         # starts are sorted, and ends are running maxima: both searches skip boxes that cannot intersect
         low, high = 0, len(self.entries)
         if self.dim is not None:
@@ -103,7 +103,7 @@ class _PieceIndex:
 
 
 class _Planner:
-    """Plans one term of a sum: chooses a source for each destination, and counts what each rank sends."""
+    """Plans the messages for one term of a sum: chooses the source of each box, balanced by what ranks send so far."""
 
     def __init__(self, held: Sequence[Held], sent: defaultdict[int, int]) -> None:
         by_rank: defaultdict[int, list[Held]] = defaultdict(list)
@@ -114,7 +114,7 @@ class _Planner:
         self.sent = sent
 
     def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, Held]], list[Box]]:
-        """Splits ``box`` into disjoint parts, each with its source for ``rank``; and parts that no rank holds."""
+        """Returns disjoint parts of ``box``, each with its source for ``rank``, and the parts that no rank holds."""
         fetched: list[tuple[Box, Held]] = []
         missing = [box] if box.size else []
         if rank in self.own:  # elements that the rank already holds are not sent
@@ -153,12 +153,13 @@ def plan_transfer(
 ) -> Transfer:
     """Returns the messages that fill every destination rank's pieces from the pieces that the source ranks hold.
 
-    Each element is fetched once for each piece that needs it: from the rank itself where it holds it, else from the
-    holder that sends least so far, the nearest rank among equals. The plan depends on the arguments only, so ranks that
-    plan separately agree.
+    Each element is fetched once for each piece that needs it: from the rank itself if it holds the element, else from
+    the holder that sends the least so far, the nearest rank among equals. The plan depends on the arguments only, so
+    ranks that plan separately agree.
 
-    ``terms``: the source is a sum; for each source rank, which term it holds (0 when left out). Ranks with the same
-    term hold copies of it. A destination then gets the sum of one fetch of each term, added in the order of the terms.
+    ``terms`` says that the source is a sum, and gives the number of the term that each source rank holds (0 if left
+    out). Ranks with the same term hold copies of it. A destination then gets the sum of one fetch of each term, added
+    in the order of the terms.
 
     Raises: PlanError: no source rank holds a part of a destination (of some term).
 
@@ -198,9 +199,9 @@ def plan_transfer(
 
 
 def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
-    """Carries out a transfer between tensors of one process, writing into ``destinations``.
+    """Runs a transfer among tensors of one process: reads ``sources`` and writes ``destinations``, both by rank.
 
-    Source and destination tensors do not share memory.
+    Use it where one process has all local tensors, as in tests. Source and destination tensors must not share memory.
 
     >>> from shardwright.sharding.tensor_layout import TensorLayout
     >>> from shardwright.mesh import Mesh
@@ -217,7 +218,7 @@ def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinati
 
 
 def deliver(message: BoxMessage, local: Tensor, values: Tensor) -> None:
-    """Writes a message's ``values``, or adds them for a sum, into the destination rank's local tensor.
+    """Writes the ``values`` of a message into the receiving rank's local tensor, or adds them if ``message.adds``.
 
     >>> box = Box((0,), (2,))
     >>> message = BoxMessage(0, 1, box, Piece(box, (0,)), Piece(box, (0,)), adds=True)

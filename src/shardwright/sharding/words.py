@@ -1,4 +1,4 @@
-"""Tensor layouts and lists of ranks as short texts for reports, such as "dim 0 over tp" and "0..3"."""
+"""Short texts for reports: tensor layouts such as "dim 0 over tp", and lists of ranks such as "0..3"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of strategies, which are one file or folder each: a file here that defines ``STRATEGY`` is registered.
+"""The registry of parallelization strategies: every file or folder here that defines ``STRATEGY`` is registered.
 
 A strategy with an axis of its own defines it as ``AXIS`` beside ``STRATEGY``: the layout line, the mesh, gradient sync,
 the ledger and the tests take it from there. Of strategies that share an axis, one defines it. Read ``data_parallel``,
@@ -24,7 +24,7 @@ PHASES = ("operators", "stages", "state")
 _REGISTERED: dict[str, Strategy] = {}
 
 STRATEGIES: Mapping[str, Strategy] = _REGISTERED
-"""Every registered strategy by name."""
+"""Every registered strategy by its name, such as ``"tensor_1d"``; the values follow the ``Strategy`` protocol."""
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -69,7 +69,7 @@ def _add(strategy: Strategy) -> None:
 
 @contextmanager
 def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[None]:
-    """Registers a strategy that is no file of ``strategies/``, and its mesh axis, while a ``with`` block runs.
+    """A ``with`` context in which a strategy from outside of ``strategies/``, and its mesh axis, is registered.
 
     Raises: LayoutError: its name, axis or place is taken.
     """
@@ -90,7 +90,7 @@ _register_all()
 
 
 def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
-    """Returns the strategies that a layout (``dp2/zero3 tp4``) chooses, in the order in which they refine the plan.
+    """Returns the strategies that run a layout (``dp2/zero3 tp4``), in the order in which they refine the plan.
 
     Raises: LayoutError: a factor or an option that no strategy has; a value for an option without one.
 
@@ -122,7 +122,7 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
     given = {option.name for option in factor.options}
 
     def is_named(strategy: Strategy) -> bool:
-        """Whether the layout has an option that only this strategy has."""
+        """Returns whether the layout has an option that no other strategy of this axis and phase has."""
         others = {name for s in candidates if s is not strategy for name in s.options}
         return not strategy.default and bool(given & (set(strategy.options) - others))
 

@@ -50,12 +50,18 @@ AXIS = LayoutAxis(
     keys={"zero": (int,)},
     written=_written,
 )
-"""The axis of the model's replicas, which have samples of their own; ``replica`` is the first number of ``dp2x4``."""
+"""The layout axis ``dp``: its ranks are replicas of the model on different samples.
+
+``dp2x4`` makes two mesh axes of it: ``replica``, of size 2, and ``dp``, of size 4, over which ZeRO shards.
+"""
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Shards the batch over ``dp``; each rank's gradients become terms of a sum, which gradient sync adds up."""
+    """Shards the batch over ``dp``; each rank's gradients become terms of a sum, which gradient sync adds up.
+
+    Parameters are whole on every rank; :class:`~shardwright.strategies.zero.zero.Zero` shards training state on top.
+    """
 
     name: ClassVar[str] = "data_parallel"
     axis: ClassVar[str] = "dp"
@@ -68,7 +74,10 @@ class DataParallel:
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Shards dim 0 of the model's inputs over ``dp``. Raises LayoutError for layers that mix samples."""
+        """Returns the plan with dim 0 of every model input sharded over ``dp``.
+
+        Raises LayoutError for layers that mix samples.
+        """
         factor = _factor(plan)
         shards_state = any(option.name not in self.options for option in factor.options)  # ZeRO's options
         if len(factor.sizes) > 1 and not shards_state:
@@ -79,7 +88,7 @@ class DataParallel:
                 fix=f"write dp{factor.size}",
             )
         if factor.size > 1:
-            check_samples_apart(job.model, str(factor))
+            check_samples_apart(job.model, str(factor), job.graph)
         bucket = factor.option("bucket")
         if bucket is not None:
             if bucket.value is None or not bucket.value.isdecimal():
@@ -96,12 +105,15 @@ class DataParallel:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
-        """Makes BatchNorms sum their statistics over ``dp``; gradient sync is derived from the plan, not made here."""
+        """Makes every BatchNorm sum its statistics over ``dp``.
+
+        Gradient sync is derived from the plan and needs no change here.
+        """
         over = [axes[name] for name in _factor(plan).mesh_axes]
         share_statistics((norm for _, norm in batch_norms(job.model)), over, by=self.name)
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the collectives of a step: an all-reduce of each param group's gradients, BatchNorm statistics."""
+        """Returns the collectives of one step: all-reduces of param groups' gradients and of BatchNorm statistics."""
         return tuple(
             each
             for axis in _factor(plan).mesh_axes

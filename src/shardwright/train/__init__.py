@@ -1,1 +1,1 @@
-"""Training: the loop, the data, the optimizers, the precision and the progress."""
+"""Training by the command ``shardwright train``: options, data, training loop, progress and reports."""

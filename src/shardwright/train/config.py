@@ -1,4 +1,4 @@
-"""The configuration of a training run: one frozen dataclass, read from flags, a TOML file or an earlier run."""
+"""The options of a training run (``TrainConfig``), read from flags, from a TOML file or from an earlier run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.text_files import read_text
 
 MOST_TOML_BYTES = 2**14
-"""The longest file of options that is read."""
+"""The size in bytes up to which a TOML file of options is read."""
 
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 1e6
 MOST_ELEMENTS = 2**28
-"""The most tokens in a global batch."""
+"""The most tokens (samples times length) in a global batch."""
 
 TABLES = {
     "settings": ("the model's settings", "num_layers = 2"),
     "roles": ("roles by patterns of layers' names", "'blocks.*.up' = 'column'"),
 }
-"""The options that are tables: what each holds, and an example line."""
+"""The options that are tables: a description of each one's content, and an example line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ class TrainConfig:
                 allowed=f"up to {MOST_ELEMENTS} tokens in a step",
                 fix="set a smaller batch or seq",
             )
-        if self.grace_s <= 0:
-            fix = "set grace_s=30"
-            raise PlanError("'grace_s' is too small", given=self.grace_s, allowed="above 0", fix=fix)
+        if not 0 < self.grace_s <= MOST_TIMEOUT_S:
+            allowed, fix = f"above 0, up to {MOST_TIMEOUT_S:.0f} seconds", "set grace_s=30"
+            raise PlanError("'grace_s' is out of range", given=self.grace_s, allowed=allowed, fix=fix)
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
         layout = Layout.parse(self.layout)
@@ -123,7 +123,7 @@ class TrainConfig:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens in one microbatch of one model replica, by which the sizes of activations are estimated."""
+        """The number of tokens in one microbatch of one model replica, by which planning estimates activation sizes."""
         return max(1, self.batch * self.seq // num_shares(Layout.parse(self.layout)))
 
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
@@ -194,7 +194,9 @@ def check_finite(name: str, value: float) -> None:
 
 
 def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
-    """Returns options converted to the types of TrainConfig. Raises PlanError: an unknown key, naming the nearest.
+    """Returns options converted to the field types of TrainConfig. Raises PlanError for an unknown key.
+
+    ``given_in`` names the source, such as a file, in errors.
 
     >>> read_options({"steps": "20"}, given_in="flags")
     {'steps': 20}
@@ -214,7 +216,7 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the options in a TOML file; its tables ``[settings]`` and ``[roles]`` configure the model."""
+    """Returns the options in a TOML file by name, converted; the tables ``[settings]`` and ``[roles]`` stay tables."""
     try:
         found = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as failure:

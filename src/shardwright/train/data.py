@@ -1,4 +1,4 @@
-"""Datasets, and the order of their samples, which is the same under every layout.
+"""Datasets, and the order in which a run reads their samples, which is the same under every layout.
 
 ``Order`` maps a step to the sample indices of its global batch, and each rank collates its own part of them. A resumed
 run continues from the step number alone, because nothing else is stored.
@@ -31,30 +31,30 @@ Indices = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 EVAL_SHARE = 0.05
-"""The share of a text, or of synthetic samples, at its end that is the ``eval`` split."""
+"""The share of a text, or of synthetic samples, that is the ``eval`` split; it is taken from the end."""
 
 _STDLIB_BYTES = 8_000_000
 _NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class Dataset(Protocol):
-    """What a dataset provides: samples that all have one shape, by index."""
+    """The protocol of a dataset: samples by index, all of one shape."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of one sample, without a batch dim."""
+        """Returns (inputs, targets) of the sample with this index, without a batch dim."""
 
 
 def split_range(count: int, split: Split) -> range:
-    """Returns the sample indices of a split of ``count`` samples: ``eval`` is the last 5 %, ``train`` the rest."""
+    """Returns the indices of a split of ``count`` samples: ``eval`` is the last 5 %, ``train`` the rest."""
     cut = count - round(count * EVAL_SHARE)
     return range(cut) if split == "train" else range(cut, count)
 
 
 class TextTokens:
-    """The bytes of a text as tokens: windows of ``seq`` tokens, with the next token of each as its target.
+    """A dataset of the bytes of a text as tokens: windows of ``seq`` tokens, each with its next tokens as targets.
 
     Windows do not overlap. The source ``stdlib`` is 8 MB of the source code of Python's standard library; any other
     source is the path of a text file.
@@ -87,7 +87,7 @@ class TextTokens:
         return len(self._bytes) // (self.seq + 1)
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the tokens and the next tokens of one window: both (T,) int64."""
+        """Returns (tokens, next tokens) of one window: both of shape (T,), int64."""
         check_index(index, len(self))
         start = index * (self.seq + 1)
         window = torch.from_numpy(self._bytes[start : start + self.seq + 1].astype(np.int64))
@@ -128,7 +128,7 @@ def _read_text(path: Path) -> bytes:
 
 
 class Cifar10:
-    """The CIFAR-10 pictures in a folder of the official binary format, scaled to -1..1, with their classes.
+    """A dataset of the CIFAR-10 pictures in a folder of the official binary format, scaled to -1..1, with classes.
 
     A record is one label byte, then 3 x 32 x 32 pixel bytes. ``data_batch_*.bin`` are the ``train`` split,
     ``test_batch.bin`` is ``eval``. The files are memory-mapped; nothing is ever downloaded.
@@ -149,7 +149,7 @@ class Cifar10:
         return int(self._starts[-1])
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns a picture, (3, 32, 32) float32, and its class, 0-d int64."""
+        """Returns (picture, class) of one record: (3, 32, 32) float32 and 0-d int64."""
         check_index(index, len(self))
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
         record = self._records[file][index - self._starts[file]]
@@ -199,7 +199,7 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
 
 
 class Synthetic:
-    """Random samples for the model that ``config`` builds, the same at every run.
+    """A dataset of random samples for the model that ``config`` builds, the same in every run.
 
     Raises: PlanError: ``config`` is not that of a named model, or there are too few samples for both splits.
     """
@@ -221,7 +221,7 @@ class Synthetic:
         return len(self.indices)
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns one sample of the model's ``example_batch``, drawn with the index as seed."""
+        """Returns (inputs, targets) of one random sample from the model's ``example_batch``, seeded by the index."""
         check_index(index, len(self))
         generator = torch.Generator().manual_seed(self.indices[index])
         inputs, targets = self.entry.example_batch(self.config, 1, self.seq, generator)
@@ -252,11 +252,11 @@ class Order:
 
     @property
     def num_steps_per_epoch(self) -> int:
-        """The number of batches in an epoch."""
+        """The number of batches (steps) in an epoch; the last one may be smaller."""
         return -(-self.num_samples // self.batch_size)
 
     def batch(self, step: int) -> Indices:
-        """Returns the sample indices of the global batch of a step, counted from 0 across epochs."""
+        """Returns the sample indices of the global batch of ``step``, which is counted from 0 across epochs."""
         assert step >= 0, step
         epoch, place = divmod(step, self.num_steps_per_epoch)
         start = place * self.batch_size
@@ -265,7 +265,7 @@ class Order:
 
 @lru_cache(maxsize=8)  # every step of an epoch needs the same permutation, and ranks that are threads share the cache
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
-    """Returns a read-only permutation of the samples, keyed by seed and epoch.
+    """Returns a random permutation of the samples (read-only) that depends only on seed and epoch.
 
     It sorts raw words of a counter-based generator, because numpy keeps those the same in every version but does not
     promise the same of ``permutation``.
@@ -278,7 +278,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
-    """Returns the stacked (inputs, targets) of these samples; an empty batch dim if there are no indices."""
+    """Returns (inputs, targets) of these samples, stacked in dim 0; without indices dim 0 is empty."""
     if len(indices) == 0:
         inputs, targets = dataset.sample(0)
         return inputs.new_empty((0, *inputs.shape)), targets.new_empty((0, *targets.shape))
@@ -287,7 +287,7 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Te
 
 
 def check_index(index: int, num_samples: int) -> None:
-    """Raises IndexError if the dataset has no sample of this index."""
+    """Raises IndexError unless ``index`` is from 0 to ``num_samples`` - 1."""
     if not 0 <= index < num_samples:
         raise IndexError(f"sample {index} of {num_samples}: they count from 0")
 
@@ -338,13 +338,14 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
 
 
 ENDS_BYTES = 2**20
-"""How much of the beginning and of the end of each file :func:`fingerprint` reads."""
+"""The bytes at the beginning and at the end of each file that :func:`fingerprint` reads."""
 
 
 def fingerprint(name: str) -> dict[str, list[Any]]:
-    """Returns what a run notes of its data: for each file its bytes, and the SHA-256 of its first and last megabyte.
+    """Returns a fingerprint of the data, to detect changes: for each file its size, and a SHA-256 of its two ends.
 
-    The source ``stdlib`` counts as one file. Synthetic samples have no files.
+    The ends are the first and the last megabyte. The source ``stdlib`` counts as one file. Synthetic samples have no
+    files.
 
     >>> fingerprint("synthetic")
     {}
@@ -367,7 +368,7 @@ def _ends(path: Path) -> list[Any]:
 
 
 def _check_fits(name: str, kind: str, model: object, *, fits: bool) -> None:
-    """Raises PlanError unless the data fit the model."""
+    """Raises PlanError with the kind of the data and the model, unless ``fits``."""
 
     if not fits:
         raise PlanError(

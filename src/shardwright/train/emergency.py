@@ -1,8 +1,9 @@
-"""The checkpoint of a run that ends by an error: its last complete step, if the state of that is untouched."""
+"""The emergency checkpoint of a run that ends by an error: its last complete step, if that state is unchanged."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor
 from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save_alone
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
 from shardwright.parallelize.run import Run
+from shardwright.runtime.mixed_precision import LossScale
 
 
 class EmergencyCheckpoint:
-    """Saves the last step that all ranks have completed when one fails, unless a later step has changed its state.
+    """Saves the last step that all ranks have completed when a rank fails, unless a later step has changed its state.
 
     A step that fails has mostly not updated the parameters, but its forward may have written buffers, as the running
-    statistics of BatchNorm: :meth:`save` compares them with copies of those at the end of the last step. Every rank
-    makes one at a time at which all can communicate.
+    statistics of BatchNorm: :meth:`save` compares them with copies of those at the end of the last step. An fp16 loss
+    scale is set back to that of the last step. Every rank constructs one while all ranks can communicate, because the
+    constructor calls :func:`agree_on_save`.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, folder: Path, *, keep: int, most_s: float) -> None:
@@ -26,31 +29,42 @@ class EmergencyCheckpoint:
         self._agreed = agree_on_save(run)
         self._step: int | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._scale: LossScale | None = None
+        self._why_not = ""
 
     def note(self) -> None:
-        """Notes that a step is complete, and copies the buffers."""
-        self._step = self.run.num_steps
+        """Called after each complete step: remembers its number and loss scale, and copies the buffers."""
+        self._step, self._why_not = self.run.num_steps, ""
         self._buffers = {name: buffer.detach().clone() for name, buffer in kept_buffers(self.run.model).items()}
+        self._scale = replace(self.run.loss_scale) if self.run.loss_scale is not None else None
 
-    def forget(self) -> None:
-        """Notes that a step is about to change parameters or the loss scale: until it is complete, nothing is saved."""
-        self._step = None
+    def forget(self, why: str) -> None:
+        """Called before a step changes parameters: until it is complete, nothing can be saved, and ``why`` says so."""
+        self._why_not = why
 
     def save(self, failure: BaseException) -> None:
-        """Saves the last step's state, and says so, when ``failure`` ends the run; does nothing if it has changed.
+        """Saves the last complete step when ``failure`` ends the run, and prints so; nothing if its state has changed.
 
-        Not for errors that every rank raises, such as ranks that differ: they say that the state or a save is wrong.
+        Nothing is saved after a LayoutError, PlanError or CheckpointError: every rank raises these, and they say that
+        the state or a save is wrong.
         """
         step = self._step
         if isinstance(failure, LayoutError | PlanError | CheckpointError) or step is None:
             return
         said = ""
         try:
-            if self._have_changed() or (self.folder / f"step-{step:08d}").exists():
+            if (self.folder / f"step-{step:08d}").exists():
                 return
-            if save_alone(self.folder, self.run, self.optimizer, step, self._agreed, keep=self.keep, failure=failure,
-                          most_s=self.most_s):  # fmt: skip
-                said = f"step {step}, the last that was complete, is saved"
+            why_not = self._why_not or ("the step that failed has changed buffers" if self._have_changed() else "")
+            if why_not:
+                if not isinstance(failure, CommunicationError):  # the rank that failed by itself says it
+                    said = f"step {step}, the last that was complete, is not saved: {why_not}"
+            else:
+                if self._scale is not None:
+                    vars(self.run.loss_scale).update(vars(self._scale))
+                if save_alone(self.folder, self.run, self.optimizer, step, self._agreed, keep=self.keep,
+                              failure=failure, most_s=self.most_s):  # fmt: skip
+                    said = f"step {step}, the last that was complete, is saved"
         except Exception as why:  # the failure itself is raised, and not this one
             if not isinstance(failure, CommunicationError):
                 said = f"step {step} could not be saved: {str(why) or repr(why)}"

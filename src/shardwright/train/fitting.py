@@ -1,4 +1,4 @@
-"""Checks before ranks start that a model takes the data, and that its parameters can be on this machine at all."""
+"""Checks, before ranks start, that a model takes the data and that its parameters fit into this machine's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import nn
 
+from shardwright import devices
 from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
@@ -17,7 +18,7 @@ from shardwright.train.data import Dataset, global_batch
 
 
 def check_room(model: nn.Module, layout: Layout) -> None:
-    """Raises PlanError if the parameters take more bytes than this machine's memory, with that of its accelerators.
+    """Raises PlanError if the parameters need more bytes than this machine and its accelerators have.
 
     Ranks on several machines and state that is offloaded to disk are not checked.
     """
@@ -25,8 +26,7 @@ def check_room(model: nn.Module, layout: Layout) -> None:
     if "WORLD_SIZE" in os.environ or (dp is not None and dp.option("offload") is not None):
         return
     needed = sum(parameter.nbytes for parameter in model.parameters())
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    room = psutil.virtual_memory().total + sum(torch.cuda.get_device_properties(each).total_memory for each in devices)
+    room = psutil.virtual_memory().total + devices.total_bytes()
     if needed > room:
         raise PlanError(
             "the model does not fit on this machine",
@@ -37,9 +37,9 @@ def check_room(model: nn.Module, layout: Layout) -> None:
 
 
 def check_takes(config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset) -> None:
-    """Raises PlanError if a user's own model, which may be on the meta device, or its loss cannot take a sample.
+    """Raises PlanError if a user's own model, or its loss, cannot take a sample of the data.
 
-    What fails on the meta device is tried again with values: some code needs them.
+    The model may be on the meta device. If it fails there, it is tried again with values, because some code reads them.
     """
     inputs, targets = global_batch(data, range(1))
     with suppress(Exception), torch.no_grad():

@@ -1,4 +1,4 @@
-"""The training loop: :func:`train` checks the run and starts the ranks; ``_Training`` is the loop on one rank."""
+"""The training loop of ``shardwright train``: :func:`train` checks the run and starts the ranks, which run the loop."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ import numpy
 import torch
 from torch import Tensor
 
+from shardwright import devices
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, find_on_all, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
-from shardwright.comm.launch import Ranks, launch
-from shardwright.comm.limits import check_can_start
+from shardwright.comm.launch import launch
+from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.file_locks import lock
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
+from shardwright.parallelize.overlapped_update import overlapped_offload
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
@@ -49,22 +51,24 @@ def train(
     config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None,
     changed_data: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains a model, writes metrics and checkpoints to ``out``, and returns the summary of the run.
+    """Trains a model, writes metrics and checkpoints into the folder ``out``, and returns a summary of the run.
 
     With ``resume``, or started again by ``torchrun``, it continues from the newest checkpoint in ``out``, under any
-    layout, with the batches and dropout masks of an uninterrupted run. Data that have changed since the run was started
-    are refused, unless ``changed_data`` accepts them. A step whose loss or gradients are not finite ends the run,
-    because AdamW does not recover from it: the step is not saved, and ``diverged`` of the summary is its number.
+    layout, with the batches and dropout masks of an uninterrupted run. Another model, seed or batch is refused, and so
+    are data that have changed since the run was started, unless ``changed_data`` accepts them. A step whose loss or
+    gradients are not finite ends the run, because AdamW does not recover from it: the step is not saved, and
+    ``diverged`` of the summary is its number.
 
     Raises: LayoutError, PlanError, CheckpointError: before the first step.
     """
     layout = Layout.parse(config.layout)
-    check_can_start(layout.num_ranks)
+    check_can_start(layout.num_ranks, ranks)
     with writing(out):
         out.exists()  # raises for a name that is too long
     check_regular(out)
     _check_before(config, out, resume=resume)
-    if resume and not changed_data:
+    # a restart is checked as --resume is; without a checkpoint it begins anew, with whatever data there are
+    if (resume or (started_again(out) and steps_in(out / CHECKPOINTS))) and not changed_data:
         check_same_data(config, noted_data(out))
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ def train(
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
-    """Checks what needs no ranks: that the data exist, the layout fits the model, and ``out`` is free or resumable."""
+    """Checks, without ranks, that data exist, the layout fits the model, and ``out`` is free or can be resumed."""
     with without_values():
         model, loss, model_config = config.build()
     layout = Layout.parse(config.layout)
@@ -88,8 +92,8 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     if model_config is None:
         check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
-    saved = bool(steps_in(out / CHECKPOINTS))
-    if started_again(out):  # rank 0 decides what to resume from, once all ranks are there
+    saved, again = bool(steps_in(out / CHECKPOINTS)), started_again(out)
+    if again and not saved:
         return
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
@@ -108,7 +112,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
             allowed="metrics.jsonl, which is always written",
             fix="pip install 'shardwright[tensorboard]', or leave out --tensorboard",
         )
-    if resume:
+    if resume or again:  # after a restart rank 0 chooses the checkpoint, once all ranks are there
         find(out / CHECKPOINTS)
         check_same_run(config, options_of(out))
     elif (out / METRICS_FILE).exists():
@@ -121,7 +125,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
 
 
 def inputs_of(data: Dataset, batch: int) -> Tensor:
-    """Returns inputs with the shape of a global batch of ``data``: its first sample, repeated."""
+    """Returns inputs with the shape of a global batch of ``data``, for planning: its first sample, repeated."""
     inputs, _ = data.sample(0)
     return inputs.expand(batch, *inputs.shape)
 
@@ -144,21 +148,25 @@ def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop
 
 
 def _signalled_ranks(world: World, stop: Stop) -> str:
-    """Returns which ranks got a signal, or "" if all did: a signal to some ranks only was not meant for the run."""
+    """Returns text on the ranks that got a stop signal; "" if all did, since only then it was meant for the run."""
     signals = gather_json(world.everyone(), stop.signal)
     stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
     return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
 
 
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 class _Training:
-    """The training loop on one rank, made by ``_rank``: its run, optimizer, data and checkpoints."""
+    """The training loop on one rank: its run, optimizer, data and checkpoints."""
 
     def __init__(
         self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop, held: IO[str] | None
     ) -> None:  # fmt: skip
         self.world, self.config, self.out, self.stop, self.held = world, config, out, stop, held
         if config.deterministic:
-            torch.use_deterministic_algorithms(True)
+            devices.use_deterministic_kernels()
         with without_values():
             plain, loss, model_config = config.build()
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
@@ -195,14 +203,15 @@ class _Training:
             self.data_noted = fingerprint(config.data)
             try:
                 self._write_run()
-                cut_metrics(out, self.first_step)
+                if num_damaged := cut_metrics(out, self.first_step):
+                    _warn(f"{num_damaged} damaged rows of '{out / METRICS_FILE}' were removed; the run goes on")
             except OSError as failure:  # a run that goes on needs neither
                 if not resume:
                     raise
-                print(f"warning: cannot write to '{out}': {failure.strerror}", file=sys.stderr, flush=True)  # noqa: T201
+                _warn(f"cannot write to '{out}': {failure.strerror}")
 
     def run_all(self) -> dict[str, Any]:
-        """Runs all steps, saves the last checkpoint, and returns the summary."""
+        """Runs all steps, saves the last checkpoint, and returns the summary of the run."""
         config = self.config
         rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
@@ -247,7 +256,7 @@ class _Training:
         return max(0, self.config.last_step - self.run.num_steps)
 
     def _read_ahead(self) -> None:
-        """Reads the next step's part of its batch, so that all ranks know of a failure where they can still save."""
+        """Reads this rank's part of the next batch, so that a failure to read is known where all can still save."""
         try:
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.run.num_steps))
@@ -255,7 +264,7 @@ class _Training:
             self._failure = failure
 
     def _end_saved(self) -> None:
-        """Saves, and raises the failure of the rank that has one; the others wait for it, and end with it."""
+        """Saves a checkpoint, then raises the failure to read data on its rank; the other ranks end with it."""
         try:
             self._save()
         except CheckpointError as failure:  # the failure before it is the one to tell
@@ -265,7 +274,7 @@ class _Training:
         self.everyone.barrier()
 
     def _step(self) -> dict[str, Any]:
-        """Runs one training step, on the batch that was read ahead, and returns its row of metrics."""
+        """Runs one training step on the batch that was read ahead; returns its row of metrics."""
         config, run, part = self.config, self.run, self._ahead
         start_s = time.perf_counter()
         num_samples = len(self.order.batch(run.num_steps))
@@ -273,15 +282,19 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
-        if not config.clip or run.loss_scale is not None:  # the backward may change parameters or the loss scale
-            self.emergency.forget()
-        if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
-            loss = run.step(part)
-            norm = run.clip_grad_norm_(config.clip)
-            self.emergency.forget()
-            self.optimizer.step()
-        else:
+        if (
+            overlapped_offload(run.plan, run.offload) and not config.clip
+        ):  # clipping needs the norm of all gradients before any update
+            self.emergency.forget("without clipping, offloaded state is updated while gradients are computed")
             loss = run.step(part, update=self.optimizer)
+        else:
+            loss = run.step(part)
+            if config.clip:
+                norm = run.clip_grad_norm_(config.clip)
+            self.emergency.forget("the step that failed had begun to update the parameters")
+            self.optimizer.step()
+            if not config.clip:
+                self.optimizer.zero_grad()
         step_s = time.perf_counter() - start_s
         if isfinite(loss) and isfinite(norm or 0.0):
             self.emergency.note()
@@ -308,7 +321,7 @@ class _Training:
         return statistics.fmean(losses)
 
     def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
-        """Returns this rank's part of the global batch of these samples, and reads no others."""
+        """Returns this rank's part of the global batch of these samples; other samples are not read."""
         share = self.run.share(len(indices))
         return self.run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))
 
@@ -325,7 +338,7 @@ class _Training:
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
 
     def _wait_saves(self) -> bool:
-        """Waits for the checkpoint under way; returns whether it could not be written, after a warning."""
+        """Waits for the checkpoint being written; returns True, after a warning, if it could not be written."""
         try:
             self.run.wait_saves()
         except CheckpointError as failure:
@@ -335,7 +348,7 @@ class _Training:
         return False
 
     def _write_anew(self) -> bool:
-        """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there.
+        """Makes the run's folder again if it was removed during the run, and writes metrics and options into it.
 
         Returns False if another run has locked it.
         """
@@ -349,7 +362,7 @@ class _Training:
         return True
 
     def _lock_again(self, mode: str = "r+") -> bool:
-        """Returns whether the folder is still this run's, by its lock, which rank 0 holds."""
+        """Returns whether the folder still belongs to this run, by the lock that rank 0 holds on it."""
         if self.held is not None:
             self.held = locked_again(self.out, self.held, self.locks, mode)
         return self.held is not None or self.world.rank != 0

@@ -1,4 +1,4 @@
-"""Measurements of real runs: the timeline or memory of a step, the time of each layer, the peak memory of ranks.
+"""Measures real runs: timeline or memory of a step, time of each layer, peak memory of each rank.
 
 Layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
 """
@@ -12,10 +12,12 @@ from types import MappingProxyType
 import psutil
 import torch
 
+from shardwright import devices
 from shardwright.analysis.costs import time_layers
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
-from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.launch import launch
+from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.ledger.account import measure_memory
@@ -34,11 +36,11 @@ Seconds = Mapping[str, float]
 NOT_MEASURED: Seconds = MappingProxyType({})
 
 WARM_UP = 3
-"""The number of steps before the one that is measured."""
+"""The number of steps that are taken before the measured step."""
 
 
 def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> dict[str, float]:
-    """Returns the forward time of each module in seconds, for one microbatch of one model replica on this device.
+    """Returns the forward seconds of each module, by name, for one microbatch of one model replica on ``device``.
 
     Empty unless the config has ``measured_costs`` and the layout a pipeline. It builds the whole model with values.
     """
@@ -46,7 +48,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
     if not config.measured_costs or layout.factor("pp") is None:
         return {}
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = devices.default()
     model, _, model_config = config.build()
     data = open_data(config.data, seq=config.seq, model=model_config)
     inputs, _ = global_batch(data, Order(len(data), config.batch, config.seed).batch(0))
@@ -55,7 +57,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
 
 
 def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
-    """Times each layer on rank 0 as :func:`layer_seconds` does, and all-gathers the times to every rank."""
+    """Returns the seconds of :func:`layer_seconds`, measured on rank 0 and the same on every rank."""
     if not config.measured_costs:
         return {}
     mine = layer_seconds(config, world.device) if world.rank == 0 else {}
@@ -64,12 +66,15 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
 
 
 def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
-    """Measures the timeline of one step under ``config.layout``, of the pipeline that rank 0 is in."""
+    """Starts ranks, and returns the measured timeline of one step of ``config.layout``, of rank 0's pipeline.
+
+    ``seconds`` are times of layers from :func:`layer_seconds`, by which the model is cut into stages.
+    """
     return launch(_timeline, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
 def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
-    """Measures the memory of every rank over one step under ``config.layout``, optimizer state included."""
+    """Starts ranks, and returns the measured memory of each rank over one step, optimizer state included."""
     return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 
 
@@ -84,7 +89,7 @@ def _account(world: World, config: TrainConfig, seconds: Seconds) -> Account:
 
 
 def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
-    """Returns a run after ``WARM_UP`` steps, its optimizer, and the batch of the next step."""
+    """Returns a run after ``WARM_UP`` steps, its optimizer, and this rank's part of the next batch."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
@@ -102,9 +107,12 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
 
 
 def peak_bytes(everyone: Axis) -> list[int]:
-    """Returns the peak bytes of every rank so far: of its process, or of its device's allocator. One all-gather."""
+    """Returns the peak bytes of every rank so far: of its process, or of its device's allocator.
+
+    Traffic: one all-gather.
+    """
     device = everyone.device
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_of_process()
+    peak = devices.peak_bytes(device) if device.type not in devices.HOST else _peak_of_process()
     mine = torch.tensor([peak], dtype=torch.int64, device=device)
     return [int(value) for value in everyone.for_strategy("progress").all_gather(mine)]
 

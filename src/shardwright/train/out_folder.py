@@ -1,4 +1,4 @@
-"""The folder of a training run: that it can be written, and that one run at a time writes to it."""
+"""The folder of a training run: errors if it cannot be written, and a lock so that one run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
+    """A context that turns an OSError of its block into a PlanError about the folder ``out``."""
     try:
         yield
     except OSError as failure:
@@ -33,30 +33,53 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[str] | None]:
-    """Locks a run's folder on rank 0 during the block, and yields its lock file there, None on other ranks.
+    """A context that locks a run's folder on rank 0, and yields its lock file there, None on other ranks.
 
-    The system releases a dead run's lock. Raises: PlanError, on every rank: another run has the lock, or, where this
-    one is ``new``, has begun and ended there since the folder was found to be free.
+    The system releases a dead run's lock. Raises: PlanError, on every rank: the lock file cannot be opened, another run
+    has the lock, or, where this one is ``new``, has begun and ended there since the folder was found to be free.
     """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
         problem, file = "", None
         if world.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((out / LOCK).open("a"))
-            if not lock(file):
-                problem = "another run writes to it"
-            elif new and (out / METRICS_FILE).exists():
-                problem = "another run has begun in it meanwhile"
+            try:
+                file = stack.enter_context(_locked_file(out, new=new))
+            except PlanError as failure:  # the other ranks would wait for this one
+                problem = str(failure)
         if found := first_problem(everyone, problem):
-            raise in_use(out, found[1])
+            raise PlanError(found[1])
         yield file
 
 
-def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: str = "r+") -> IO[str] | None:
-    """Returns the file that locks ``out`` for this run; None if another run has, after ``out`` was removed.
+def _locked_file(out: Path, *, new: bool) -> IO[str]:
+    """Returns the lock file of a run's folder, opened and locked. Raises PlanError: it cannot be."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            file = (out / LOCK).open("a")
+        except IsADirectoryError as failure:
+            raise PlanError(
+                f"'{out / LOCK}' is no regular file",
+                given="a folder",
+                allowed="the file that a run locks, or none",
+                fix="remove it if you know what it is, or give another --out",
+            ) from failure
+    problem = ""
+    if not lock(file):
+        problem = "another run writes to it"
+    elif new and (out / METRICS_FILE).exists():
+        problem = "another run has begun in it meanwhile"
+    if problem:
+        file.close()
+        raise in_use(out, problem)
+    return file
 
-    It is ``held``, unless another file has its name: then that one is locked, and ``files`` closes it.
+
+def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: str = "r+") -> IO[str] | None:
+    """Returns the file by which this run locks ``out``; None if another run has locked it after ``out`` was removed.
+
+    The result is ``held``, the lock file so far, unless another file now has its name: then that file is locked, and
+    ``files`` closes it at its end.
     """
     try:
         if is_same(held, out / LOCK):
@@ -68,7 +91,7 @@ def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: st
 
 
 def in_use(out: Path, why: str = "another run writes to it") -> PlanError:
-    """Returns the error of a run in whose folder another run writes."""
+    """Returns the error for a run whose folder another run writes to; ``why`` is its reason."""
     return PlanError(
         f"'{out}' is in use",
         given=why,

@@ -1,4 +1,4 @@
-"""The progress bar of a training run, and its ``metrics.jsonl``: one JSON object a step."""
+"""Reports the progress of a training run: a progress bar, and ``metrics.jsonl`` with one JSON object for each step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,14 +21,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardwright.formatting import format_bytes, format_count, json_text
 
 METRICS_FILE = "metrics.jsonl"
+_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "time_s")
 _LINE_EVERY_S = 5.0
 
 
 class Log:
     """The log of a run: a progress bar (in files a line every few seconds), ``metrics.jsonl``, TensorBoard events.
 
-    Only rank 0 passes ``writes``; on the other ranks every method does nothing. No row is worth a run: where one cannot
-    be written, as on a full disk, the log warns once, and writes later rows if it can.
+    Only rank 0 passes ``writes``; on the other ranks every method does nothing. A row that cannot be written, as on a
+    full disk, does not end the run: the log warns once, and writes later rows if it can.
     """
 
     def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
@@ -87,9 +89,9 @@ class Log:
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
 
     def write_anew(self) -> None:
-        """Writes all rows into a new file, because the one before was removed. Raises OSError: it cannot be written.
+        """Writes all rows into a new file, after the previous file was removed. Raises OSError: it cannot be written.
 
-        A file that is there already is another run's, and stays as it is.
+        A file of that name that already exists is another run's, and stays as it is.
         """
         if self.writes and self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self._file.seek(0)
@@ -104,12 +106,12 @@ class Log:
             self._file = file
 
     def warn(self, text: str) -> None:
-        """Prints a warning, above the progress bar where there is one."""
+        """Prints a warning on standard error, above the progress bar if there is one."""
         if self.writes:
             Console(stderr=True).print(text) if self._bar is None else self._bar.console.print(text)
 
     def close(self) -> None:
-        """Ends the bar and closes the files."""
+        """Ends the progress bar and closes the files."""
         if self.writes:
             with self._warning():
                 if self._board is not None:
@@ -140,19 +142,27 @@ class Log:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Returns the rows of ``metrics.jsonl``, without a last line that a killed run left unfinished."""
-    rows: list[dict[str, Any]] = []
+    """Returns the rows of a run's ``metrics.jsonl``, without lines that are damaged or not yet complete."""
     path = out / METRICS_FILE
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+    lines = path.read_bytes().splitlines() if path.exists() else ()
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row of metrics in a line; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+        step = row["step"]
+        numbers = [value for key in _NUMBERS if (value := row.get(key)) is not None]
+        numbers += row.get("memory_bytes") or []
+        fits = all(isinstance(value, int | float) and isfinite(value) for value in numbers)
+        return row if fits and type(step) is int and 0 <= step < 2**63 else None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def _append(file: FileIO, line: str) -> None:
-    """Appends a line, or nothing: half a line would hide those after it. Raises OSError: there is no room for it."""
+    """Appends a whole line or nothing, since half a line would hide later ones. Raises OSError: no room for it."""
     data = line.encode()
     before = file.seek(0, os.SEEK_END)
     if (written := file.write(data)) != len(data):
@@ -160,15 +170,25 @@ def _append(file: FileIO, line: str) -> None:
         raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes", str(file.name))
 
 
-def cut_metrics(out: Path, last_step: int) -> None:
+def cut_metrics(out: Path, last_step: int) -> int:
     """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again.
 
-    They are cut off in place: that needs no room, and a kill leaves the file as it was or as it shall be.
+    Rows that are damaged are removed, too, and their number is returned; a last line that a kill has cut short does not
+    count. The file is cut in place: that needs no room, and a kill leaves the file either whole or cut. Only where a
+    damaged row stands before others are these written into a new file, which then takes its place.
     """
-    num_kept = sum(row["step"] <= last_step for row in read_metrics(out))
     path = out / METRICS_FILE
     path.touch()
-    os.truncate(path, sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[:num_kept]))
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [_row(line) for line in lines]
+    kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= last_step]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))
+    else:
+        partial = path.with_name(f".{path.name}")
+        partial.write_bytes(b"".join(kept))
+        partial.replace(path)
+    return sum(row is None and line.endswith(b"\n") for line, row in zip(lines, rows, strict=True))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``--layout auto-fit``: an earlier layout with as many data-parallel replicas as the ranks that are there now make."""
+"""``--layout auto-fit``: fits an earlier layout to the ranks available, by its number of data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ AUTO_FIT = "auto-fit"
 
 
 def refitted(line: str, earlier: str | None, num_ranks: int | None) -> str:
-    """Returns the layout for ``num_ranks`` ranks: pp, tp and all else are kept, and only the size of dp changes.
+    """Returns the layout for ``num_ranks`` ranks: only the size of ``dp`` changes, pp, tp and all else are kept.
 
     ``line`` is ``auto-fit``, which takes the layout of the run that is continued (``earlier``; without one, dp alone),
-    or a layout with ``auto-fit`` behind it. ``num_ranks`` None: as many as that layout has.
+    or a layout with ``auto-fit`` behind it. If ``num_ranks`` is None, the layout keeps its own number of ranks.
 
     Raises: LayoutError: the ranks are no multiple of what one replica of the model needs.
 

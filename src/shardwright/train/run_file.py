@@ -1,4 +1,4 @@
-"""The file ``run.json`` of a training run's folder: its options, its data, and what it ran on."""
+"""The file ``run.json`` in a training run's folder: its options, its data, versions and machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardwright.train.progress import write_json
 RUN_FILE = "run.json"
 
 MOST_RUN_BYTES = 2**26
-"""The longest ``run.json`` that is read; it has the measured times of layers too."""
+"""The size in bytes up to which a ``run.json`` is read; it includes the measured times of layers."""
 
 
 def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float]) -> None:
-    """Writes ``run.json``: the options, fingerprints of the data, measured times of layers, versions, the machine."""
+    """Writes ``run.json``: options, fingerprints of the data, measured times of layers, versions, the machine."""
     versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
     machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
     write_json(
@@ -46,10 +46,10 @@ def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, second
 
 
 def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
-    """Returns the options that an earlier run in ``out`` was started with. ``model`` is the one that the person names.
+    """Returns the options with which an earlier run in the folder ``out`` was started.
 
-    A folder may come from another person, and importing a factory runs its code. So a factory is taken from a folder
-    only if it is named beside it.
+    ``model`` is the model named on the command line, if one is. A folder may come from another person, and importing a
+    model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well.
 
     Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
     """
@@ -70,21 +70,32 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
 
 
 def noted_data(out: Path) -> Mapping[str, Any]:
-    """Returns the fingerprints of the data files that a run was started with, by name; none if none were noted.
+    """Returns the fingerprints of the data files with which a run was started, by name; empty if there are none.
 
-    Raises: CheckpointError: no such run.
+    Raises: CheckpointError: no such run, or what its file says of the data is no fingerprint.
     """
     options_of(out)  # raises if it is no run
     found = _run_file(out).get("data", {})
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict) and all(map(_is_fingerprint, found.values())):
+        return found
+    raise CheckpointError(
+        f"{RUN_FILE} of '{out}' is damaged: it does not say which data the run was started with",
+        given=f"data = {found!r:.80}",
+        allowed="for each file its size in bytes and its SHA-256",
+        fix="restore the file, or add --changed-data to go on without a comparison",
+    )
+
+
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, list) and [type(each) for each in value] == [int, str]
 
 
 def _run_file(out: Path) -> Any:
-    return json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
+    return json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES, pipes=False))
 
 
 def options_of(out: Path) -> dict[str, Any]:
-    """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
+    """Returns the options in a run's ``run.json``, without ``stop_at``. Raises CheckpointError: no such run."""
     try:
         found = _run_file(out)
         options = read_options(found["options"], given_in=RUN_FILE)
@@ -99,7 +110,7 @@ def options_of(out: Path) -> dict[str, Any]:
 
 
 def run_name_in(out: Path) -> str | None:
-    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None where none did."""
+    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None without one."""
     try:
         found = _run_file(out).get("torchrun")
     except (OSError, ValueError, AttributeError, RecursionError):

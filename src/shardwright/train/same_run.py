@@ -1,4 +1,4 @@
-"""Checks before a run is resumed that its model, order of samples and data are those that it was started with."""
+"""Checks, before a run is resumed, that its model, order of samples and data are those that it was started with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.train.data import fingerprint
 
 
 def check_regular(out: Path) -> None:
-    """Raises PlanError if a file of a run's folder is a link or a device: what the run writes would go elsewhere."""
+    """Raises PlanError if a file in a run's folder is a link or a device, since writing to it would go elsewhere."""
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or path.is_dir()):
@@ -44,7 +44,7 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
 
 def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
-    """Raises PlanError if a file of the data is not what it was when the run was started; old runs did not note it."""
+    """Raises PlanError if a data file differs from its fingerprint at the run's start; old runs have none."""
     now = fingerprint(config.data) if before else {}
     for file in sorted(before.keys() | now.keys()):
         if before.get(file) == now.get(file):

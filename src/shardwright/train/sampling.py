@@ -1,4 +1,4 @@
-"""Sampling from a trained model under any layout: text after a prompt, or the classes of pictures."""
+"""Samples from a trained model under any layout: continues a text, or classifies pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from shardwright.checkpoint.loading import load
-from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.launch import launch
+from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
@@ -20,10 +21,10 @@ from shardwright.train.data import global_batch, open_data
 from shardwright.train.out_folder import CHECKPOINTS
 
 LEAST_TEMPERATURE = 1e-6
-"""Below it the most likely token is taken: logits divided by less may overflow, and tell no other token apart."""
+"""The temperature below which the most likely token is taken, because logits divided by less may overflow."""
 
 MOST_SAMPLES = 2**20
-"""The most bytes or samples that are asked for at once: each byte takes a forward."""
+"""The most bytes or samples of one call, since each byte takes a forward."""
 
 
 def sample(
@@ -32,7 +33,8 @@ def sample(
 ) -> str:  # fmt: skip
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
-    ``config`` is what trained it.
+    ``config`` is the config of that run, and ``layout`` the layout to run under, on ``ranks``. Text is ``prompt``
+    continued by ``num`` bytes, drawn at ``temperature`` with ``seed``; of pictures ``num`` are classified.
     """
     check_finite("temperature", temperature)
     if not 0 <= num <= MOST_SAMPLES:
@@ -47,7 +49,7 @@ def _rank(
     world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str, num: int, temperature: float,
     seed: int,
 ) -> str:  # fmt: skip
-    """Runs on each rank: loads the checkpoint, then predicts token by token, or the classes of pictures."""
+    """Runs on each rank: loads the checkpoint, then generates text byte by byte or classifies pictures."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(

@@ -1,4 +1,4 @@
-"""What tells a run to stop, to save and go on, or to go on where an earlier attempt ended."""
+"""Requests, by signals, to stop a run or to save a checkpoint; and whether ``torchrun`` has restarted the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.train.run_file import run_name_in
 
 
 class Stop:
-    """A request to end the run after the current step, with a checkpoint, or to save one and go on.
+    """A request to end the run after the current step with a checkpoint, or to save a checkpoint and continue.
 
     Ranks that are processes each handle signals; ranks that are threads share one object.
     """
@@ -26,18 +26,18 @@ class Stop:
         self.num_saves_requested = 0
 
     def request(self, number: int = 0, *_: Any) -> None:
-        """Asks the run to stop after the current step. It is also the signal handler, given the signal's number."""
+        """Requests that the run stops after the current step. It is also the handler of signals, given their number."""
         self.requested, self.signal = True, number
 
     def request_save(self, *_: Any) -> None:
-        """Asks the run to save after the current step and to go on: a scheduler's early warning."""
+        """Requests a checkpoint after the current step, after which the run continues: a scheduler's early warning."""
         self.num_saves_requested += 1
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Makes SIGINT, SIGTERM and SIGHUP request the stop while the block runs, and SIGUSR1 a checkpoint.
+        """A context in which SIGINT, SIGTERM and SIGHUP request the stop, and SIGUSR1 requests a checkpoint.
 
-        Only in the main thread, the only one that may set handlers; SIGHUP not where ``nohup`` made it ignored.
+        It has an effect only in the main thread, which alone may set handlers; SIGHUP stays ignored under ``nohup``.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -56,7 +56,7 @@ class Stop:
 
 
 def started_again(out: Path) -> bool:
-    """Whether ``torchrun`` has restarted the run in ``out``: a rank failed, or the number of machines has changed.
+    """Returns whether ``torchrun`` has restarted the run in ``out``: a rank failed, or the number of machines changed.
 
     A machine that lost no rank of its own counts no restart, but it finds the run that it is part of.
     """

@@ -1,7 +1,7 @@
-"""One device, trained by plain torch: what ``verify`` compares with, and by how much one device differs from itself.
+"""Trains a model on one device with plain torch, the reference of ``verify``, and measures its rounding errors.
 
 A model may compute in float32 inside, in its norms for instance, though its parameters are float64. Then one device is
-determined only up to float32 rounding: an error of 1e-16 before the cast moves a number to the neighbouring float32,
+determined only up to float32 rounding: an error of 1e-16 before the cast moves a number to the neighboring float32,
 6e-8 away, or does not move it at all. A layout sums in another order, and so rounds some numbers otherwise. How much
 that matters is measured on one device alone, as the second difference of three runs, whose parameters are ``p (1 + h
 s)``, ``p`` and ``p (1 - h s)``, with random signs ``s`` and ``h`` one rounding of the narrow dtype::
@@ -41,12 +41,14 @@ from shardwright.rng import RngTracker
 from shardwright.runtime.keyed_draws import key_draws
 
 FLOOR = 1e-3
-"""The least entry that an error is divided by, as a share of the model's largest."""
+"""The least divisor of a tensor's error, as a share of the largest entry of all tensors that are compared."""
 
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3
-"""The pairs of runs beside the reference; of their second differences the median counts, so that one pair that moves a
-number across a kink of the model counts for nothing."""
+"""The number of pairs of runs beside the reference, of whose second differences the median counts.
+
+So one pair that moves a number across a kink of the model counts for nothing.
+"""
 
 Batch = tuple[Any, Any]
 Named = dict[str, Tensor]
@@ -54,7 +56,10 @@ Named = dict[str, Tensor]
 
 @dataclass
 class Outcome:
-    """What the steps gave, on one device or on one rank. A gradient is None where the loss does not reach."""
+    """The results of training steps on one device or one rank: losses, gradients, parameters and buffers.
+
+    A gradient is None for a parameter that the loss does not depend on. ``eps`` is AdamW's.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor | None]
@@ -63,7 +68,7 @@ class Outcome:
     eps: float = 0.0
     loss_dtype: torch.dtype = torch.float64
     changed: frozenset[str] = frozenset()
-    """The names of the floating-point buffers that the steps changed."""
+    """The names of the floating-point buffers that the steps have changed."""
 
 
 def reference(
@@ -78,10 +83,10 @@ def reference(
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
 ) -> Outcome:
-    """Trains a copy of the plain model with plain torch in this process.
+    """Returns the outcome of training a copy of the plain model with plain torch in this process.
 
-    ``draws`` are those of :class:`ModelGraph`. ``eps`` is AdamW's; by default it is made from the gradients. ``shift``
-    may change each initial value, in place.
+    ``draws`` are the random calls of the model's traced code (:class:`ModelGraph`). ``eps`` is AdamW's; by default it
+    is made from the gradients. ``shift`` may change each initial value, in place.
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
     check_apart(plain, model)
@@ -129,14 +134,15 @@ def reference(
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:
-    """Returns the most bits of a floating-point number of these tensors."""
+    """Returns the largest number of bits of a floating-point element in these tensors."""
     return max((torch.finfo(t.dtype).bits for t in tensors if t.is_floating_point() or t.is_complex()), default=0)
 
 
 def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
-    """The parts that the reference runs one after the other, each with the indices of its samples.
+    """Yields the parts of a batch that the reference runs one after the other, each with its samples' indices.
 
-    One part, the whole batch; with batch statistics per microbatch, each microbatch of all ranks together.
+    There is one part, the whole batch; with batch statistics per microbatch, a part is a microbatch of all ranks
+    together.
     """
     num_microbatches, num_samples = plan.layout.num_microbatches, num_rows(batch)
     if not plan.layout.own_statistics:
@@ -149,24 +155,27 @@ def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
 
 
 def copied_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """Returns the gradients of the parameters that train, by name; None for one that the backward has not reached."""
+    """Returns copies of trained parameters' gradients, by name, on the CPU; None for one that the backward missed."""
     trained = {name: p.grad for name, p in named.items() if p.requires_grad}
     return {name: None if grad is None else grad.detach().to("cpu", copy=True) for name, grad in trained.items()}
 
 
 def copied_buffers(model: nn.Module) -> Named:
-    """Returns copies of the model's buffers that have values, by name."""
+    """Returns copies of a model's buffers that have values, by name, on the CPU."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
 
 
 def cloned(batch: Batch) -> Batch:
-    """Returns a copy of the batch, since a model may write into its inputs."""
+    """Returns a copy of the batch with tensors of its own, since a model may write into its inputs."""
     copied: Batch = tree_map_only(Tensor, torch.clone, batch)
     return copied
 
 
 def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:
-    """Returns what the error of each tensor is divided by: its largest entry, or ``floor`` times that of all."""
+    """Returns the divisor that makes each tensor's error relative: its largest entry, but no less than a bound.
+
+    The bound is ``floor`` times the largest entry of all tensors.
+    """
     least = floor * _largest(named)
     return {name: max(_largest({name: tensor}), least) or 1.0 for name, tensor in named.items()}
 
@@ -180,7 +189,7 @@ def _largest(named: Mapping[str, Tensor | None]) -> float:
 
 
 class RoundingRecorder(TorchDispatchMode):
-    """A context that notes in ``narrowest`` the narrowest dtype to which an operator has rounded a tensor of ``dtype``.
+    """A dispatch mode that finds the narrowest dtype to which an operator rounds a tensor of ``dtype``: ``narrowest``.
 
     >>> with RoundingRecorder(torch.float64) as inside:
     ...     torch.ones(2, dtype=torch.float64).softmax(0, dtype=torch.float32)
@@ -204,7 +213,7 @@ class RoundingRecorder(TorchDispatchMode):
 
 
 def _dtypes(tree: Any) -> set[torch.dtype]:
-    """The floating-point dtypes of a tree's tensors; of complex ones, that of their parts."""
+    """Returns the floating-point dtypes of a tree's tensors; for complex ones, the dtype of their parts."""
     found = {leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
     real = {dtype.to_real() if dtype.is_complex else dtype for dtype in found}
     return {dtype for dtype in real if dtype.is_floating_point}
@@ -212,7 +221,7 @@ def _dtypes(tree: Any) -> set[torch.dtype]:
 
 @dataclass
 class DeviceDifference:
-    """By how much one device differs from itself, relative as errors are; it rounds to the dtype ``narrowest``."""
+    """The relative errors between runs on one device, due to rounding alone; ``narrowest`` is the dtype rounded to."""
 
     narrowest: torch.dtype
     loss: float
@@ -225,7 +234,10 @@ def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
     draws: Draws | None, dtype: torch.dtype, expected: Outcome,
 ) -> DeviceDifference | None:  # fmt: skip
-    """Returns by how much one device differs from itself in rounding; None if nothing is rounded below ``dtype``."""
+    """Returns the relative errors between runs on one device by rounding; None if no operator rounds below ``dtype``.
+
+    ``expected`` is the result of :func:`reference` for the same arguments.
+    """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
     if recorder.narrowest == dtype:
@@ -248,7 +260,7 @@ def own_errors(
 
 
 def _shift(step: float, number: int, name: str, value: Tensor) -> None:
-    """Changes a parameter's values by the share ``step``, each up or down, as pair ``number`` has it."""
+    """Multiplies a parameter's values by 1 + ``step`` or 1 - ``step``, with random signs that pair ``number`` seeds."""
     if value.is_floating_point() or value.is_complex():
         generator = torch.Generator().manual_seed(number)
         signs = torch.randint(2, value.shape, generator=generator).to(value.dtype) * 2 - 1
@@ -258,7 +270,7 @@ def _shift(step: float, number: int, name: str, value: Tensor) -> None:
 def _second(
     up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
-    """The second difference of each tensor, over sqrt(3), relative as errors are."""
+    """Returns the second difference of each tensor over sqrt(3), as a relative error."""
     errors = {}
     for name, scale in scales(middle, FLOOR).items():
         a, b, c = up.get(name), down.get(name), middle[name]

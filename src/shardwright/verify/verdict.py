@@ -1,4 +1,4 @@
-"""The ``Verdict`` of ``verify``, as data and as text."""
+"""The ``Verdict``, the result of ``verify``, as data and as text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Verdict:
 
     ``first_difference`` names the first parameter in forward order whose error is beyond the tolerance.
     ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
-    ``own_error`` is the most by which one device differs from itself, where that is beyond ``tolerance``; else 0. Then
-    ``allowed`` is what the tensor named in the text was allowed. ``presence`` says where one side has no gradient.
+    ``own_error`` is the largest error between runs on one device, where that is beyond ``tolerance``; else 0. Then
+    ``allowed`` is the error allowed for the tensor named in the text. ``presence`` says where one side has no gradient.
     ``shares`` is the share of parameter bytes that each factor of the layout cuts, and ``flops`` that of the forward's
     FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a factor that cuts little.
     """
@@ -40,7 +40,7 @@ class Verdict:
     left_whole: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the verdict as a dict for JSON."""
+        """Returns the verdict as a dict of plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -579,7 +579,7 @@ class Leaves(nn.Module):
 
     def forward(self, x):
         y = self.layer(x)
-        self.aux = y.square().mean()
+        self.aux = y.square().mean(-1, keepdim=True)
         return y
 
 

@@ -6,11 +6,16 @@ import time
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.parallelize.planning import job_for
 from shardwright.plan.schedule import Action, Schedule
+from shardwright.report.description import describe
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import build, forward_only
 from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
@@ -177,3 +182,14 @@ def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_
     assert takes_less(2, lambda: build(name, 64, 1024))
     assert takes_less(2, lambda: check_schedule(schedule))
     assert takes_less(4, lambda: simulate(schedule, times, memory))
+
+
+def test_a_backward_under_full_recomputation_takes_three_forwards():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    bubbles = {}
+    for words in ("", " recompute:full"):
+        layout = Layout.parse(f"pp2 mb4{words}")
+        found = describe(job_for(layers, nn.Identity(), layout, torch.zeros(8, 8)), layout)["timeline"]
+        spans = {action: end - start for stage in found["spans"] for action, start, end in stage}
+        bubbles[words] = spans["0B1"] / spans["0F1"]
+    assert bubbles == pytest.approx({"": 2.0, " recompute:full": 3.0})

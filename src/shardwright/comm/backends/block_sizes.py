@@ -1,18 +1,21 @@
-"""Sizes of the shared-memory blocks that carry a rank's messages: one rule for real runs and memory rehearsals."""
+"""The allocator of the shared-memory blocks that carry a rank's messages: their sizes, their reuse, their total bytes.
+
+Real runs use it, and so does the prediction of a rank's memory, which runs no rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 INLINE_BYTES = 4096
-"""Messages up to this size are sent through the socket, and take no block."""
+"""Messages up to this size are sent through the socket and use no block of shared memory."""
 
 _LEAST_BLOCK_BYTES = 2**16
 _PAGE_BYTES = 4096
 
 
 class Blocks:
-    """A rank's shared-memory message buffers: sizes, which are free, readers left; they are reused, never given back.
+    """The allocator of a rank's shared-memory blocks: their sizes, which are free, and how many readers each awaits.
 
     >>> blocks = Blocks()
     >>> first, second = blocks.take(100_000, readers=1), blocks.take(70_000, readers=1)
@@ -20,8 +23,9 @@ class Blocks:
     >>> blocks.take(90_000, readers=1) == first, blocks.sizes, blocks.num_bytes
     (True, [131072, 131072], 176128)
 
-    Which block is free depends on the moment at which readers release it, so each may come to carry the largest message
-    of its size. With ``at_most`` the memory is counted as if each had: what a rehearsal promises.
+    A block is reused when all its readers have released it, and its memory is never given back. Which block is free
+    depends on when readers release it, so any block may come to carry the largest message of its size. With ``at_most``
+    the memory is counted as if every block had: a rehearsal uses this upper bound.
     """
 
     def __init__(self, *, at_most: bool = False) -> None:
@@ -33,7 +37,7 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all blocks in bytes, counting of each only the pages that a message has ever filled."""
+        """The memory of all blocks in bytes; only those pages of a block count that a message has ever filled."""
         filled = self._used
         if self.at_most:
             by_size: dict[int, int] = {}
@@ -43,9 +47,10 @@ class Blocks:
         return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in filled)
 
     def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
-        """Reserves a block for a message: the index of a free one of the right size, else of a new one.
+        """Reserves a block for a message of ``num_bytes`` and returns its index; ``readers`` ranks must release it.
 
-        Without a free one, ``listen`` is called first, to collect pending releases.
+        It is a free block of the right size, or else a new one. ``listen`` is called before a new one is made, to
+        collect pending releases.
         """
         size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         if not self._free.get(size):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class _BlockReaders:
-    """Models when other ranks have read this rank's blocks: as late as possible for ranks that run the same code.
+    """Models when other ranks release this rank's blocks: as late as is possible for ranks that run the same code.
 
     When a rank begins a call, it has ended the calls that this rank ended before beginning the same call; no more is
     known of it. So a block is free at the end of a call that began after the block's own call ended, if all of its
@@ -45,7 +45,7 @@ class _BlockReaders:
         return self._now, taken
 
     def end(self, begun: tuple[int, list[tuple[int, set[int]]]], others: Collection[int]) -> None:
-        """Ends a call in which the ranks ``others`` took part."""
+        """Ends a call of this rank and the ranks ``others``, and frees the blocks that these must have read by then."""
         began, taken = begun
         for ended, place, readers in self._ended:
             if ended < began:  # the members of this call have read all that was sent before it began
@@ -70,8 +70,11 @@ class _BlockReaders:
 
 
 @dataclass(frozen=True)
-class FakeChannel:
-    """A process group of which only this rank is real: nothing is sent. See :class:`~shardwright.comm.axis.Channel`."""
+class FakeChannel(Channel):
+    """A process group of which only this rank exists: calls send nothing and are recorded as real ones.
+
+    See :class:`~shardwright.comm.axis.Channel` for the methods.
+    """
 
     readers: _BlockReaders
     recorder: Recorder
@@ -79,41 +82,44 @@ class FakeChannel:
     index: int
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """Sends nothing: the tensors keep their values."""
+        """Records the call and sends nothing: ``tensors`` keep their values."""
         self._note(call, tensors)
-        return self._all(None, tensors, [tensors])
+        return self._all(call, None, tensors, [tensors])
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """Sends nothing: the other members' ``parts`` keep whatever values they have."""
+        """Records the call and sends nothing: the other members' ``parts`` keep the values that they have."""
         self._note(call, parts)
-        return self._all(None, parts, [[parts[index]]])
+        return self._all(call, None, parts, [[parts[index]]])
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Sends nothing: ``out`` stays as it is. ``tensors`` are not kept: a real rank has copied them into a block."""
+        """Records the call and sends nothing: ``out`` keeps its values.
+
+        ``tensors`` may be freed at once, because a real rank would have copied them into a shared-memory block.
+        """
         self._note(call, tensors)
-        return self._all(out, [], [tensors])
+        return self._all(call, out, [], [tensors])
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Sends nothing: ``outs`` keep whatever values they have."""
+        """Records the call and sends nothing: ``outs`` keep the values that they have."""
         self._note(call, parts)
         to = [(part.nbytes, [rank]) for part, rank in zip(parts, self.ranks, strict=True) if rank in self._others]
-        return self._pending(outs, parts, self.readers.begin(to))
+        return self._pending(call, outs, parts, self.readers.begin(to))
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Sends nothing: ``tensor`` keeps its values, on the source and elsewhere."""
+        """Records the call and sends nothing: ``tensor`` keeps its values on every rank."""
         self._note(call, [tensor])
-        return self._all(tensor, [], [[tensor]] if source == self.index else [])
+        return self._all(call, tensor, [], [[tensor]] if source == self.index else [])
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends nothing, but takes a shared-memory block as a real message would."""
+        """Records the message and sends nothing, but takes a shared-memory block as a real message would."""
         self._note(call, [tensor])
         self.readers.end(self.readers.begin([(tensor.nbytes, [self.ranks[to]])]), ())
         return done(None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Receives nothing: ``tensor`` keeps whatever values it has."""
+        """Records the message and receives nothing: ``tensor`` keeps the values that it has."""
         self._note(call, [tensor])
 
         def finish() -> Tensor:
@@ -123,27 +129,36 @@ class FakeChannel:
         return Pending(finish)
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns the fake channel over some of the group's members."""
+        """Returns the fake channel over the members ``indices`` of this group."""
         return FakeChannel(
             self.readers, self.recorder, tuple(self.ranks[i] for i in indices), indices.index(self.index)
         )
 
     def _note(self, call: CollectiveCall, tensors: Iterable[Tensor]) -> None:
-        self.recorder.note(call, sum(tensor.nbytes for tensor in tensors))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.recorder.note(call, num_bytes)
+        if self.recorder.follower is not None:
+            self.recorder.follower.began(call, num_bytes, self.ranks)
 
     @property
     def _others(self) -> tuple[int, ...]:
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
-    def _all(self, result: T, kept: list[Tensor], messages: Sequence[Sequence[Tensor]]) -> Pending[T]:
-        """A call in which each message goes to all other members."""
+    def _all(
+        self, call: CollectiveCall, result: T, kept: list[Tensor], messages: Sequence[Sequence[Tensor]]
+    ) -> Pending[T]:
+        """Returns the :class:`Pending` of a call in which each message goes to all other members."""
         sizes = [(sum(tensor.nbytes for tensor in message), self._others) for message in messages]
-        return self._pending(result, kept, self.readers.begin(sizes))
+        return self._pending(call, result, kept, self.readers.begin(sizes))
 
-    def _pending(self, result: T, kept: list[Tensor], begun: tuple[int, list[tuple[int, set[int]]]]) -> Pending[T]:
-        """A call that ends in ``wait``, and keeps its tensors until then as a real one would."""
+    def _pending(
+        self, call: CollectiveCall, result: T, kept: list[Tensor], begun: tuple[int, list[tuple[int, set[int]]]]
+    ) -> Pending[T]:
+        """Returns the :class:`Pending` of a call, which keeps the call's tensors alive until ``wait`` is called."""
 
         def finish() -> T:
+            if self.recorder.follower is not None:
+                self.recorder.follower.awaited(call)
             self.readers.end(begun, self._others)
             return (result, kept)[0]
 
@@ -167,16 +182,16 @@ class FakeTransport:
         }
 
     def close(self) -> None:
-        """Does nothing: no other rank waits."""
+        """Does nothing: a fake world has no connections."""
 
     def abandon(self, failure: BaseException) -> None:
-        """Does nothing: no other rank waits."""
+        """Does nothing: a fake world has no other ranks that must learn of the failure."""
 
 
 def fake_world(rank: int, size: int, device: torch.device | None = None, *, blocks: Blocks | None = None) -> World:
-    """Returns a world in which only ``rank`` runs and nothing is sent; on the meta device unless another is given.
+    """Returns a world in which only ``rank`` runs and nothing is sent; its device is the meta device by default.
 
-    ``blocks`` counts the shared memory that its messages would take.
+    ``blocks`` counts the shared memory that real messages would take.
 
     >>> world = fake_world(rank=1, size=4)
     >>> world.everyone().all_gather(torch.empty(2, 3, device="meta")).shape

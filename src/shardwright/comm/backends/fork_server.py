@@ -1,4 +1,4 @@
-"""The process that forks the ranks of one machine: what takes long to import is imported there once.
+"""The fork server: a process that forks the ranks of one machine, so that slow modules are imported only once.
 
 The launcher starts it as a new program and holds a socket pair to it that has no name. For each rank the launcher
 sends three pipes: the rank reads its task from one and writes its answer to another; the fork server writes the rank's
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from shardwright.errors import RankFailedError
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if os.name == "posix" else set()
-"""Signals that the fork server never takes, and that a rank takes from when it has set its handlers."""
+"""Signals that the fork server blocks always, and a rank until its signal handlers are set."""
 
 _STATUS = struct.Struct("<q")
 _ORPHANS_S = 3.0
@@ -43,7 +43,7 @@ _COMMAND = (
 
 
 class RankPipes(NamedTuple):
-    """The launcher's ends of one rank's pipes."""
+    """The launcher's ends of a rank's three pipes, as file descriptors: for its task, its answer and its exit code."""
 
     task: int
     answer: int
@@ -51,7 +51,7 @@ class RankPipes(NamedTuple):
 
 
 class ForkServer:
-    """The launcher's side: starts the fork server at the first rank, and again if it was killed meanwhile."""
+    """The launcher's handle on the fork server, which is started for the first rank, and again if it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the fork server; None before its start."""
+        """The process id of the fork server, or None before it is started."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class ForkServer:
             self._start()
 
     def fork(self) -> tuple[RankPipes, int]:
-        """Returns the pipes of a new rank, and its process id. Raises RankFailedError: the fork server has ended."""
+        """Forks a new rank, and returns its pipes and process id. Raises RankFailedError: the fork server has ended."""
         pairs = [os.pipe() for _ in range(3)]
         theirs = [pairs[0][0], pairs[1][1], pairs[2][1]]
         pipes = RankPipes(pairs[0][1], pairs[1][0], pairs[2][0])
@@ -123,13 +123,19 @@ class ForkServer:
 
 
 def read_status(handle: int) -> int | None:
-    """Reads a rank's process id, and later its exit code, from its status pipe; None if the fork server has ended."""
+    """Returns the next number from a rank's status pipe: its process id, and later its exit code.
+
+    It is None if the fork server has ended.
+    """
     data = os.read(handle, _STATUS.size)
     return _STATUS.unpack(data)[0] if len(data) == _STATUS.size else None
 
 
 def serve(line: int, main: Callable[[int, int], None]) -> None:
-    """Forks ranks until the launcher closes its end of ``line``; a rank runs ``main(task, answer)``."""
+    """Forks ranks until the launcher closes its end of the socket ``line``; a rank runs ``main(task, answer)``.
+
+    ``line``, ``task`` and ``answer`` are file descriptors; the last two are the rank's ends of its pipes.
+    """
     children: dict[int, int] = {}
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -166,7 +172,7 @@ def serve(line: int, main: Callable[[int, int], None]) -> None:
 
 
 def _begin_rank() -> None:
-    """Sets a new rank's signals: what ends it before its work handles signals, and what does not."""
+    """Sets the signal handling of a new rank, which holds until its task sets its own handlers."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -191,7 +197,7 @@ def _report_ended(children: dict[int, int]) -> None:
 
 
 def _end_orphans(children: dict[int, int]) -> None:
-    """Ends the ranks that outlive the launcher: they end by themselves, unless they are stopped or never yield."""
+    """Waits for ranks that outlive the launcher to end by themselves, and kills those that do not."""
     end = time.monotonic() + _ORPHANS_S
     while children and time.monotonic() < end:
         _report_ended(children)

@@ -1,6 +1,7 @@
-"""Messages between the ranks of one machine: local sockets, and blocks of memory that the ranks share.
+"""Messages between the ranks of one machine, over local sockets and through blocks of shared memory.
 
-A long message is in a block, whose file descriptor was sent over the socket once; a short one is in the socket itself.
+A long message is written to a block, whose file descriptor is sent over the socket once; a short one is sent in the
+socket itself.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
 from shardwright.errors import PlanError
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
-"""Kinds of message: bytes are posted; the sender's part of a sum is done; a block was read; a new block is shared."""
+"""The kinds of message: bytes are sent; the sender's part of a sum is done; a block was read; a new block is shared."""
 
 _HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, arrival (ns, monotonic)
 _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what comes after the folder up to 50
 
 
 def folder_for_sockets() -> str:
-    """Returns a folder for local sockets: that of temporary files, or one whose path is short enough for them.
+    """Returns a folder with a path short enough for local sockets: that of temporary files, ``/tmp`` or ``/var/tmp``.
 
-    Raises: PlanError: there is none.
+    Raises: PlanError: there is no such folder that can be written.
     """
     usual = tempfile.gettempdir()
     for folder in (usual, "/tmp", "/var/tmp"):
@@ -51,7 +52,9 @@ def folder_for_sockets() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A slow link to emulate: a message arrives ``latency_s`` after its last byte, and one follows the other.
+    """A slow network link to emulate between ranks of one machine; pass it to ``launch`` as ``link``.
+
+    Messages are sent one after the other at ``bytes_per_s``, and arrive ``latency_s`` after their last byte was sent.
 
     >>> Link(latency_s=0.001, bytes_per_s=1e9).latency_s
     0.001
@@ -88,7 +91,7 @@ class MessageBlock:
 
     @staticmethod
     def new(num_bytes: int) -> MessageBlock:
-        """Makes a shared-memory buffer of ``num_bytes``, and the unnamed file behind it."""
+        """Returns a new shared-memory buffer of ``num_bytes`` over an unnamed file."""
         if hasattr(os, "memfd_create"):
             handle = os.memfd_create("shardwright", 0)
         else:
@@ -101,8 +104,8 @@ class MessageBlock:
 class MessageExchange:
     """One rank's sockets to the other ranks of its machine, its shared-memory blocks, and the messages received.
 
-    While it waits for one rank it reads from all. A rank whose send buffer is full goes on receiving, so a circle of
-    full buffers cannot block.
+    While it waits for one rank it reads from all. A rank whose send buffer is full goes on receiving, so that ranks
+    with full buffers cannot deadlock.
     """
 
     def __init__(self, rank: int, folder: Path, timeout_s: float, link: Link | None = None) -> None:
@@ -151,9 +154,10 @@ class MessageExchange:
     def post(
         self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
     ) -> int:
-        """Sends the bytes of tensors, end to end, to these ranks; returns the index of the block used, -1 for none.
+        """Sends the bytes of tensors, joined, to the ranks ``to``; returns the index of the block used, or -1 for none.
 
-        ``sent`` is how many bytes the ranks read together; by default each reads all of them.
+        ``channel`` and ``number`` identify the call: its process group, and its number in the group. ``sent`` is the
+        total of bytes that the ranks read, for an emulated link; by default each reads all of them.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         arrival = self._arrival_ns(num_bytes * len(to) if sent is None else sent)
@@ -173,12 +177,16 @@ class MessageExchange:
         return place
 
     def notify(self, peer: int, kind: int, channel: int, number: int, block: int = 0, read: int = 0) -> None:
-        """Sends a peer a message without payload, such as "block read"; ``read``: block bytes that it then reads."""
+        """Sends rank ``peer`` a message without payload, such as ``READ`` ("block read").
+
+        ``kind``, ``channel`` and ``number`` identify the message as in :meth:`receive`, and ``block`` is the index of a
+        block. ``read`` is how many bytes of a block the peer reads after it, for an emulated link.
+        """
         arrival = self._arrival_ns(read) if read else 0
         self._send(peer, _HEADER.pack(kind, channel, number, block, 0, arrival))
 
     def _arrival_ns(self, num_bytes: int) -> int:
-        """When a message sent now arrives over the emulated link, behind those before it; 0: no link, at once."""
+        """Returns when a message sent now arrives over the emulated link, after those before it; 0 without a link."""
         if self.link is None:
             return 0
         begin = max(time.monotonic_ns(), self._link_free_ns)
@@ -208,7 +216,7 @@ class MessageExchange:
         return self.peer_blocks[peer, posted.block].bytes[: posted.num_bytes]
 
     def done_reading(self, peer: int, posted: ReceivedMessage) -> None:
-        """Tells rank ``peer`` that this rank has read its block, so that it can be reused."""
+        """Tells rank ``peer`` that this rank has read the block of a message, so that ``peer`` can reuse the block."""
         if posted.num_bytes > INLINE_BYTES:
             self.notify(peer, READ, 0, 0, posted.block)
 
@@ -248,7 +256,7 @@ class MessageExchange:
                 raise LostError(peer) from None
 
     def _receive_any(self, wait_s: float) -> bool:
-        """Reads one message of each peer that has sent any; False if none came within ``wait_s``."""
+        """Reads one message from each rank that has sent any, and returns whether any came within ``wait_s``."""
         progress = self._store_arrived()
         if self._in_flight and not progress:
             wait_s = min(wait_s, max(0.0, (self._in_flight[0][0] - time.monotonic_ns()) / 1e9))
@@ -279,7 +287,7 @@ class MessageExchange:
             self.when_posted[key[2:]]()
 
     def _read_message(self, peer: int, connection: socket.socket) -> None:
-        """Reads one message of a peer."""
+        """Reads one message from the socket of rank ``peer``, and stores it or acts on it."""
         header, handles, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
         if not header:  # end of stream: the peer has closed
             raise ConnectionResetError
@@ -299,14 +307,14 @@ class MessageExchange:
 
 
 class LostError(Exception):
-    """Raised when a rank has closed its connection."""
+    """Raised when the rank of which a message is awaited has closed its connection."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has closed its connection")
 
 
 class OtherSizeError(Exception):
-    """Raised when a rank has sent more or fewer bytes than expected."""
+    """Raised when a rank has sent a message of more or fewer bytes than this rank expects."""
 
 
 class LateError(Exception):
@@ -317,7 +325,7 @@ class LateError(Exception):
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Reads the rest of a message that has begun."""
+    """Returns the next ``num_bytes`` of a socket, for the rest of a message of which a part was read."""
     data = b""
     while len(data) < num_bytes:
         try:

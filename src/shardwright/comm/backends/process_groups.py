@@ -1,43 +1,40 @@
-"""Ranks that are processes: collectives through shared memory on one machine, else through ``torch.distributed``.
-
-gloo's own all-gather and reduce-scatter are slow for large messages. Here an all-gather is one message to each member,
-and a reduce-scatter is an all-to-all and a local sum in the order of the members, so that it repeats bit for bit.
-gloo's all-reduce is good and is used as it is. ``benchmarks/collectives`` has the numbers.
-"""
+"""Channels of ranks that are processes: over NCCL between GPUs, in shared memory on one machine, else over gloo."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.axis import Channel, CollectiveCall
 from shardwright.comm.backends.block_sizes import Blocks
+from shardwright.comm.backends.gloo import GlooChannel
 from shardwright.comm.backends.message_blocks import Link, MessageExchange, folder_for_sockets
+from shardwright.comm.backends.nccl import NcclChannel
+from shardwright.comm.backends.nodes import nodes_of_ranks
 from shardwright.comm.backends.shared_memory import SharedChannel
-from shardwright.comm.backends.shared_sums import parts_of
+from shardwright.comm.backends.through_host import ChannelThroughHost
+from shardwright.comm.backends.two_level import TwoLevelChannel, TwoLevels, has_two_levels
+from shardwright.comm.backends.watchdog import Report, Watchdog, end_with
 from shardwright.comm.call_checker import CallChecker
-from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.recorder import Recorder
+from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
 
-T = TypeVar("T")
-
 Links = Literal["auto", "sockets"]
-"""How ranks of one machine send: through shared memory where they can, or always through torch's process groups."""
+"""How ranks of one machine communicate: through shared memory if possible (auto), or always over torch's groups."""
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+CPU = torch.device("cpu")
 
 
 class ProcessTransport:
@@ -51,14 +48,21 @@ class ProcessTransport:
 
     def __init__(
         self, rank: int, size: int, recorder: Recorder, timeout: timedelta, call_checker: CallChecker | None,
-        links: Links, folder: str | None = None, link: Link | None = None,
+        links: Links, folder: str | None = None, link: Link | None = None, device: torch.device = CPU,
+        report: Report = end_with,
     ) -> None:  # fmt: skip
         self.rank, self.recorder, self.timeout, self.call_checker = rank, recorder, timeout, call_checker
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
+        self.device = device
+        self._over_nccl = dist.get_backend() in NATIVE
+        self.torch_timeout = torch_timeout(timeout, dist.get_backend())
+        self._watchdog = Watchdog(rank, timeout.total_seconds(), report)
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {(tuple(range(size)), ""): dist.group.WORLD}
+        self._levels: dict[tuple[int, ...], TwoLevels] = {}
+        self._made: set[tuple[int, ...]] = set()
         self._num_channels: dict[tuple[int, ...], int] = {}
         self._names: dict[int, str] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        shares_memory = links == "auto" and size > 1 and dist.get_backend() != "nccl"
+        shares_memory = links == "auto" and size > 1 and not self._over_nccl
         self._hosts = _exchange_hosts(rank, size) if shares_memory else {}
         if link is not None and size > 1 and len(set(self._hosts.values())) != 1:
             raise PlanError(
@@ -70,15 +74,18 @@ class ProcessTransport:
         self._exchange = _message_exchange(rank, self._hosts, timeout, folder, link) if self._hosts else None
         self.blocks: Blocks | None = self._exchange.block_sizes if self._exchange is not None else None
 
-    def group(self, ranks: tuple[int, ...]) -> Any:
-        """Returns the ``torch.distributed`` group of these ranks, which its members make at its first use."""
+    def group(self, ranks: tuple[int, ...], name: str = "") -> Any:
+        """Returns the ``torch.distributed`` group of these ranks, which is created when its members first ask for it.
+
+        ``name`` tells several groups over the same ranks apart.
+        """
         ordered = tuple(sorted(ranks))
-        if ordered not in self._groups:
-            with _named("-".join(map(str, ordered))):
-                self._groups[ordered] = dist.new_group(
-                    list(ordered), timeout=self.timeout, use_local_synchronization=True
+        if (ordered, name) not in self._groups:
+            with _named("-".join(map(str, (*ordered, name)))):
+                self._groups[ordered, name] = dist.new_group(
+                    list(ordered), timeout=self.torch_timeout, use_local_synchronization=True
                 )
-        return self._groups[ordered]
+        return self._groups[ordered, name]
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
         """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index."""
@@ -89,13 +96,36 @@ class ProcessTransport:
         number = self._num_channels.get(ranks, 0)
         self._num_channels[ranks] = number + 1
         name = f"{'-'.join(map(str, ranks))}/{number}"
-        if self._exchange is None or len({self._hosts[rank] for rank in ranks}) > 1 or len(ranks) == 1:
-            return ProcessChannel(self, ranks, self.call_starter(ranks, name))
         begin = self.call_starter(ranks, name)
-        return SharedChannel(self._exchange, ranks, self._key(name), begin, self.channel_of)
+        if self._over_nccl:
+            return self._nccl_channel(ranks, begin)
+        if self._exchange is None or len({self._hosts[rank] for rank in ranks}) > 1 or len(ranks) == 1:
+            sockets = GlooChannel(self, ranks, begin)
+            levels = self._levels_of(ranks) if self._exchange is not None else None
+            channel: Channel = sockets if levels is None else TwoLevelChannel(sockets, levels, begin)
+        else:
+            channel = SharedChannel(self._exchange, ranks, self._key(name), begin, self.channel_of)
+        return channel if self.device.type in ("cpu", "meta") else ChannelThroughHost(channel)
+
+    def _levels_of(self, ranks: tuple[int, ...]) -> TwoLevels | None:
+        """Returns the two levels of a group with equally many ranks on each of several nodes, or else None."""
+        if ranks not in self._levels and has_two_levels(ranks, self._hosts):
+            here = {rank: self._hosts[rank] for rank in ranks if self._hosts[rank] == self._hosts[self.rank]}
+            exchange = _message_exchange(self.rank, here, self.timeout, None, None, f"{'-'.join(map(str, ranks))}/")
+            self._levels[ranks] = TwoLevels(self.rank, ranks, self._hosts, exchange, self.group)
+        return self._levels.get(ranks)
+
+    def _nccl_channel(self, ranks: tuple[int, ...], begin: Callable[..., int]) -> NcclChannel:
+        """Returns a channel over NCCL; a group's communicator is made with its first one: all members are here then."""
+        channel = NcclChannel(self, ranks, begin, self.device)
+        members = tuple(sorted(ranks))
+        if len(ranks) > 1 and members not in self._made:
+            self._made.add(members)
+            dist.all_reduce(torch.zeros(1, device=self.device), group=channel.group)
+        return channel
 
     def _key(self, name: str) -> int:
-        """The number that stands for a channel's name in its messages; every member computes the same one."""
+        """Returns the number that identifies a channel in its messages: a hash of its name, equal on every member."""
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         other = self._names.setdefault(key, name)
         if other != name:  # messages of the two could not be told apart
@@ -110,8 +140,9 @@ class ProcessTransport:
     def call_starter(self, ranks: tuple[int, ...], name: str) -> Callable[..., int]:
         """Returns a function to call at the start of each collective: it records the call and returns its number.
 
-        In debug runs it also compares what the ranks call. ``meets``: all members make the call, so it counts; p2p
-        messages do not.
+        ``ranks`` are those of the group, and ``name`` tells it from other groups. In debug runs the function also
+        checks that all ranks make the same call. Its argument ``meets`` is False for p2p messages: not all members of
+        the group make these, so they are neither counted nor checked.
         """
         num_calls = 0
 
@@ -130,6 +161,13 @@ class ProcessTransport:
         self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
         self._sent.append((work, message))
 
+    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> None:
+        """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time.
+
+        Over NCCL the watchdog is needed because ``wait`` itself reports no lost rank.
+        """
+        self._watchdog.add(call, ranks, works)
+
     def close(self) -> None:
         """Tells the other ranks, in a debug run, that this rank makes no more collective calls."""
         if self.call_checker is not None:
@@ -140,14 +178,25 @@ class ProcessTransport:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Closes the shared-memory connections to the other ranks of this machine."""
+        """Ends the watchdog, and closes the shared-memory connections to the other ranks of this machine."""
+        self._watchdog.close()
+        for levels in self._levels.values():
+            levels.close()
         if self._exchange is not None:
             self._exchange.close()
 
 
+def torch_timeout(timeout: timedelta, backend: str) -> timedelta:
+    """Returns the timeout to give torch: twice ``timeout`` over NCCL and its like, ``timeout`` over gloo.
+
+    So the watchdog, whose error names the call, is the first to report.
+    """
+    return 2 * timeout if backend in NATIVE else timeout
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Names the group that is made inside by its ranks alone.
+    """Names the process group that is created inside by its ranks alone.
 
     torch adds the number of groups that this rank has made, and members with different numbers would deadlock.
     """
@@ -161,19 +210,18 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _exchange_hosts(rank: int, size: int) -> dict[int, str]:
-    """The machine of each rank, exchanged through torch's store."""
-    store = dist.distributed_c10d._get_default_store()
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    here = boot.read_text().strip() if boot.exists() else ""
-    store.set(f"host/{rank}", f"{socket.gethostname()}/{here}/{os.getuid()}")
-    return {other: store.get(f"host/{other}").decode() for other in range(size)}
+    """Returns the node of each rank, exchanged through torch's store."""
+    return nodes_of_ranks(dist.distributed_c10d._get_default_store(), rank, size)
 
 
 def _message_exchange(
-    rank: int, hosts: dict[int, str], timeout: timedelta, parent: str | None, link: Link | None
+    rank: int, hosts: dict[int, str], timeout: timedelta, parent: str | None, link: Link | None, name: str = ""
 ) -> MessageExchange:
-    """Connects this rank to its machine's ranks; the lowest of them makes the folder for their sockets."""
-    store = dist.distributed_c10d._get_default_store()
+    """Connects this rank to the ranks of its machine, and returns the exchange of messages with them.
+
+    The lowest rank creates the folder for the sockets. ``name`` tells several exchanges of the same ranks apart.
+    """
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     first = min(other for other, host in hosts.items() if host == hosts[rank])
     if rank == first:
         store.set(f"folder/{first}", tempfile.mkdtemp(prefix="shardwright-", dir=parent or folder_for_sockets()))
@@ -190,117 +238,3 @@ def _message_exchange(
     else:
         store.set(f"connected/{rank}", "yes")
     return exchange
-
-
-class ProcessChannel:
-    """One group's collectives through ``torch.distributed``. See :class:`~shardwright.comm.axis.Channel`."""
-
-    def __init__(self, transport: ProcessTransport, ranks: tuple[int, ...], begin: Callable[..., int]) -> None:
-        self.transport, self.ranks, self._begin = transport, ranks, begin
-        self.index = ranks.index(transport.rank)
-        self.group = transport.group(ranks) if len(ranks) > 1 else None
-        self.native = self.group is not None and dist.get_backend(self.group) == "nccl"
-
-    def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a channel over some of the group's members."""
-        return self.transport.channel_of(tuple(self.ranks[i] for i in indices))
-
-    def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """Runs torch's all-reduce; several tensors are first joined in a copy."""
-        self._begin(call, sum(tensor.nbytes for tensor in tensors))
-        message = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
-        work = dist.all_reduce(message, _OPS[op], self.group, async_op=True)
-
-        def finish() -> None:
-            if len(tensors) > 1:
-                for tensor, part in zip(tensors, message.split([t.numel() for t in tensors]), strict=True):
-                    tensor.copy_(part.view_as(tensor))
-
-        return self._pending(call, [work], finish)
-
-    def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """All-gathers by a message of this rank's part to each member; on NCCL each member broadcasts its part."""
-        number = self._begin(call, sum(part.nbytes for part in parts))
-        if self.native:
-            works = [
-                dist.broadcast(part, group=self.group, group_src=self._place(i), async_op=True)
-                for i, part in enumerate(parts)
-            ]
-            return self._pending(call, works, lambda: None)
-        works = self._exchange(number, [parts[index]] * len(parts), parts)
-        return self._pending(call, works, lambda: None)
-
-    def reduce_scatter(
-        self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
-    ) -> Pending[Tensor]:
-        """Reduce-scatters by an all-to-all of the parts and a local sum in the order of the members."""
-        number = self._begin(call, sum(tensor.nbytes for tensor in tensors))
-        parts = parts_of(tensors, sizes)
-        received = [out if i == self.index else torch.empty_like(out) for i in range(len(parts))]
-        works = self._exchange(number, parts, received)
-
-        def finish() -> Tensor:
-            received[self.index] = parts[self.index]  # parts are kept until now: they were being sent
-            torch.add(received[0], received[1], out=out)
-            for term in received[2:]:
-                out.add_(term)
-            return out
-
-        return self._pending(call, works, finish)
-
-    def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with what it sent."""
-        number = self._begin(call, sum(part.nbytes for part in parts))
-        outs[self.index].copy_(parts[self.index])
-        return self._pending(call, self._exchange(number, parts, outs), lambda: outs)
-
-    def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Runs torch's broadcast of ``tensor`` from member ``source``."""
-        self._begin(call, tensor.nbytes)
-        work = dist.broadcast(tensor, group=self.group, group_src=self._place(source), async_op=True)
-        return self._pending(call, [work], lambda: tensor)
-
-    def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends a copy of the tensor, so that the sender does not wait for the receiver."""
-        self._begin(call, tensor.nbytes, meets=False)
-        message = tensor.clone()  # gloo's isend completes only when the receiver has called
-        self.transport.keep(dist.isend(message, group=self.group, group_dst=self._place(to), tag=0), message)
-        return Pending(lambda: None)
-
-    def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Runs torch's receive into ``tensor``, from member ``source``."""
-        self._begin(call, tensor.nbytes, meets=False)
-        work = dist.irecv(tensor, group=self.group, group_src=self._place(source), tag=0)
-        return self._pending(call, [work], lambda: tensor)
-
-    def _exchange(self, number: int, parts: list[Tensor], received: list[Tensor]) -> list[Any]:
-        """Sends ``parts[i]`` to member i and receives ``received[i]`` from it, all at once."""
-        others = [i for i in range(len(self.ranks)) if i != self.index]
-        tag = 1 + number % 2**20  # a tag of its own: messages of other calls may be in flight
-        group, places = self.group, {i: self._place(i) for i in others}
-        if self.native:
-            operations = [dist.P2POp(dist.irecv, received[i], group=group, group_peer=places[i]) for i in others]
-            operations += [dist.P2POp(dist.isend, parts[i], group=group, group_peer=places[i]) for i in others]
-            return list(dist.batch_isend_irecv(operations))
-        sources, targets = ([i for i in others if each[i].numel()] for each in (received, parts))
-        works = [dist.irecv(received[i], group=group, group_src=places[i], tag=tag) for i in sources]
-        return works + [dist.isend(parts[i], group=group, group_dst=places[i], tag=tag) for i in targets]
-
-    def _place(self, index: int) -> int:
-        """A member's number in the process group, whose ranks are in ascending order."""
-        return sorted(self.ranks).index(self.ranks[index])
-
-    def _pending(self, call: CollectiveCall, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
-        def finish() -> T:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as failure:
-                raise LostPartnerError(
-                    f"{call} did not complete\n  ranks: {', '.join(map(str, self.ranks))}, this is "
-                    f"{self.transport.rank}\n  torch reports: {str(failure).splitlines()[0]}\n"
-                    "  fix:   see which rank stopped first; --debug names ranks that make different calls"
-                ) from failure
-            return result()
-
-        return Pending(finish)

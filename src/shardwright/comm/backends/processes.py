@@ -1,4 +1,4 @@
-"""Ranks as processes: joins a world that was started, or starts all ranks on one machine."""
+"""Ranks that are processes: joins a run that torchrun, Slurm or MPI started, or starts all ranks on one machine."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import process, spawn, util
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from shardwright.comm import failures
+from shardwright.comm.backends import rank_devices
 from shardwright.comm.backends.fork_server import ForkServer
 from shardwright.comm.backends.message_blocks import Link
-from shardwright.comm.backends.process_groups import Links, ProcessTransport
+from shardwright.comm.backends.nodes import bind_sockets, number_by_node
+from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
+from shardwright.comm.backends.rank_devices import numbered
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
+from shardwright.comm.backends.watchdog import Report, end_with
 from shardwright.comm.call_checker import CallChecker
 from shardwright.comm.cpu_affinity import bind
 from shardwright.comm.current_world import enter
@@ -41,34 +47,51 @@ DEFAULT_GRACE_S = 30.0
 _FORK_SERVER = ForkServer()
 _START_S = 60.0
 _NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-"""What binds torch's own sockets to the loopback interface."""
+"""The environment variables that bind torch's own sockets to the loopback interface."""
 
 
 def run_here(
     work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = "auto", links: Links = "auto", folder: str | None = None, link: Link | None = None,
-    bind_cores: bool = False,
+    bind_cores: bool = False, report: Report = end_with,
 ) -> T:  # fmt: skip
     """Runs ``work`` in this process as the rank that the environment names (``RANK``, ``WORLD_SIZE``, ...).
 
-    ``folder`` is where temporary files go, if the process that started the ranks removes it at the end.
+    Returns the result of ``work(world, *args)``.
+
+    ``links`` is "sockets" to keep ranks of one machine from using shared memory. ``folder`` is where temporary files
+    go, if the process that started the ranks removes it at the end. ``report`` ends the process when a call over NCCL
+    does not complete. The other options are those of :func:`~shardwright.comm.launch.launch`.
     """
     rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if bind_cores:
         bind(local, num_local)
-    place, backend = _device(device, local, num_local)
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
         for name, value in _NETWORK.items():
             os.environ.setdefault(name, value)
-    store = _new_store(rank, size, timeout) if folder is None else FileStore(f"{folder}/store", size)
+    else:
+        os.environ.update(bind_sockets(os.environ))
+    nodes: tuple[int, ...] = ()
+    if folder is not None:
+        store = FileStore(f"{folder}/store", size)
+    else:
+        store = _new_store(rank, size, timeout)
+        rank, nodes = number_by_node(store, rank, size)
+        os.environ["RANK"] = str(rank)  # rank 0 stays what it is
+    mine = rank_devices.found(device, socket.gethostname(), size)
+    ranks = rank_devices.exchanged(mine, store, rank, size, forked=folder is not None)
+    place, backend = rank_devices.decided(ranks, rank)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    wait = torch_timeout(timeout, backend)
+    dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     recorder = Recorder()
     call_checker = CallChecker(rank, timeout_s) if debug else None
-    transport = ProcessTransport(rank, size, recorder, timeout, call_checker, links, folder, link)
-    world = World(rank, size, place, transport, recorder)
+    transport = ProcessTransport(
+        rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
+    )
+    world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
         result = work(world, *args)
@@ -94,25 +117,16 @@ def run_here(
     return result
 
 
-def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device, str]:
-    """This rank's device, and the torch.distributed backend for it."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu"), "gloo"
-    num_devices = torch.cuda.device_count()
-    device = torch.device("cuda", local_rank % max(num_devices, 1))
-    torch.cuda.set_device(device)
-    return device, "nccl" if num_devices >= num_local else "gloo"
-
-
 def run_processes(
     work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto", link: Link | None = None,
     bind_cores: bool = False, grace_s: float = DEFAULT_GRACE_S,
 ) -> list[T]:  # fmt: skip
-    """Starts the ranks on this machine, and listens on no network but, where torch needs it, the machine's own.
+    """Runs ``work`` in ``num_ranks`` new processes of this machine, and returns the ranks' results in rank order.
 
-    A stop signal to this process or to the whole process group reaches every rank; those that have not ended
-    ``grace_s`` later are killed.
+    The options are those of :func:`~shardwright.comm.launch.launch` and :func:`run_here`. The processes listen on no
+    network but, where torch needs it, the machine's loopback. A stop signal to this process or to the whole process
+    group reaches every rank; those that have not ended ``grace_s`` later are killed.
 
     Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. LayoutError, PlanError
         and CheckpointError are raised as they are.
@@ -142,7 +156,7 @@ def run_processes(
 
 
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
-    """The environment of a rank on one machine: torch's names for its place, and the machine's own network only."""
+    """Returns the environment of a rank on one machine: torch's variables for its rank, and the loopback network."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     return {**os.environ, **{name: str(value) for name, value in place.items()}, **_NETWORK}
 
@@ -166,7 +180,8 @@ def rank_main(task: int, answer: int) -> None:
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
-        found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, **options)))
+        report = partial(_report_and_end, rank, answer)
+        found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, report=report, **options)))
         code = 0
     except BaseException as failure:
         found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
@@ -182,6 +197,12 @@ def rank_main(task: int, answer: int) -> None:
     os._exit(code)
 
 
+def _report_and_end(rank: int, answer: int, failure: LostPartnerError) -> NoReturn:
+    """Sends the launcher the error of a call that did not complete, and ends the process, whose main thread waits."""
+    os.write(answer, answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure))))
+    os._exit(1)
+
+
 def _read(pipe: int, num_bytes: int) -> bytes:
     data = bytearray()
     while len(data) < num_bytes:
@@ -193,7 +214,7 @@ def _read(pipe: int, num_bytes: int) -> bytes:
 
 
 def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
-    """Ends this rank when the launcher dies, and removes the folder that it leaves behind.
+    """Starts a thread that ends this rank when the launcher dies, and removes the run's temporary folder.
 
     The launcher holds the other end of the rank's task pipe, which the system closes when it dies.
     """
@@ -209,26 +230,47 @@ def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
+def _connected(rank: int, wait_s: float) -> TCPStore:
+    """Returns the store at ``MASTER_ADDR``: torchrun's own, or one that rank 0 opens without waiting for others."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    within = timedelta(seconds=wait_s)
+    try:
+        return TCPStore(address, port, None, opens, timeout=within, multi_tenant=opens)
+    except RuntimeError as failure:
+        raise LostPartnerError(
+            "the rank at which all others meet has not come" if not opens else "rank 0 cannot open the store",
+            given=f"rank {rank}, which tried {address} port {port} for up to {wait_s:g} s; torch reports: "
+            f"{str(failure).splitlines()[0]}",
+            allowed="MASTER_ADDR, the machine of rank 0, and a MASTER_PORT that is free there and reached from all",
+            fix="see whether rank 0 runs on that machine, and whether a firewall stands between",
+        ) from failure
+
+
 def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
-    """The store that ``torchrun`` opened, under a prefix that only this attempt's ranks have.
+    """Returns the store that ``torchrun`` opened, with a prefix that only the ranks of this attempt use.
 
     torch keeps one store over all restarts, so it still holds what the ranks of earlier attempts wrote, and no number
     that it gives is the same on every machine and new at every attempt. So each rank writes a random key, rank 0
     publishes the list of them, again when one changes, and starts once each rank has found its own in the list.
     """
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
     wait_s = max(timeout.total_seconds(), _START_S)
-    mine, end = os.urandom(8).hex(), time.monotonic() + wait_s
+    store = _connected(rank, wait_s)
+    mine, end = f"{os.urandom(8).hex()}@{socket.gethostname()}", time.monotonic() + wait_s
     names = [f"shardwright/{other}" for other in range(size)]
 
     def pause() -> None:
         time.sleep(0.005)
         if time.monotonic() > end:
+            there = {other: store.get(name).decode() for other, name in enumerate(names) if store.check([name])}
+            missing = [other for other in range(size) if other not in there]
+            hosts = ", ".join(sorted({key.partition("@")[2] for key in there.values()}))
             raise LostPartnerError(
                 "not all ranks that torchrun started came to the start",
-                given=f"rank {rank} of {size}, which has waited {wait_s:g} s for the others",
+                given=f"after {wait_s:g} s {numbered(missing) if missing else 'no rank'} of {size} had not come; "
+                f"{numbered(list(there))} had, on {hosts}",
                 allowed="ranks that start within the timeout, or within a minute if that is longer",
-                fix="see which rank ended first, and why, in the lines above",
+                fix="see why they ended, in the lines above or on the machines that are not named",
             )
 
     store.set(names[rank], mine)

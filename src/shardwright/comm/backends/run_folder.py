@@ -1,4 +1,4 @@
-"""A run's folder for temporary files and sockets, which no other user can enter, and which no run leaves for long.
+"""A run's private folder for temporary files and sockets, removed even if all of the run's processes are killed.
 
 Its owner holds a lock on it. A run whose processes were all killed cannot remove its folder, but the system releases
 the lock, so the next run sees that the owner is dead and removes the folder.
@@ -21,7 +21,9 @@ _PREFIX = "shardwright-run-"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """Makes a folder that only this user can enter, and removes it at the end, as it does those of dead owners.
+    """Returns a context with a new folder that only this user can enter; it is removed at the end.
+
+    Folders of runs that were killed are removed too.
 
     >>> with run_folder() as folder:
     ...     oct(folder.stat().st_mode & 0o777)
@@ -39,7 +41,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def _owned(base: Path) -> tuple[Path, int]:
-    """A new folder and the handle that locks it; another run may take a folder for dead until it is locked."""
+    """Returns a new folder and the handle that locks it. Another run may remove a folder until it is locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         with suppress(FileNotFoundError):

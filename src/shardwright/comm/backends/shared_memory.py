@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import CollectiveCall, Pending
+from shardwright.comm.axis import Channel, CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
 from shardwright.comm.backends.message_blocks import (
     POST,
@@ -38,11 +38,11 @@ from shardwright.errors import CommunicationError
 T = TypeVar("T")
 
 Begin = Callable[..., int]
-"""Records and checks a call and returns its number, see ``ProcessTransport.call_starter``."""
+"""A function that records and checks a call and returns its number; see ``ProcessTransport.call_starter``."""
 
 
-class SharedChannel:
-    """One group's collectives through shared memory. See :class:`~shardwright.comm.axis.Channel`."""
+class SharedChannel(Channel):
+    """One process group in shared memory, with its collectives and p2p. See :class:`~shardwright.comm.axis.Channel`."""
 
     def __init__(
         self, exchange: MessageExchange, ranks: tuple[int, ...], number: int, begin: Begin, subset: Callable[..., Any]
@@ -56,11 +56,11 @@ class SharedChannel:
         exchange.connect(ranks)
 
     def subset(self, indices: tuple[int, ...]) -> Any:
-        """Returns a channel over some of the group's members."""
+        """Returns a channel over the members ``indices`` of this group."""
         return self._subset(tuple(self.ranks[i] for i in indices))
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """All-reduces: two members add each other's tensors; of more, each sums one part (:class:`SharedAllReduce`)."""
+        """All-reduces ``tensors`` in place; of more than two members, each sums one part (:class:`SharedAllReduce`)."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
@@ -85,7 +85,7 @@ class SharedChannel:
         return self._pending(call, finish)
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """All-gathers: posts this rank's part in shared memory, and copies the other members' parts."""
+        """All-gathers into ``parts``: posts this rank's part in shared memory, and copies the other members' parts."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         self._post(call, number, [parts[index]], self.others)
 
@@ -99,7 +99,10 @@ class SharedChannel:
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters: posts this rank's tensors in shared memory, and sums its own part of every member's."""
+        """Reduce-scatters into ``out``: posts ``tensors`` in shared memory, and sums this rank's part of each member's.
+
+        A part is at the same place in all members' tensors.
+        """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         before = sum(sizes[: self.index]) * out.element_size()
@@ -132,7 +135,7 @@ class SharedChannel:
         return self._pending(call, finish)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i alone, and copies what others posted."""
+        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i, and copies its own to ``outs``."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         for position, rank in enumerate(self.ranks):
             if position != self.index:
@@ -156,7 +159,7 @@ class SharedChannel:
         return self._pending(call, lambda: self._copy(self.ranks[source], number, tensor))
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends ``tensor`` to one member through shared memory, under a number that counts p2p messages only."""
+        """Sends ``tensor`` to member ``to`` through shared memory, without waiting for the receiver."""
         self._begin(call, tensor.nbytes, meets=False)
         number = self._num_sent.get(to, 0)
         self._num_sent[to] = number + 1
@@ -164,18 +167,18 @@ class SharedChannel:
         return Pending(lambda: None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Fills ``tensor`` with the next message that one member sends here."""
+        """Starts to fill ``tensor`` with the next message from member ``source``; ``wait`` copies it."""
         self._begin(call, tensor.nbytes, meets=False)
         number = self._num_received.get(source, 0)
         self._num_received[source] = number + 1
         return self._pending(call, lambda: self._copy(self.ranks[source], number | 2**63, tensor))
 
     def _combine_with(self, rank: int, number: int, tensors: list[Tensor], op: str) -> None:
-        """Adds the tensors that the only other member posted."""
+        """Adds to ``tensors`` those of the only other member, or takes the maximum of both."""
         posted = self._receive(rank, number, sum(tensor.nbytes for tensor in tensors))
         theirs = self.exchange.peer_bytes(rank, posted).view(tensors[0].dtype)
         parts = [p.view_as(t) for t, p in zip(tensors, theirs.split([t.numel() for t in tensors]), strict=True)]
-        if op == "sum" and not tensors[0].is_cuda:
+        if op == "sum":
             torch._foreach_add_(tensors, parts)
         else:
             for tensor, part in zip(tensors, parts, strict=True):
@@ -192,9 +195,9 @@ class SharedChannel:
     def _read(
         self, rank: int, number: int, like: Tensor, offset: int = 0, num_bytes: int | None = None
     ) -> tuple[Tensor, Any]:
-        """Returns part of a member's message as a tensor like ``like``, and the arguments of ``done_reading``.
+        """Returns a part of a member's message, as a tensor of ``like``'s shape, and the arguments of ``done_reading``.
 
-        ``num_bytes`` is the size of its whole message, if ``like`` is a part of it.
+        The part begins at byte ``offset``. ``num_bytes`` is the size of the whole message, if ``like`` is a part of it.
         """
         posted = self._receive(rank, number, like.nbytes if num_bytes is None else num_bytes)
         found = self.exchange.peer_bytes(rank, posted)[offset : offset + like.nbytes]
@@ -224,7 +227,7 @@ class SharedChannel:
 
     @contextmanager
     def _naming(self, call: CollectiveCall) -> Iterator[None]:
-        """Turns the loss or the timeout of a partner into an error that names the call."""
+        """Returns a context in which the loss or timeout of another rank raises an error that names the call."""
         try:
             yield
         except (LostError, LateError) as failure:

@@ -1,4 +1,4 @@
-"""An all-reduce of more than two ranks of one machine, through blocks of memory that they share."""
+"""The all-reduce of more than two ranks of one machine in shared memory: each rank sums one part of the tensor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from shardwright.mesh import balanced
 class SharedAllReduce:
     """An all-reduce under way in shared memory: each member sums one part of the tensor, then copies all parts.
 
-    A member sums its part as soon as all have posted, whichever call it waits in, so calls may be waited for in any
-    order.
+    ``key`` is the channel and the number of the call, ``op`` is "sum" or "max", and ``place`` is the index of the block
+    into which this rank has copied its ``tensors``. A member sums its part as soon as all have posted, whichever call
+    it waits in, so calls may be waited for in any order.
     """
 
     exchange: MessageExchange

@@ -1,8 +1,8 @@
-"""The ranks that a launcher has started, from their tasks to their ends: what each answers, and which failed.
+"""The launcher's view of the processes that it started: their tasks, answers and exits, and which of them failed.
 
-A failure has a cause: a rank that raised, or ended without a word. Ranks that lost a partner are only its consequence.
-Once the cause is known the other ranks have a moment to end, and then they are killed, whatever they do: a rank that
-computes hears no signal that Python handles, and a stopped one hears none but SIGKILL.
+A failure has a cause: a rank that raised, or ended without an answer. Ranks that lost a partner are only its
+consequence. Once the cause is known the other ranks have a moment to end, and then they are killed, whatever they do: a
+rank that computes hears no signal that Python handles, and a stopped one hears none but SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from shardwright.comm import failures
 from shardwright.comm.backends.fork_server import HELD_BACK, RankPipes, read_status
 
 KNOWN_S = 1.0
-"""How long the other ranks may go on once the cause of a failure is known."""
+"""Seconds that the other ranks have to end once the cause of a failure is known."""
 
 UNKNOWN_S = 3.0
-"""How long the launcher waits for a cause once a rank has lost its partner."""
+"""Seconds that the launcher waits for the cause once a rank reports that it lost another rank."""
 
 _STOPPED_S = 5.0
 _KILLED_S = 3.0
 _LOOK_S = 0.5
 
 RESULT, NOTE = b"R", b"N"
-"""What a rank's answer begins with: a result or a note of its failure; its length and the pickle follow."""
+"""The first byte of a rank's answer: a result, or a note of its failure. The length and the pickle follow."""
 
 
 def answer_of(kind: bytes, pickled: bytes) -> bytes:
-    """Returns what a rank writes as its answer; its length shows whether it came whole."""
+    """Returns a rank's answer to the launcher as bytes: the kind, the length of the pickled value, and that value."""
     return kind + len(pickled).to_bytes(8, "little") + pickled
 
 
 @dataclass(eq=False)
 class RankProcess:
-    """One rank: its process, its pipes, and what has come from it so far."""
+    """The launcher's handle on one rank's process: its pipes, its answer as read so far, and how it ended.
+
+    ``number`` is the rank, ``task`` the bytes still to be sent to it, and ``code`` its exit code once known.
+    """
 
     number: int
     pipes: RankPipes
@@ -59,7 +62,7 @@ class RankProcess:
 
     @staticmethod
     def started(number: int, pipes: RankPipes, pid: int, task: bytes) -> RankProcess:
-        """Returns the handle of a rank that was forked just now, whose task is still to be sent."""
+        """Returns the handle of a rank that was just forked; :meth:`send` then sends ``task`` to it."""
         os.set_blocking(pipes.task, False)
         os.set_blocking(pipes.answer, False)
         try:
@@ -70,7 +73,7 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process exists, for where the fork server can no longer say."""
+        """Whether the process still exists. Use it after the fork server, which reports exit codes, has ended."""
         try:
             return self.process is not None and self.process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -78,25 +81,25 @@ class RankProcess:
 
     @property
     def answered(self) -> bytes:
-        """The kind of its answer, RESULT or NOTE; empty until the answer has come whole."""
+        """The kind of the rank's answer, ``RESULT`` or ``NOTE``; empty until the whole answer was read."""
         whole = len(self.answer) >= 9 and len(self.answer) == 9 + int.from_bytes(self.answer[1:9], "little")
         return bytes(self.answer[:1]) if whole else b""
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless the process has ended."""
+        """Sends the signal ``number`` to the process, unless the process has ended."""
         with suppress(psutil.NoSuchProcess):
             if self.process is not None and not self.ended:
                 self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the process, and notes whether it was stopped."""
+        """Kills the process, and records in ``stopped`` whether it was suspended by SIGSTOP."""
         with suppress(psutil.NoSuchProcess):
             self.stopped = self.process is not None and self.process.status() == psutil.STATUS_STOPPED
         self.killed = True
         self.signal(signal.SIGKILL)
 
     def send(self) -> bool:
-        """Sends as much of the task as the pipe takes; returns whether some is left."""
+        """Writes as much of the task as the pipe takes without blocking, and returns whether some is left."""
         try:
             self.task = self.task[os.write(self.pipes.task, self.task) :]
         except BlockingIOError:
@@ -106,7 +109,7 @@ class RankProcess:
         return bool(self.task)
 
     def hear(self) -> bool:
-        """Reads what there is of the answer; returns False at its end."""
+        """Reads the part of the answer that the pipe holds, and returns False once the rank has closed the pipe."""
         with suppress(BlockingIOError):
             while data := os.read(self.pipes.answer, 2**20):
                 self.answer += data
@@ -127,7 +130,7 @@ class StartedRanks:
         self._heard: dict[int, Callable[[], None]] = {}
 
     def add(self, rank: RankProcess) -> None:
-        """Takes a rank that was started just now; a signal that came before it reaches it too."""
+        """Adds a rank that was just started; signals that the launcher has received before are passed on too."""
         self.ranks.append(rank)
         self._listen(rank)
         if self.signalled:
@@ -135,7 +138,7 @@ class StartedRanks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context that passes signals to this process on to the ranks, and at its end kills the ranks that still run.
+        """Returns a context that forwards signals to the ranks, and that kills the ranks still running at its end.
 
         A signal to the whole process group reaches a rank twice: from its sender, and from here.
         """
@@ -155,9 +158,10 @@ class StartedRanks:
                 signal.signal(number, handler)
 
     def wait(self) -> list[bytes]:
-        """Returns the ranks' pickled results once all have ended. Raises the failure that explains the others.
+        """Waits until all ranks have ended and returns their pickled results, in rank order.
 
-        KeyboardInterrupt: the launcher was told to stop.
+        If a rank failed, the failure that caused the others is raised; KeyboardInterrupt if the launcher was told to
+        stop.
         """
         while not all(rank.ended for rank in self.ranks):
             for handle, _ in self._poll.poll(_LOOK_S * 1000):
@@ -191,7 +195,7 @@ class StartedRanks:
         self._end_s = time.monotonic() + _KILLED_S
 
     def _listen(self, rank: RankProcess) -> None:
-        """Registers what to do when a pipe of the rank can be read or written."""
+        """Registers the functions to run when a pipe of the rank can be read or written."""
 
         def status() -> None:
             code = read_status(rank.pipes.status)

@@ -21,7 +21,7 @@ from shardwright.errors import CommunicationError
 
 Contribution = dict[str, Any]
 Work = Callable[[list[Contribution]], None]
-"""What the last member to arrive does, given the tensors of every member in turn."""
+"""The function that the last member to arrive runs, on the tensors of all members in order."""
 
 
 class StoppedError(CommunicationError):
@@ -29,7 +29,7 @@ class StoppedError(CommunicationError):
 
 
 class _Rendezvous:
-    """One call of one group: the members that have arrived, and their tensors."""
+    """One collective call of one group: the members that have made the call, and their tensors."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
@@ -40,7 +40,7 @@ class _Rendezvous:
 
 
 class ThreadWorld:
-    """State that all ranks of one thread world share: open collectives (meetings), waiting ranks, the first failure."""
+    """The state shared by all ranks that are threads of one run: open collectives, waiting ranks, the first failure."""
 
     def __init__(self, num_ranks: int) -> None:
         self.lock = threading.RLock()  # methods that hold it call fail()
@@ -53,7 +53,11 @@ class ThreadWorld:
     def arrive(
         self, key: object, members: tuple[int, ...], rank: int, call: CollectiveCall, given: Contribution, work: Work
     ) -> _Rendezvous:
-        """Contributes a rank's tensors to a collective (meeting) without waiting; the last to arrive runs ``work``."""
+        """Contributes a rank's tensors to a collective (meeting) without waiting; the last to arrive runs ``work``.
+
+        ``key`` is equal on all ``members`` of the meeting. ``given`` are the rank's tensors; ``work`` is called with
+        the contributions of all members, in their order.
+        """
         with self.lock:
             self._check()
             meeting = self.meetings.setdefault(key, _Rendezvous(members))
@@ -85,13 +89,13 @@ class ThreadWorld:
         return result
 
     def leave(self, rank: int) -> None:
-        """Marks that a rank has returned; ranks that wait for it in a collective get an error."""
+        """Marks that a rank has finished its work; ranks that wait for it in a collective get an error."""
         with self.lock:
             self.live.discard(rank)
             self._find_deadlock()
 
     def fail(self, rank: int | None, failure: BaseException) -> None:
-        """Makes every rank end with an error; the first failure is the one reported."""
+        """Makes every rank raise an error at its next call or wait; only the first failure is kept and reported."""
         with self.lock:
             if self.failure is None:
                 self.failure, self.failed_rank = failure, rank
@@ -149,7 +153,10 @@ class ThreadTransport:
         self._num_calls = 0
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Returns a channel for each of ``groups`` that holds this rank; equal calls on all ranks get equal keys."""
+        """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index.
+
+        All ranks call it with the same groups, and equally often.
+        """
         self._num_calls += 1
         return {
             place: ThreadChannel(self, ranks, (self._num_calls, place, ranks))
@@ -162,12 +169,12 @@ class ThreadTransport:
         self.hub.leave(self.rank)
 
     def abandon(self, failure: BaseException) -> None:
-        """Makes every other rank end with an error."""
+        """Makes every other rank end with an error, because this one has failed."""
         self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
 
 
-class ThreadChannel:
-    """One group's collectives among threads. See :class:`~shardwright.comm.axis.Channel`."""
+class ThreadChannel(Channel):
+    """One process group of ranks that are threads. See :class:`~shardwright.comm.axis.Channel`."""
 
     def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...], key: object) -> None:
         self.transport, self.ranks, self.key = transport, ranks, key
@@ -177,14 +184,14 @@ class ThreadChannel:
         self._num_subsets: dict[tuple[int, ...], int] = {}
 
     def subset(self, indices: tuple[int, ...]) -> ThreadChannel:
-        """Returns a channel over some of the group's members."""
+        """Returns a channel over the members ``indices`` of this group."""
         # counted for each subset: its members may differ in the other subsets they have made
         number = self._num_subsets[indices] = self._num_subsets.get(indices, 0) + 1
         ranks = tuple(self.ranks[i] for i in indices)
         return ThreadChannel(self.transport, ranks, (self.key, "subset", indices, number))
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """All-reduces: sums, or takes the maximum, in the order of the members."""
+        """All-reduces ``tensors`` in place: sums, or takes the maximum, in the order of the members."""
 
         def work(contributions: list[Contribution]) -> None:
             for each in zip(*(one["tensors"] for one in contributions), strict=True):
@@ -197,7 +204,7 @@ class ThreadChannel:
         return self._meet(call, sum(t.nbytes for t in tensors), {"tensors": tensors}, work, None)
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """All-gathers: copies each member's part to every other member."""
+        """All-gathers into ``parts``: copies each member's part to every other member."""
 
         def work(contributions: list[Contribution]) -> None:
             for i, each in enumerate(contributions):
@@ -210,7 +217,7 @@ class ThreadChannel:
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters: sums each part in the order of the members, into that member's ``out``."""
+        """Reduce-scatters into ``out``: each member gets the sum of its part, taken in the order of the members."""
         # several are joined in a copy: the caller may free them before the last member arrives
         (message,) = tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
@@ -224,7 +231,7 @@ class ThreadChannel:
         return self._meet(call, message.nbytes, contribution, work, out)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all: copies each part to its member; raises if the member expects another shape."""
+        """Runs an all-to-all into ``outs``: copies each part to its member; raises if that expects another shape."""
 
         def work(contributions: list[Contribution]) -> None:
             for i, each in enumerate(contributions):
@@ -237,7 +244,7 @@ class ThreadChannel:
         return self._meet(call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs)
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Broadcasts: copies the tensor of member ``source`` to every other member."""
+        """Broadcasts: copies the tensor of member ``source`` into every other member's ``tensor``."""
 
         def work(contributions: list[Contribution]) -> None:
             for i, each in enumerate(contributions):
@@ -247,13 +254,13 @@ class ThreadChannel:
         return self._meet(call, tensor.nbytes, {"tensor": tensor}, work, tensor)
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends a copy of ``tensor`` to one member, so that the sender may overwrite its own at once."""
+        """Sends a copy of ``tensor`` to member ``to``, so that the sender may overwrite its own at once."""
         self.transport.recorder.note(call, tensor.nbytes)
         self._join_message(call, self.index, to, {"tensor": tensor.clone()})
         return Pending(lambda: None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Fills ``tensor`` with the next message of member ``source``, when that arrives."""
+        """Starts to fill ``tensor`` with the next message from member ``source``; ``wait`` blocks until it has come."""
         self.transport.recorder.note(call, tensor.nbytes)
         meeting = self._join_message(call, source, self.index, {"out": tensor})
         return Pending(lambda: self.transport.hub.wait(self.transport.rank, meeting, tensor))

@@ -1,4 +1,4 @@
-"""Dispatch of operators on global tensors: a sharding rule for each, and a PlanError where there is none.
+"""Dispatches operators on global tensors: each has a sharding rule, and an operator without one raises PlanError.
 
 :func:`dispatch` runs an operator in four steps: it asks the rule for a decision, redistributes the inputs, runs the
 operator on the local tensors, and wraps the results. ``randoms``, ``lists`` and ``_READERS`` handle their operators
@@ -50,7 +50,7 @@ _VALUE_DEPENDENT = (
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
     "repeat_interleave",
 )  # fmt: skip
-"""Operators whose results' shapes depend on values."""
+"""Operators whose results' shapes depend on values of the inputs."""
 
 _RESHAPE_IN_PLACE = ("set_", "resize_", "resize_as_")
 _ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
@@ -60,7 +60,10 @@ _FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator on global tensors and returns its results as global tensors.
 
-    Raises: PlanError: no rule, or a read of a stale view. LayoutError: inputs of several placements, or plain ones.
+    ``func`` is the aten operator, called with ``args`` and ``kwargs``.
+
+    Raises: PlanError: the operator has no sharding rule, or reads a stale view (see ``view_tracking``). LayoutError:
+        inputs are on several placements, or some are plain tensors.
     """
     if (handler := lists.handler(func)) is not None:
         return handler(func, args, kwargs)
@@ -88,7 +91,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
-    """Runs the operator by its handler, its decomposition or its rule; in-place operators write into their input."""
+    """Runs an operator by its handler, its decomposition or its rule; an in-place operator writes into its input."""
     func, args, kwargs = call.func, call.args, call.kwargs
     handler = randoms.HANDLERS.get(call.name) or _READERS.get(call.name)
     if handler is not None:
@@ -124,7 +127,7 @@ def _squeeze_in_place(call: OperatorCall) -> Any:
 
 
 def _placement(func: Any, leaves: list[Any]) -> Placement:
-    """The placement that all global tensors among the arguments share."""
+    """Returns the placement of the global tensors among the arguments; raises LayoutError if there are several."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     placements = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
     first = next(iter(placements))
@@ -161,7 +164,7 @@ def _check_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _as_global(func: Any, leaf: Any, placement: Placement) -> Any:
-    """A plain tensor of one number as a broadcast global tensor; raises LayoutError for other plain tensors."""
+    """Returns a plain tensor of one number as a broadcast global tensor; raises LayoutError for other plain tensors."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         return leaf
     if (leaf.ndim and not _is_made_by_torch(func, leaf)) or (leaf.requires_grad and torch.is_grad_enabled()):
@@ -221,7 +224,7 @@ _OUTPUTS: dict[Any, list[Tensor | None]] = {}
 
 
 def _outputs(call: OperatorCall) -> tuple[Any, list[Tensor | None]]:
-    """The call's cache key and its outputs' global shapes, computed once for equal keys."""
+    """Returns the call's cache key and its outputs as meta tensors of global shapes, computed once for equal keys."""
     # the default dtype is part of the key: a quotient of integers has it
     key = (call.func, _hashable(call.args), _hashable(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
     if key not in _OUTPUTS:
@@ -259,7 +262,7 @@ def _as_list(result: Any) -> list[Any]:
 
 
 def _returned(call: OperatorCall, decision: Decision, result: Any) -> Any:
-    """The local results as global tensors; for an in-place operator, the tensor that it wrote to."""
+    """Returns the local results as global tensors; for an in-place operator, the tensor that it wrote to."""
     schema = call.func._schema
     if len(schema.returns) == 1 and pointwise.is_in_place(call):
         x = call.args[0]
@@ -320,6 +323,6 @@ _READERS: dict[str, Callable[[OperatorCall], Any]] = {
     "equal": lambda call: torch.equal(*_read_all(call)),
     "allclose": lambda call: torch.allclose(*_read_all(call), *call.args[2:], **call.kwargs),
 }
-"""Operators that return values to Python."""
+"""Operators that return values of tensors to Python."""
 
 __all__ = ["RULES", "dispatch"]

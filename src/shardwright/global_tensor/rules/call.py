@@ -1,9 +1,9 @@
-"""``OperatorCall`` and ``Decision``: a sharding rule's input (the call) and output (how each tensor is sharded).
+"""``OperatorCall`` and ``Decision``: a sharding rule's input (the call) and its output (how each tensor is sharded).
 
-A rule lists, for a single axis of the placement, the ways in which its members can compute the operator: a letter for
-each input and each output. Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
-:func:`decide` expands this to all axes: each takes the way whose inputs are cheapest to redistribute. All inputs
-broadcast is always a way. For ``mm`` some of the ways are::
+A rule lists the ways in which the ranks along one axis of the placement can compute the operator: a letter for each
+input and each output. Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
+:func:`decide` chooses a way for each axis: the one whose inputs are cheapest to redistribute. All inputs broadcast is
+always a way. For ``mm`` some of the ways are::
 
     ((0, "B"), (0,))      rows of the first split: rows of the product
     (("B", 1), (1,))      columns of the second split: columns of the product
@@ -30,12 +30,15 @@ from shardwright.global_tensor.tensor import GlobalTensor
 
 Letter = str | int
 Way = tuple[tuple[Letter, ...], tuple[Letter, ...]]
-"""The letter of each input along one axis, and the letter of each output."""
+"""One way to shard an operator along one axis: the letter of each input, and the letter of each output."""
 
 
 @dataclass
 class OperatorCall:
-    """One operator call, as sharding rules see it; ``tensors`` are the global tensors in its arguments, in order."""
+    """One call of an aten operator on global tensors: the operator, its arguments, and their placement.
+
+    ``tensors`` lists the global tensors among the arguments, in order.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -45,11 +48,11 @@ class OperatorCall:
     outputs: list[Tensor | None] = field(default_factory=list)
     """The results as meta tensors of the global shapes."""
     key: Any = None
-    """Equal for calls with the same shapes, dtypes and plain arguments; None for an operator without a rule."""
+    """A hash key, equal for calls with the same shapes, dtypes and plain arguments; None if there is no rule."""
 
     @property
     def name(self) -> str:
-        """The operator's name without the ``aten::`` of torch."""
+        """The operator's name without torch's prefix ``aten::``."""
         return str(self.func._schema.name).removeprefix("aten::")
 
     @property
@@ -59,18 +62,18 @@ class OperatorCall:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The global shape of the first output."""
+        """The global shape of the operator's first output."""
         return tuple(self.output.shape)
 
     @property
     def output(self) -> Tensor:
-        """The first output, as a meta tensor of its global shape."""
+        """The operator's first output, as a meta tensor of its global shape."""
         first = self.outputs[0]
         assert first is not None
         return first
 
     def arg(self, name: str) -> Any:
-        """Returns an argument by its name in torch's schema, or its default."""
+        """Returns the argument ``name`` of torch's schema, or its default if it was not given."""
         if name in self.kwargs:
             return self.kwargs[name]
         place = self.names.index(name)
@@ -78,16 +81,23 @@ class OperatorCall:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arguments in torch's schema."""
+        """The names of the operator's arguments in torch's schema, in order."""
         return [argument.name for argument in self.func._schema.arguments]
 
     def dim(self, name: str = "dim", num_dims: int | None = None) -> int:
-        """Returns the value of a ``dim`` argument, negatives made positive: by default for the first input's dims."""
+        """Returns the dim that the argument ``name`` gives, where a negative number counts from the last dim.
+
+        ``num_dims`` is the tensor's number of dims, by default that of the first input.
+        """
         num = len(self.shapes[0]) if num_dims is None else num_dims
         return int(self.arg(name)) % max(num, 1)
 
     def place(self, name: str) -> int | None:
-        """Returns the index in ``tensors`` of a named argument (of a list, its first); None if it is no tensor."""
+        """Returns the index in ``tensors`` of the tensor passed as the argument ``name``, or None if none was passed.
+
+        Rules use it to find an operand by its name in torch's schema. For a list of tensors it is the index of the
+        first.
+        """
         at = 0
         for number, argument in enumerate(self.func._schema.arguments):
             given = self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
@@ -98,7 +108,10 @@ class OperatorCall:
         return None
 
     def letters(self, /, **of: Letter) -> tuple[Letter, ...]:
-        """Returns a letter for each input (B broadcast, P partial sum, or its split dim): as named, else B."""
+        """Returns one letter for each input tensor: those in ``of`` by argument name, and B for all others.
+
+        Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
+        """
         found: list[Letter] = ["B"] * len(self.tensors)
         for name, letter in of.items():
             place = self.place(name)
@@ -107,7 +120,10 @@ class OperatorCall:
         return tuple(found)
 
     def with_arg(self, name: str, value: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns ``args`` with ``value`` for the positional argument ``name``; trailing defaults are filled in."""
+        """Returns the positional arguments ``args`` of the call with the argument ``name`` replaced by ``value``.
+
+        Positional arguments that were left out are filled with their defaults.
+        """
         arguments = self.func._schema.arguments
         changed = [*args, *(each.default_value for each in arguments[len(args) :] if not each.kwarg_only)]
         changed[self.names.index(name)] = value
@@ -119,35 +135,39 @@ Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Decision:
-    """How an operator is sharded: the sbp that inputs need and outputs get; ``run`` replaces it on local tensors."""
+    """How one operator call is sharded: the sbp that each input must have (``ins``) and that each output gets.
+
+    The sbp of the outputs is ``outs``. If ``run`` is given, it is called on the local tensors in place of the operator.
+    """
 
     ins: list[tuple[Sbp, ...]]
     outs: list[tuple[Sbp, ...]]
     run: Run | None = None
     communicates: bool = False
-    """Whether ``run`` communicates: then every member runs it, even with an empty slice."""
+    """Whether ``run`` calls collectives, so that every rank must run it, even with an empty slice."""
 
     def local_shape_of(self, call: OperatorCall, output: int = 0) -> tuple[int, ...]:
-        """Returns the shape of this rank's local tensor of an output."""
+        """Returns the shape of this rank's local tensor of output number ``output`` of the call."""
         given = call.outputs[output]
         assert given is not None
         return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), here().rank)
 
 
 def to_sbp(letter: Letter) -> Sbp:
-    """Returns the sbp that a rule's letter means: B is broadcast, P partial sum, a number the dim of a split."""
+    """Returns the sbp of a rule's letter: B is broadcast, P is partial sum, a number is a split of that dim."""
     return broadcast if letter == "B" else partial_sum if letter == "P" else split(int(letter))
 
 
 def to_letter(one: Sbp) -> Letter:
-    """Returns the letter by which rules write an sbp: B for broadcast, P for partial sum, the dim for a split."""
+    """Returns a rule's letter for an sbp: B for broadcast, P for partial sum, the number of the dim for a split."""
     return one.dim if isinstance(one, Shard) else "B" if one.is_replicate() else "P"
 
 
 def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
-    """Returns how to shard an operator: on each axis, the way whose inputs move the fewest elements; first of equals.
+    """Returns how to shard an operator: on each axis, the one of ``ways`` that moves the fewest elements of its inputs.
 
-    ``in_place``: the first input is written to, so ways that keep its layout are preferred.
+    Of equal ways the first is chosen. ``run`` is called in place of the operator. ``in_place`` says that the first
+    input is written to, so that ways that keep its layout are preferred.
     """
     num_outputs = max(len(call.outputs), 1)
     ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # always right: every member computes everything
@@ -163,7 +183,7 @@ def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, i
 
 
 def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> float:
-    """An estimate of the elements that members of the axis send to bring the inputs into the way's layout."""
+    """Returns about how many elements the ranks of the axis send to redistribute the inputs as the way needs them."""
     cost = 0.0
     for x, before, after in zip(call.tensors, now, way[0], strict=True):
         if before == after or before == "B":
@@ -177,10 +197,10 @@ def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> flo
 
 
 def empty_results(call: OperatorCall, decision: Decision) -> Any:
-    """Returns empty tensors, or zeros for ``partial_sum``, if this rank need not run the operator; None if it must.
+    """Returns the results of a rank that need not run the operator: empty, or zeros for ``partial_sum``; else None.
 
-    A rank that is not a member computes nothing, nor does a member with an empty slice, since not every operator takes
-    empty tensors.
+    A rank outside the placement computes nothing. Neither does a rank with an empty slice of an input, since not every
+    operator takes empty tensors, unless its outputs have elements.
     """
     if here().rank not in call.placement:
         return _zero_results(call, decision)
@@ -199,7 +219,7 @@ def empty_results(call: OperatorCall, decision: Decision) -> Any:
 
 
 def _zero_results(call: OperatorCall, decision: Decision) -> Any:
-    """Zeros of the local shapes, in the tuple or list that the operator returns."""
+    """Returns zeros of the local shapes, in the tuple or list that the operator returns."""
     found = [
         None if meta is None else torch.zeros(
             decision.local_shape_of(call, number), dtype=meta.dtype, device=call.tensors[0]._local_tensor.device
@@ -215,15 +235,16 @@ def _zero_results(call: OperatorCall, decision: Decision) -> Any:
 
 
 _MOST_ELEMENTS_TRIED = 2**20
-"""Of larger tensors, other ranks see a member's error only when its process is gone."""
+"""The largest call, in elements, that :func:`try_out` runs. Errors of larger ones reach other ranks late."""
 
 _TRIED: set[Any] = set()
 
 
 def try_out(call: OperatorCall) -> None:
-    """Runs the operator on ones, on a rank that has no data to compute, so that it raises the errors of other ranks.
+    """Runs an operator on ones, on a rank that has nothing to compute, so that it raises other ranks' errors too.
 
-    The inputs are ones of the global shapes, or zeros if ones are no valid indices; equal calls are tried once.
+    These are errors of shapes and dtypes. The inputs have the global shapes; they are zeros if ones are no valid
+    indices. Equal calls are tried once.
     """
     num = sum(x.numel() for x in (*call.tensors, *call.outputs) if x is not None)
     if call.key is None or call.key in _TRIED or num > _MOST_ELEMENTS_TRIED:
@@ -255,7 +276,10 @@ def _run_on_ones(call: OperatorCall, integer: int) -> None:
 
 
 def refusal(call: OperatorCall, why: str, instead: str = "broadcast tensors") -> PlanError:
-    """Returns the PlanError for an operator that has no rule for its inputs' layouts."""
+    """Returns the PlanError for an operator without a rule for its inputs' layouts.
+
+    ``why`` is the reason and ``instead`` says what is allowed, for the error's text.
+    """
     layouts = ", ".join(f"{list(x.shape)} {sbp_text(x.sbp)}" for x in call.tensors)
     num = call.placement.ndim
     all_axes = "sbp.broadcast" if num == 1 else f"({', '.join(['sbp.broadcast'] * num)})"
@@ -268,7 +292,10 @@ def refusal(call: OperatorCall, why: str, instead: str = "broadcast tensors") ->
 
 
 def check_dtypes(call: OperatorCall) -> None:
-    """Raises PlanError on every rank if inputs differ in dtype; torch's own error would reach members only."""
+    """Raises PlanError on every rank if inputs differ in dtype.
+
+    torch's own error would be raised only on the ranks of the placement.
+    """
     if len({x.dtype for x in call.tensors}) > 1:
         raise PlanError(
             f"'{call.name}' takes tensors of one dtype",
@@ -279,7 +306,7 @@ def check_dtypes(call: OperatorCall) -> None:
 
 
 def number_of(given: Any) -> Any:
-    """Returns a scalar argument's value, from a number or a plain 0-d tensor; None for other tensors."""
+    """Returns an argument's value if it is a number or a plain 0-d tensor, and None if it is another tensor."""
     if isinstance(given, Tensor):
         plain = given._plain if isinstance(given, GlobalTensor) else None
         return None if plain is None or plain.ndim else plain.item()
@@ -287,10 +314,10 @@ def number_of(given: Any) -> Any:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a mean of ``dtype`` is summed: 16-bit floats would overflow before the division."""
+    """Returns the dtype to sum in for a mean of ``dtype``: float32 for 16-bit floats, whose sum could overflow."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether ``dtype`` represents every value of the dtype ``other`` exactly."""
+    """Returns whether ``dtype`` can represent every value of the dtype ``other`` exactly."""
     return torch.promote_types(dtype, other) == dtype

@@ -13,7 +13,7 @@ def _batched(call: OperatorCall) -> bool:
 
 
 def _convolution(call: OperatorCall) -> Decision:
-    """Splits samples, output channels, or input channels, whose products are partial sums; groups are not split."""
+    """The rule that splits samples, output channels, or input channels (partial sums); groups are not split."""
     check_dtypes(call)
     if not _batched(call):
         return decide(call, [])
@@ -45,7 +45,7 @@ def _run_backward(call: OperatorCall, decision: Decision, args: tuple[Any, ...],
 
 
 def _pooling(num_space: int) -> Callable[[OperatorCall], Decision]:
-    """The rule that splits any dim before the spatial ones, in all tensors alike."""
+    """Returns the rule that splits any dim before the spatial ones, in all tensors alike."""
 
     def rule(call: OperatorCall) -> Decision:
         before = len(call.shapes[0]) - num_space
@@ -55,13 +55,13 @@ def _pooling(num_space: int) -> Callable[[OperatorCall], Decision]:
 
 
 def _unfold(call: OperatorCall) -> Decision:
-    """``im2col``, ``col2im``: splits samples, if the input is batched."""
+    """The rule of ``im2col`` and ``col2im``: splits samples if the input is batched."""
     is_batched = len(call.shapes[0]) == (4 if call.name == "im2col" else 3)
     return decide(call, [((0,), (0,))] if is_batched else [])
 
 
 def _resize(call: OperatorCall) -> Decision:
-    """``upsample_*``: splits samples or channels."""
+    """The rule of ``upsample_*``: splits samples or channels."""
 
     def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.name.endswith("_backward"):

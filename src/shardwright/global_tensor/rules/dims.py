@@ -1,6 +1,6 @@
 """Sharding rules of operators along some dims: reductions, softmax, sorting, running sums, cat and stack.
 
-Every other dim may be split. Sums and means may also be split along the reduced dims: each member then has a term.
+Every other dim may be split. For sums and means the reduced dims may be split too: each rank then has a partial sum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, holds, refusal, sum_dtype
 
 PARTIAL: Way = (("P",), ("P",))
-"""The way of a linear operator of one tensor: term by term."""
+"""The way of a linear operator on one tensor: from a partial sum to a partial sum, term by term."""
 
 
 def _named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
-    """The dims that an argument names, counted from the first; all dims if it is None or empty."""
+    """Returns the dims that an argument names, counted from the first; all dims if it is None or empty."""
     given, num = call.arg(name), len(call.shapes[0])
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return tuple(range(num))
@@ -27,7 +27,7 @@ def _named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
 
 
 def _other_dims(call: OperatorCall, along: Sequence[int], *, removed: bool = False) -> list[Way]:
-    """The ways that split a dim which is not in ``along``; ``removed``: the output lacks the dims ``along``."""
+    """Returns the ways that split a dim which is not in ``along``; ``removed``: the output lacks the dims ``along``."""
     ways: list[Way] = []
     for dim in range(len(call.shapes[0])):
         if dim not in along:
@@ -40,7 +40,7 @@ def _other_dims(call: OperatorCall, along: Sequence[int], *, removed: bool = Fal
 
 
 def _reduced_dims(call: OperatorCall) -> tuple[tuple[int, ...], bool]:
-    """The dims that a reduction reduces, and whether the output lacks them."""
+    """Returns the dims that a reduction reduces, and whether the output lacks them."""
     along = _named(call) if "dim" in call.names else tuple(range(len(call.shapes[0])))
     return along, not ("keepdim" in call.names and call.arg("keepdim"))
 

@@ -15,7 +15,7 @@ from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall,
 
 
 def is_by_mask(call: OperatorCall) -> bool:
-    """Whether an index is a boolean mask, so that the shape of the result depends on its values."""
+    """Returns whether an indexing call uses a boolean mask, so that the shape of its result depends on values."""
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in call.arg("indices"))
 
 
@@ -23,7 +23,7 @@ def is_by_mask(call: OperatorCall) -> bool:
 
 
 def _embedding(call: OperatorCall) -> Decision:
-    """Splits the indices, the table's columns, or its rows: then each member's lookup is a term of the result."""
+    """The rule that splits the indices, the table's columns, or its rows; with rows, lookups are partial sums."""
     num = len(call.shapes[1])
     ways: list[Way] = [(("B", dim), (dim,)) for dim in range(num)]
     return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _run_embedding)
@@ -61,7 +61,7 @@ def _embedding_backward(call: OperatorCall) -> Decision:
 
 
 def _equal(call: OperatorCall) -> Decision:
-    """As any pointwise operator, but checks the classes if the comparison with 0, 1, 2 and so on is ``one_hot``'s."""
+    """The pointwise rule; if the comparison with 0, 1, 2 and so on is ``one_hot``'s, the classes are checked too."""
     decision, numbers = pointwise.rule(call), call.tensors[-1]._plain
     if numbers is not None and numbers.ndim and call.shapes[0][-1:] == (1,):
         decision.run = _run_one_hot
@@ -89,7 +89,7 @@ def _gather(call: OperatorCall) -> Decision:
 
 
 def _scatter(call: OperatorCall) -> Decision:
-    """Splits a dim that is not written along, in all tensors alike, if it has the same size in all."""
+    """The rule that splits a dim that is not written along, in all tensors alike, if its sizes are equal."""
     along, shape = call.dim(), call.shapes[0]
     ways: list[Way] = [
         ((d,) * len(call.tensors), (d,))
@@ -118,7 +118,7 @@ def _bucketize(call: OperatorCall) -> Decision:
 
 
 def _index(call: OperatorCall) -> Decision:
-    """``x[i, :, j]``: splits a dim without an index, or the index if it is the only one."""
+    """The rule of ``x[i, :, j]``: splits a dim without an index, or the index if it is the only one."""
     indices = list(call.arg("indices"))
     num = len(call.shapes[0])
     indexed = [dim for dim, each in enumerate(indices) if isinstance(each, Tensor)]

@@ -10,13 +10,13 @@ from shardwright.global_tensor.tensor import without_sums
 
 
 def _like(call: OperatorCall) -> Decision:
-    """The other tensor's layout, but for partial sums: members that each hold the constant hold no sum of it."""
+    """The rule that keeps the other tensor's layout, except partial sums, since each rank holds the constant itself."""
     x = call.tensors[0]
     return Decision([x.sbp], [without_sums(x.sbp)], _run)
 
 
 def _new(call: OperatorCall) -> Decision:
-    """Broadcast: the new shape need not divide as the other tensor's does."""
+    """The rule that makes the result broadcast, because the new shape may not be divisible as the other tensor's."""
     return Decision([call.tensors[0].sbp], [(broadcast,) * call.placement.ndim], _run)
 
 

@@ -23,12 +23,12 @@ from shardwright.global_tensor.view_tracking import count_writes, is_gathered_vi
 _FOREACH = "_foreach_"
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 _EQUIVALENT = {"maximum": "clamp_min", "minimum": "clamp_max"}
-"""The operators on single tensors take no numbers and have no in-place form; these are equivalent and do."""
+"""Operators on single tensors that replace those which take no numbers and have no in-place form."""
 
 
 @lru_cache(maxsize=1024)
 def handler(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
-    """Returns the function that runs an operator on lists of tensors; None for an operator that takes no lists."""
+    """Returns the function that runs an operator on lists of tensors, or None if the operator takes no lists."""
     name = func._schema.name.removeprefix("aten::")
     return _foreach if name.startswith(_FOREACH) else _fused if name in _FUSED else None
 
@@ -61,7 +61,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _single_arguments(
     plain: str, given: dict[str, Any], func: Any, number: int
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
-    """The arguments of the operator on single tensors, from the lists' entries at ``number``."""
+    """Returns the arguments of the operator on single tensors, from the entries ``number`` of the lists."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for argument in func._schema.arguments:
@@ -82,7 +82,7 @@ def _single_arguments(
 
 
 def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One call on this rank's slices; gradients are first redistributed to the parameters' layouts."""
+    """Runs a fused optimizer step on this rank's slices, on gradients redistributed to the parameters' layouts."""
     given = _given(func, args, kwargs)
     lists = {name: list(value) for name, value in given.items() if isinstance(value, (list, tuple))}
     rest = {name: value for name, value in given.items() if name not in lists}
@@ -106,7 +106,7 @@ def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _redistribute_new_state(state: Any, parameter: Any) -> None:
-    """Gives state that the optimizer has just created in its gradient's layout the parameter's layout, in place."""
+    """Redistributes new optimizer state from its gradient's layout to its parameter's layout, in place."""
     is_global = isinstance(state, GlobalTensor) and state.placement == parameter.placement
     if is_global and state.sbp != parameter.sbp and not is_shared(state):
         new = state.detach().to_global(sbp=parameter.sbp)
@@ -114,7 +114,7 @@ def _redistribute_new_state(state: Any, parameter: Any) -> None:
 
 
 def _states(lists: dict[str, list[Any]]) -> list[list[Any]]:
-    """The lists of optimizer state with the parameters' shapes, which the step writes to."""
+    """Returns the lists of optimizer state with the parameters' shapes, which the step writes to."""
     return [each for name, each in lists.items() if each and name not in ("self", "grads", "state_steps")]
 
 

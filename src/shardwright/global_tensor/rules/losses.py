@@ -1,4 +1,4 @@
-"""Sharding rules of losses: samples may be split; a mean divides by the weight or number of all ranks' targets."""
+"""Sharding rules of losses: samples may be split, and a mean divides by the targets (or weights) of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _samples(call: OperatorCall) -> list[tuple[int, int]]:
-    """Pairs of a dim of the scores and the same dim of the targets, which lack the classes (dim 1)."""
+    """Returns pairs of a dim of the scores and the same dim of the targets, which lack the classes (dim 1)."""
     scores = call.shapes[call.place("self") or 0]
     if len(scores) == 1:
         return []
@@ -40,7 +40,7 @@ def _nll(call: OperatorCall) -> Decision:
 
 
 def _run_nll(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The loss of the local samples; a mean divides their sum by the weight of all targets: one all-reduce."""
+    """Computes the loss of the local samples; a mean divides their sum by the weight of all targets: one all-reduce."""
     if call.arg("reduction") == NONE or all(one == broadcast for one in decision.outs[0]):
         return call.func(*args, **kwargs)
     loss, weight = call.func(*call.with_arg("reduction", SUM, args), **kwargs)
@@ -69,7 +69,7 @@ def _elementwise(call: OperatorCall) -> Decision:
 
 
 def _elementwise_backward(call: OperatorCall) -> Decision:
-    """The backward of a mean divides, too: by the number of all elements, which is that of its output."""
+    """The rule of an elementwise loss's backward, which for a mean divides by the number of all elements."""
     shape, reduction = call.out_shape, call.arg("reduction")
     ways: list[Way] = []
     for dim in range(len(shape)):
@@ -80,7 +80,7 @@ def _elementwise_backward(call: OperatorCall) -> Decision:
 
 
 def _mean_over(shape: tuple[int, ...]) -> Run:
-    """Returns what runs a loss whose mean is over ``shape``: the local sum, divided by the number of all elements."""
+    """Returns the function that computes a loss with a mean over ``shape``: the local sum by the global count."""
 
     def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
@@ -93,7 +93,7 @@ def _mean_over(shape: tuple[int, ...]) -> Run:
 
 
 def _with_logits(call: OperatorCall) -> Decision:
-    """Splits scores and targets alike; weights are split too, unless they are broadcast along the dim."""
+    """The rule that splits scores and targets alike, and weights too unless they are broadcast along the dim."""
     shape = call.shapes[0]
     ways: list[Way] = []
     for dim, size in enumerate(shape):

@@ -1,6 +1,7 @@
-"""Sharding rules of normalisations: samples may be split, the dims of the statistics may not.
+"""Sharding rules of normalizations: samples may be split, but not the dims over which statistics are computed.
 
-Batch norm in training computes statistics over the samples: a split batch is refused; in evaluation it computes none.
+Batch norm in training computes statistics over the samples, so a split batch is refused; in evaluation it computes
+none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall,
 
 
 def _layer_norm(call: OperatorCall) -> Decision:
-    """``native_layer_norm``, ``_fused_rms_norm``: splits a dim before the normalised ones."""
+    """The rule of ``native_layer_norm`` and ``_fused_rms_norm``: splits a dim before the normalized ones."""
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     ways: list[Way] = [(call.letters(input=dim), (dim,) * len(call.outputs)) for dim in range(before)]
     return decide(call, ways)
@@ -48,7 +49,7 @@ _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var", "save_mean", "s
 
 
 def _channels(call: OperatorCall, **also: Letter) -> tuple[Letter, ...]:
-    """The letters that split the channels, in all tensors that have them."""
+    """Returns the letters that split the channels, in all tensors that have them."""
     return call.letters(input=1, **also, **{name: 0 for name in _PER_CHANNEL if name in call.names})
 
 
@@ -88,7 +89,7 @@ def _batch_norm_backward(call: OperatorCall) -> Decision:
 
 
 def _weight_norm(call: OperatorCall) -> Decision:
-    """Splits the dim that keeps its norms, which are computed over all other dims."""
+    """The rule that splits the dim whose norms are kept, which are computed over all other dims."""
     dim = call.dim()
     return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])
 

@@ -21,22 +21,22 @@ _UNTAGGED = frozenset(
 )  # fmt: skip
 
 _LINEAR = frozenset({"clone", "detach", "alias", "neg", "lift_fresh", "positive", "zero", "_conj", "_neg_view"})
-"""Linear operators of one tensor; so is ``_to_copy`` to a dtype that rounds nothing."""
+"""Linear operators of one tensor. ``_to_copy`` is one too if the new dtype rounds nothing."""
 
 
 def _base(call: OperatorCall) -> str:
-    """The operator's name without the underscore of in-place operators."""
+    """Returns the operator's name without the underscore of in-place operators."""
     return call.name.removesuffix("_") if is_in_place(call) else call.name
 
 
 def is_in_place(call: OperatorCall) -> bool:
-    """Whether the operator writes to its first argument and returns it."""
+    """Returns whether an operator writes to its first argument and returns it."""
     returns = call.func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def is_pointwise(call: OperatorCall) -> bool:
-    """Whether each output element depends only on the input elements at the same place (elementwise operators)."""
+    """Returns whether an operator is elementwise: an output element depends only on inputs at the same place."""
     if _base(call) in _UNTAGGED and not _is_reduced_loss(call):
         return True
     if is_in_place(call):  # torch tags only the operator that returns a new tensor
@@ -51,7 +51,10 @@ def _is_reduced_loss(call: OperatorCall) -> bool:
 
 
 def rule(call: OperatorCall) -> Decision:
-    """Returns how to shard a pointwise operator: any dim may be split, in all inputs that have its full size."""
+    """Returns how to shard a pointwise operator: the allowed way that moves the fewest elements of its inputs.
+
+    A dim may be split in all inputs that are not broadcast along it; linear operators also take partial sums.
+    """
     shape = tuple(call.outputs[0].shape) if call.outputs and call.outputs[0] is not None else call.shapes[0]
     ways: list[Way] = []
     for dim, size in enumerate(shape):
@@ -73,7 +76,7 @@ def _check_device(call: OperatorCall) -> None:
 
 
 def _linear_ways(call: OperatorCall) -> list[Way]:
-    """The ways that compute the operator on each term of a partial sum."""
+    """Returns the ways that compute the operator on each term of a partial sum."""
     base, num = _base(call), len(call.tensors)
     both: Way = (("P", "P"), ("P",))
     if base in _LINEAR and num == 1:
@@ -91,13 +94,16 @@ def _linear_ways(call: OperatorCall) -> list[Way]:
 
 
 def _keeps_terms(call: OperatorCall, way: Way) -> bool:
-    """Whether the output's dtype holds the terms exactly: terms rounded alone do not add up to their rounded sum."""
+    """Whether the output's dtype holds the terms exactly.
+
+    Terms that are rounded singly do not add up to the rounded sum.
+    """
     terms = [x for x, letter in zip(call.tensors, way[0], strict=True) if letter == "P"]
     return all(holds(call.output.dtype, x.dtype) for x in terms)
 
 
 def _scaled(call: OperatorCall, base: str) -> list[Way]:
-    """The ways that multiply or divide a partial sum term by term.
+    """Returns the ways that multiply or divide a partial sum term by term.
 
     There is none if a term of zero could become nan: with an infinite factor, with a zero divisor, and with a tensor as
     the divisor, whose values the rule does not read.
@@ -117,7 +123,7 @@ def _scaled(call: OperatorCall, base: str) -> list[Way]:
 
 
 def _same_kind(call: OperatorCall) -> bool:
-    """Whether no value is truncated to an integer on the way, as the terms of a sum must not be."""
+    """Whether no value is truncated to an integer, which would make terms of a sum wrong."""
     out = call.output
     kinds = {x.dtype.is_floating_point or x.dtype.is_complex for x in (*call.tensors, out)}
     return kinds == {True} or ({x.dtype for x in call.tensors} == {out.dtype} and out.dtype != torch.bool)

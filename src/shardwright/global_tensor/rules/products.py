@@ -23,7 +23,7 @@ def _product(ways: list[Way]) -> Callable[[OperatorCall], Decision]:
 
 
 def _added_product(ways: list[Way]) -> Callable[[OperatorCall], Decision]:
-    """The rule of a product, with these ways, that is added to a first tensor broadcast to the product's shape."""
+    """Returns the rule of a product, with these ways, that is added to a first tensor, as ``addmm`` does."""
 
     def rule(call: OperatorCall) -> Decision:
         check_dtypes(call)

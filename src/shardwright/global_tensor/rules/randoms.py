@@ -1,4 +1,7 @@
-"""Random operators: every rank draws the whole global tensor's numbers and keeps its part, whatever the layout."""
+"""Runs random operators on global tensors so that their numbers do not depend on the layout.
+
+Every rank draws the numbers of the whole global tensor and keeps its part of them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sharding rules of reshapes, permutations, slices and their backwards. All are linear: partial sums pass through.
+"""Sharding rules of reshapes, permutations, slices and their backwards, which also apply to partial sums.
 
-A reshape keeps a split if the slices of the input are slices of the output, else the dim is gathered first::
+A reshape keeps a split if the slices of the input are slices of the output; otherwise the dim is gathered first::
 
     (6, 4) split(0) over 2 -> (24,) split(0): rows 0:3 are elements 0:12, the first half
     (6, 4) split(0) over 4 -> (24,) broadcast: rows 0:2 are elements 0:8, but the first quarter is 0:6
@@ -43,7 +43,7 @@ def _reshape(call: OperatorCall) -> Decision:
 def _same_slices(
     call: OperatorCall, before: tuple[int, ...], after: tuple[int, ...], dim: int, axes: Sequence[int]
 ) -> int | None:
-    """The dim of ``after`` whose slices over ``axes`` hold the same elements as the slices of ``dim`` of ``before``."""
+    """Returns the dim of ``after`` whose slices over ``axes`` hold the same elements as the slices of dim ``dim``."""
     sbp = tuple(split(0) if axis in axes else broadcast for axis in range(call.placement.ndim))
     layout = GlobalLayout(call.placement, sbp)
     for other in range(len(after)):
@@ -78,7 +78,7 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
-    """The decision where dim ``d`` becomes ``new(d)``; None if the dim cannot stay split."""
+    """Returns the decision of an operator by which dim ``d`` becomes ``new(d)``, None if it cannot stay split."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]
     return decide(call, ways, run)
@@ -162,7 +162,7 @@ def _complex(call: OperatorCall) -> Decision:
 
 
 def _slice_scatter(call: OperatorCall) -> Decision:
-    """``slice_scatter``, ``select_scatter``: the second tensor has the first one's other dims too."""
+    """The rule of ``slice_scatter`` and ``select_scatter``: splits a dim that is not written along, in both tensors."""
     along, is_select = call.dim(), call.name == "select_scatter"
     dims = [dim for dim in range(len(call.shapes[0])) if dim != along]
     ways: list[Way] = [((dim, dim - (is_select and dim > along)), (dim,)) for dim in dims]
@@ -186,7 +186,7 @@ def _pad(call: OperatorCall) -> Decision:
 
 
 def _slice_backward(call: OperatorCall) -> Decision:
-    """``slice_backward``, ``select_backward``, ``diagonal_backward``: the gradient within zeros of the input's size."""
+    """The rule of the backwards of ``slice``, ``select`` and ``diagonal``: a gradient among zeros of input size."""
     num = len(call.arg("input_sizes"))
     dims = ("dim1", "dim2") if call.name == "diagonal_backward" else ("dim",)
     gone = {call.dim(name, num) for name in dims}

@@ -1,11 +1,11 @@
-"""The HTML templates, styles and script of the report's pages: package data, put into each page whole."""
+"""The HTML templates, styles and script of the report's pages, as package data that is copied into each page."""
 
 from importlib.resources import files
 from string import Template
 
 
 def read_asset(name: str) -> str:
-    """Returns the text of one template, style or script of this folder, by file name.
+    """Returns the text of a template, style or script of this folder, by file name.
 
     >>> read_asset("timeline.js").splitlines()[0]
     '(() => {'
@@ -14,5 +14,5 @@ def read_asset(name: str) -> str:
 
 
 def fill_template(name: str, **parts: str) -> str:
-    """Returns an HTML template of this folder with every ``$name`` in it replaced; the parts must be HTML already."""
+    """Returns an HTML template of this folder with every ``$name`` replaced by the part of that name, which is HTML."""
     return Template(read_asset(name)).substitute(parts)

@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline chunks: by hand, or so that the slowest chunk is as fast as possible.
+"""Cuts a model's call graph into pipeline chunks: at named modules, or with the slowest chunk as fast as possible.
 
 Calls are weighed by their cost. Among cuts whose slowest chunk is equally fast, the one whose largest chunk holds the
 fewest bytes is taken. A module that alone costs more than a chunk's fair share is opened: its inner calls are weighed
@@ -33,12 +33,14 @@ def cut(
     num_tokens: int = 1,
     seconds: Mapping[str, float] | None = None,
     closed: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Stages:
-    """Returns a model, on the meta device, cut into contiguous pipeline chunks.
+    """Returns the contiguous pipeline chunks (:class:`Stages`) of a model, balanced by cost or cut at named modules.
 
-    ``names`` are the modules at which the chunks begin. Without names costs decide: counted on ``example``, a
-    microbatch's inputs on the meta device, or estimated from the weights and ``num_tokens``; ``seconds`` are measured
-    times of single modules. Modules in ``closed`` are not opened.
+    The model is on the meta device. ``names`` are the modules at which the chunks begin. Without names costs
+    decide: counted on ``example``, a microbatch's inputs on the meta device, or estimated from the weights and
+    ``num_tokens``; ``seconds`` are measured times of single modules. Modules in ``closed`` are not cut inside;
+    ``whole`` are containers that stay one call, as they are recomputed or compiled as one.
 
     Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order, or inside
         a closed module; code that cannot be followed.
@@ -50,15 +52,15 @@ def cut(
     if seconds:
         _check_seconds(model, seconds)
     if names:
-        return _by_hand(model, num_chunks, names, example, num_tokens, seconds, closed)
+        return _by_hand(model, num_chunks, names, example, num_tokens, seconds, closed, whole)
     opened: set[str] = set()
     kept_closed: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
-    graph = read_graph(model, opened, given)
+    graph = read_graph(model, opened, given, whole)
     costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
     while (site := _to_open(model, movable, costs, num_chunks, kept_closed)) is not None:
         try:
-            graph = read_graph(model, opened | {site.module}, given)
+            graph = read_graph(model, opened | {site.module}, given, whole)
         except LayoutError:
             kept_closed.add(site.module)  # its code cannot be followed: it stays one call
             continue
@@ -76,7 +78,7 @@ def cut(
     runs = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
     starts = [places[run] for run in _balance(runs, num_chunks)]
     stages = _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
-    return replace(stages, unread=tuple(sorted(unread)))
+    return replace(stages, whole=tuple(whole), unread=tuple(sorted(unread)))
 
 
 def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:
@@ -106,9 +108,9 @@ def _costs(
 
 
 def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
-    """Returns the calls to be distributed over chunks.
+    """Returns the calls that are distributed over chunks.
 
-    Calls without state that depend on the model's inputs alone are left out: every chunk that needs them repeats them.
+    Left out are stateless calls that depend on the model's inputs alone: every chunk that needs them repeats them.
     """
     free: set[fx.Node] = set()
     found = []
@@ -125,7 +127,7 @@ def _to_open(
     model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
     closed: Collection[str],
 ) -> CallSite | None:  # fmt: skip
-    """Returns the costliest call that is more than a chunk's share; while there are too few calls, the costliest."""
+    """Returns the costliest call if it exceeds an even chunk's cost or there are too few calls; else None."""
     share = total([costs[site] for site in movable]).work / num_chunks
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
@@ -138,9 +140,10 @@ def _to_open(
 
 
 def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) -> list[int]:
-    """Returns the indices of calls at which a chunk may begin.
+    """Returns the indices of the calls at which a chunk may begin.
 
-    These are the calls with weights, so that no chunk has only an activation or a dropout; all calls if too few.
+    These are the calls with weights, so that no chunk is only an activation function or a dropout; with too few, all
+    calls.
     """
     weighted = [
         i for i, site in enumerate(movable) if next(model.get_submodule(site.module).parameters(), None) is not None
@@ -150,7 +153,7 @@ def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) 
 
 
 def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
-    """Returns where each chunk begins so that the slowest is as fast as possible and then the largest is smallest."""
+    """Returns the call at which each chunk begins: the slowest chunk is fastest, then the largest chunk smallest."""
     works = [cost.work for cost in costs]
     least, _ = partition(works, num_chunks, works, float("inf"))
     num_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with gradient, optimizer state
@@ -160,10 +163,11 @@ def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
 def partition(
     loads: Sequence[float], num_chunks: int, works: Sequence[float], most_work: float
 ) -> tuple[float, list[int]]:
-    """Cuts a sequence into non-empty runs, each of at most ``most_work``, so that the largest load is smallest.
+    """Cuts a sequence into ``num_chunks`` non-empty runs, each of at most ``most_work``, with the least largest load.
 
-    Returns that load, infinite if there is no such cut, and where each run begins. Dynamic programming over how many
-    items the first chunks take.
+    Returns that largest load (infinite if no such cut exists) and the index at which each run begins. ``works``
+    are the items' work, which is limited, and ``loads`` their load, which is balanced. It is dynamic programming over
+    how many items the first chunks take.
 
     >>> partition([1, 1, 4, 1], 2, [1, 1, 1, 3], 4)
     (5, [0, 2])
@@ -228,7 +232,7 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
 
 def _by_hand(
     model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
-    seconds: Mapping[str, float] | None, closed: Collection[str],
+    seconds: Mapping[str, float] | None, closed: Collection[str], whole: Collection[str],
 ) -> Stages:  # fmt: skip
     given = ",".join(names)
     for name in names:
@@ -257,7 +261,7 @@ def _by_hand(
             fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
         )
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
-    graph = read_graph(model, opened, arguments_given(model, example) if example is not None else ())
+    graph = read_graph(model, opened, arguments_given(model, example) if example is not None else (), whole)
     movable = _movable(graph, model)
     starts: list[int] = []
     for name in names:
@@ -279,7 +283,8 @@ def _by_hand(
             fix="write cut:" + ",".join(dict.fromkeys(name for _, name in order)) + " with as many stages",
         )
     starts[0] = 0  # calls before the first name belong to the first chunk
-    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, seconds), tuple(opened))
+    costs = _costs(model, graph, example, num_tokens, seconds)
+    return replace(_stages(model, graph, movable, starts, costs, tuple(opened)), whole=tuple(whole))
 
 
 def _list_modules(movable: Sequence[CallSite]) -> str:
@@ -290,7 +295,8 @@ def _list_modules(movable: Sequence[CallSite]) -> str:
 def stages_by_device(model: nn.Module) -> tuple[str, ...]:
     """Returns the modules at which the parameters' device changes from call to call, as names for the option ``cut:``.
 
-    So a model whose parts a user has put on devices with ``.to`` is cut there. Empty if all are on one device.
+    A model whose parts a user has moved to devices with ``.to`` is cut there. Empty if all parameters are on one
+    device.
 
     >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
     ('0', '1')

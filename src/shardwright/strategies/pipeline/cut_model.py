@@ -1,4 +1,4 @@
-"""Cuts a model into stages: by its code where that can be followed, else by a record of its forward."""
+"""Cuts a model into pipeline stages by its traced code, or, where that fails, by a record of its forward."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
+from shardwright.plan.recompute import blocks_kept_whole
 from shardwright.plan.stages import Stages
 from shardwright.strategies.pipeline.cut import cut
 from shardwright.strategies.pipeline.event_cut import cut_events
 
 MOST_OF_ONE = 0.75
-"""The share of the work from which on one chunk holds so much of traced code that a record is tried in its place."""
+"""The share of all work above which a chunk with code that cannot be traced is too large; a record is then cut."""
 
 
 def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
-    """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
+    """Returns the job's model cut into ``num_chunks`` chunks: by its traced code, else by a record of its forward.
+
+    The forward is recorded on the job's example. ``asked`` are keyword arguments that are passed on to ``cut`` and
+    ``cut_events``, such as the ``names`` of the modules at which chunks begin.
+    """
     if runs_on_parts(plan):
         return cut_events(job.model, num_chunks, job.example, **asked)
     found: Stages | None = None
     failure: UnknownCodeError | PlanError | None = None
     try:
-        found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
+        whole = blocks_kept_whole(job.model, plan.layout)
+        found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, whole=whole, **asked)
         if not found.gives_dict and (not found.unread or _most_work(found) <= MOST_OF_ONE):
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
@@ -64,11 +70,11 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 
 
 def _most_work(stages: Stages | EventStages) -> float:
-    """Returns the share of all work that the chunk with the most work has."""
+    """Returns the largest chunk's share of the model's work, from 0 to 1."""
     works = [cost.work for cost in stages.costs]
     return max(works) / (sum(works) or 1.0)
 
 
 def runs_on_parts(plan: Plan) -> bool:
-    """Whether the modules run on parts of tensors, cut by a record of the forward: then stages are cut by it too."""
+    """Returns whether tensor parallelism runs the model's own forward on tensor shards, so its record is cut."""
     return Rung.ON_PARTS in plan.wrapped.get("", {})

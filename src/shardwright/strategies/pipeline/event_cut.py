@@ -1,7 +1,8 @@
-"""Cuts a recorded forward into pipeline chunks: the largest least, in work and memory, then the fewest bytes between.
+"""Cuts a recorded forward into pipeline chunks of balanced work and memory.
 
-A module whose call costs more than a small part of a chunk's share is opened: the calls that its code makes are events
-of their own, at any depth.
+The largest chunk is made as small as possible; of such cuts, the one between whose chunks the fewest bytes are sent is
+taken. A module whose call costs more than a small part of a chunk's share is opened: the calls that its code makes are
+events of their own, at any depth.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.strategies.pipeline.cut import partition
 
 FINEST = (0.25, 0.06, 0.0)
-"""A module is opened if a call costs more than this part of a chunk's share of the work; the next if that is uneven.
+"""A module is cut inside if its call costs more than this part of an even chunk. Later values are for uneven cuts.
 
 Chunks begin at units, so the largest may exceed its share by about one unit: by a quarter, and less where smaller units
 stand at the boundary. Finer units balance better, and each is one more event that every stage compares with the record.
 """
 
 FINER = 0.9
-"""Finer units must make the largest chunk smaller by at least a tenth."""
+"""A cut of finer units is preferred only if its largest chunk is smaller than this part of the coarser cut's."""
 
 SLACK = 1.1
-"""A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks.
+"""The largest chunk's work may be this many times the least possible, if fewer bytes then cross between chunks.
 
-A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it. It may
-be as uneven in work as ``UNEVEN`` allows where it would be more uneven in memory otherwise.
+A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it. Chunks
+may be as uneven in work as ``UNEVEN`` allows where they would be more uneven in memory otherwise.
 """
 
 
@@ -52,11 +53,13 @@ def cut_events(
     model: nn.Module, num_chunks: int, example: Any, *, names: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None, closed: Collection[str] = (),
 ) -> EventStages:  # fmt: skip
-    """Returns a model, on the meta device, whose forward on ``example`` is cut into contiguous pipeline chunks.
+    """Returns the contiguous pipeline chunks (:class:`EventStages`) of a model's forward, recorded on ``example``.
 
-    ``names`` are the modules at which chunks begin, ``seconds`` measured times of modules; ``closed`` are not opened.
+    The model is on the meta device. ``names`` are the modules at which chunks begin, ``seconds`` measured times of
+    modules; modules in ``closed`` are not cut inside. Use it for models whose code cannot be traced, else ``cut``.
 
-    Raises: LayoutError: the forward reads values, or makes too few calls; modules share values on hidden ways.
+    Raises: LayoutError: the forward reads the values of tensors, or makes too few calls; or modules share values in a
+        way that the record does not show.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -90,7 +93,7 @@ def cut_events(
 
 
 def _unevenness(stages: EventStages) -> float:
-    """Returns the work or the parameters of the largest chunk over those of an even one; 1.0 is even."""
+    """Returns the largest chunk's work, or its parameter bytes if that is more, over the average; 1.0 is even."""
     works = [cost.work for cost in stages.costs]
     sizes = [cost.parameter_bytes for cost in stages.costs]
     return max(max(each) / (sum(each) or 1) for each in (works, sizes)) * len(stages.costs)
@@ -160,7 +163,7 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
 
 
 def _drawn_as(number: float, path: str, call: int, place: int, draw: DrawCall) -> Tensor:
-    """Returns what a draw gives whose numbers are all one between 0 and 1."""
+    """Returns the result of a random draw as if every random number were ``number``, which is between 0 and 1."""
     x = draw.drawn(None)
     if draw.kind not in ("new", "like", "fill") or draw.name == "randperm":
         made: Tensor = draw.without_numbers()
@@ -316,13 +319,13 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
 
 
 def _shares(values: Sequence[float]) -> list[float]:
-    """Returns the part of the sum of all values that those before each place are."""
+    """Returns, for each place, the sum of the values before it as a part of the whole sum, from 0 to 1."""
     whole = sum(values) or 1.0
     return [each / whole for each in (0.0, *accumulate(values))]
 
 
 Price = tuple[float, float]
-"""What a run costs: what is added up over all runs, then what only the largest counts of."""
+"""The price of a run of events: a term that is summed over all runs, then a term of which the largest counts."""
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:

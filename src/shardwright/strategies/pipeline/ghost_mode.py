@@ -1,4 +1,4 @@
-"""Runs a user's own whole forward on one pipeline stage: its own events natively, all others as ghosts.
+"""Runs the whole recorded forward on one pipeline stage: this chunk computes its own events, other chunks' give ghosts.
 
 A ghost is a tensor on the meta device that stands for a value of another stage (``analysis/forward_events.py``). Calls
 of other stages return ghosts without running; what depends on a ghost is a ghost. Where an event of this chunk takes a
@@ -40,13 +40,16 @@ class ChunkStoppedError(Exception):
 
 
 class GhostMode(TorchFunctionMode):
-    """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made.
+    """A context that runs one chunk's part of the forward for one microbatch; calls of other chunks return ghosts.
 
-    Without a chunk no event runs. ``plain`` is the model that was recorded, with the user's hooks alone.
+    ``chunk`` is its number; None runs no event and only compares the forward with the record. ``plain`` is the model
+    that was recorded, with the user's hooks alone. ``received`` are the values that other chunks have sent, by name.
+    ``made`` collects this chunk's values that other chunks take. ``before`` is called with each event's number before
+    it runs.
     """
 
     takes_draws = True
-    """A function that draws random numbers is one event, as it was recorded, however its numbers are computed."""
+    """True: ``KeyedDraws`` leaves the call of a random function to this mode, so that it is one event as recorded."""
 
     def __init__(
         self, chunked: EventsChunked, chunk: int | None, plain: nn.Module, names: ParameterIndex,
@@ -67,7 +70,9 @@ class GhostMode(TorchFunctionMode):
         self.made: dict[ValueName, Tensor] = {}
 
     def run(self, model: nn.Module, units: Mapping[nn.Module, str], opened: Sequence[nn.Module], inputs: Any) -> Any:
-        """Returns the model's output on the last chunk, None on others; hooks on ``opened`` modules do not run.
+        """Runs the forward up to this chunk's last event; returns the model's output on the last chunk, else None.
+
+        ``units`` are the modules whose call is one event, by path; hooks on ``opened`` modules do not run.
 
         Raises: PlanError: the forward makes other calls than the record.
         """
@@ -105,7 +110,7 @@ class GhostMode(TorchFunctionMode):
         return tuple(value_name(tensor) or self._names.of(tensor) for tensor in given)
 
     def _look(self, func: Any, name: str, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
-        """Runs a function that makes no tensor, such as one that asks for a size."""
+        """Runs a function that makes no tensor, such as one that reads a tensor's size."""
         if func == _DEVICE and given[0].is_meta:
             return self._device
         versions = [tensor._version for tensor in given]
@@ -191,7 +196,7 @@ class GhostMode(TorchFunctionMode):
         return _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor with a value's numbers in place of its ghost."""
+        """Returns the real tensor that a ghost stands for; a tensor that is no ghost is returned as it is."""
         name = value_name(tensor)
         found = tensor if name is None else self._real.get(name, tensor)
         if found.is_meta and self._device.type != "meta":
@@ -199,7 +204,7 @@ class GhostMode(TorchFunctionMode):
         return found
 
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
-        """Marks an event's results with their names, and keeps those that other chunks take."""
+        """Tags an event's results with their value names, and adds those that other chunks take to ``made``."""
         leaves, tree = ([results], None) if type(results) is Tensor else tree_flatten(results)
         written, overwritten = dict(enumerate(given)), {place for place, _ in event.written}
         if len(leaves) != len(event.results):

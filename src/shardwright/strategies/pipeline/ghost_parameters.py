@@ -1,4 +1,4 @@
-"""What code between modules finds in place of parameters, so that it may ask for shapes and dtypes on any stage."""
+"""Meta tensors in place of other stages' parameters, so that code between modules can read shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.plan.event_stages import EventStages
 
 
 class GhostParameters:
-    """The parameters of a rank's model, and in place of those that other stages hold the ones on the meta device.
+    """The parameters of a rank's model, with meta tensors in place of those that other pipeline stages hold.
 
     A strategy may shard parameters and gather them where a module's attribute is read. Code between modules reads them
     on every stage; here only an event of this stage does (:meth:`fetch`).
@@ -48,9 +48,9 @@ class GhostParameters:
 
     @contextmanager
     def standing_in(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which every parameter of the model can be read, with values only where this rank holds it.
+        """A context in which every parameter of the model can be read; those of other stages are meta tensors.
 
-        ``others`` are tensors in place of parameters, by name.
+        ``others`` are tensors, such as gathered weights, that are read in place of the parameters of these names.
         """
         before = [(store, name, dict.get(store, name)) for store, name, _ in self._missing]
         for module, _, plain, names in self._plain:
@@ -67,7 +67,7 @@ class GhostParameters:
                 dict.__setitem__(store, name, held)
 
     def fetch(self, event: ForwardEvent) -> None:
-        """Reads the parameters that a function takes, as the user's own code would: a strategy may gather them now."""
+        """Reads the parameters that a function event takes, so that ZeRO-3, for instance, unshards them before it."""
         for name in event.reads if event.number is None else ():
             if name in self._stores:
                 store, own = self._stores[name]

@@ -1,4 +1,4 @@
-"""One pipeline stage that runs the user's own whole forward for each of its chunks, with ghosts of other stages."""
+"""A pipeline stage for models that cannot be traced: it runs the whole forward on ghosts of other stages' values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming,
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 
 KEPT_RECORDS = 64
-"""For how many shapes of inputs records are kept."""
+"""The number of input shapes for which recorded forwards are cached; the least recently used are dropped."""
 
 KEPT_PATHS = 8
-"""How many records are kept for inputs of one form: a mask of ones may take another path through the code."""
+"""The number of recorded forwards cached for one input shape: other values, as of a mask, may take other code paths."""
 
 
 @dataclass
@@ -50,7 +50,12 @@ class GhostStage(PipelineStage[EventStages]):
     _edges: tuple[Edge, ...] = ()
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes of messages, as :meth:`PipelineStage.expect`."""
+        """Sets the shapes and dtypes of all p2p messages that come from other stages.
+
+        Only a rehearsal, which receives none, calls it.
+
+        ``values[m]`` are the values of microbatch m that cross between chunks, by name.
+        """
         self._prepare()
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
             key = self._key(number, microbatch, len(microbatches)), self._chunks_for(microbatch).crossing
@@ -59,7 +64,7 @@ class GhostStage(PipelineStage[EventStages]):
                 self.p2p.set_spec(key, (edge.source, edge.target), spec)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule; records the forward of each form of inputs that is new."""
+        """Prepares for one run of a schedule. Forwards of microbatches with new input shapes are recorded."""
         self._prepare()
         self._chunks = [self._chunks_for(each) for each in microbatches]
         keys = [
@@ -75,9 +80,10 @@ class GhostStage(PipelineStage[EventStages]):
         self.p2p.begin(self._route.arrivals, keys)
 
     def crossing(self, planned: Sequence[Edge]) -> dict[str, Tensor]:
-        """Returns the values of the first microbatch that crossed between chunks, on the meta device.
+        """Returns meta tensors like the values of the first microbatch that crossed between chunks, by name.
 
-        Their names are those on the ``planned`` edges, as far as these have as many values.
+        A name is that of the ``planned`` edge between the same chunks if that edge has as many values, else that of the
+        record of the forward that ran.
         """
         found: dict[str, Tensor] = {}
         names = {edge[:2]: edge.values for edge in planned}
@@ -99,7 +105,7 @@ class GhostStage(PipelineStage[EventStages]):
                 self._names = ParameterIndex(self.model)
 
     def _chunks_for(self, microbatch: Microbatch) -> EventsChunked:
-        """Returns the record of the calls that the forward of a microbatch makes; records it if it is new."""
+        """Returns the chunks of the recorded forward that a microbatch will follow, recorded now if it is new."""
         inputs = microbatch.inputs
         leaves, tree = tree_flatten(inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
@@ -123,7 +129,7 @@ class GhostStage(PipelineStage[EventStages]):
         return found
 
     def _follows(self, chunked: EventsChunked, microbatch: Microbatch) -> bool:
-        """Whether the forward of a microbatch makes the calls of a record: it runs on ghosts alone."""
+        """Returns whether a microbatch's forward makes the calls of this record. It is run on ghosts alone."""
         assert self._places is not None
         assert self._names is not None
         if self.rng is None:
@@ -170,7 +176,7 @@ class GhostStage(PipelineStage[EventStages]):
         return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)
 
     def _calls(self, chunked: EventsChunked, chunk: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns what strategies have put around the calls of a chunk."""
+        """Returns the context in which strategies let a chunk's calls run, such as one that gathers their weights."""
         if self.frame is None:
             return nullcontext({})
         return self.frame.calls(chunked.weights_of(chunk), chunked.read_between(chunk))

@@ -1,4 +1,4 @@
-"""Which messages a schedule makes stages exchange: which leave after each action, and in which order they arrive.
+"""The p2p messages that follow from a schedule: which are sent after each action, and in which order they arrive.
 
 A send never blocks, so messages from one stage arrive in the order of that stage's list of actions. The receiver posts
 its receives in this order, ahead of use.
@@ -14,9 +14,10 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 class StageMessage(NamedTuple):
-    """One message between pipeline chunks: a microbatch's activations (``F``), or their gradients back (``B``).
+    """One p2p message between pipeline chunks: a microbatch's activations (``F``), or their gradients (``B``).
 
-    ``source`` is the chunk that computes the activations, ``target`` the one that uses them, whichever way it goes.
+    ``source`` is always the chunk that computes the activations and ``target`` the one that uses them, also for
+    gradients, which travel from ``target`` to ``source``.
     """
 
     kind: Literal["F", "B"]
@@ -26,7 +27,7 @@ class StageMessage(NamedTuple):
 
 
 def leaving(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """Returns the messages that an action (F, B, I or W) produces; between chunks of one stage none is sent.
+    """Returns the messages that are sent after an action (F, B, I or W). The caller skips those within one stage.
 
     >>> edges = (Edge(0, 1, ("x",)), Edge(0, 2, ("y",)))
     >>> [(message.source, message.target) for message in leaving(Action("F", 3, 0), edges)]
@@ -38,7 +39,7 @@ def leaving(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
 
 
 def coming(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """Returns the messages that an action needs before it can run: activations for F, gradients for B or I."""
+    """Returns the messages that must be received before an action can run: activations for F, gradients for B or I."""
     return _messages(action, edges, at_source=action.kind != "F")
 
 
@@ -56,7 +57,7 @@ def receiver(message: StageMessage, stage_of: Sequence[int]) -> int:
 
 
 def arrivals(schedule: Schedule, edges: Sequence[Edge], stage: int) -> dict[int, tuple[StageMessage, ...]]:
-    """Returns, by sending stage, the messages that ``stage`` receives, in the order in which they are sent.
+    """Returns the messages that ``stage`` receives under a schedule, by sending stage, in order of sending.
 
     >>> F, B = (Action("F", 0, c) for c in (0, 1)), (Action("B", 0, c) for c in (0, 1))
     >>> (f0, f1), (b0, b1) = F, B

@@ -1,4 +1,4 @@
-"""Sends and receives between pipeline stages: nested lists and dicts of tensors, with receives posted ahead of use.
+"""Sends and receives of nested tensors between pipeline stages (p2p); receives are posted ahead of use.
 
 The first time that values of some shapes cross an edge, their :class:`ValueSpec` is sent ahead: shapes, dtypes, which
 tensors need gradients, and all leaves that are no tensors. Later messages are tensors alone. A spec is kept under a
@@ -22,19 +22,20 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm.axis import Axis, Pending
+from shardwright.devices import HOST
 from shardwright.errors import PlanError
 from shardwright.sharding.tensor_part import part_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.spec_bytes import pack, unpack
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
-"""Types of the leaves, beside tensors, that may cross between stages."""
+"""The types of leaves beside tensors that may cross between stages: numbers, strings, None, dtypes, devices, sizes."""
 
 
 class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor before its message: shape, dtype, whether it needs a gradient.
+    """The shape and dtype of a tensor that a p2p message carries, and whether its gradient is sent back.
 
-    ``part`` says of a tensor that is a part which one: the shape of the whole, and its cuts.
+    ``part`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and its cuts.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class TensorSpec(NamedTuple):
 
 
 class ValueSpec(NamedTuple):
-    """The nested values that one chunk sends another, with a :class:`TensorSpec` in place of each tensor."""
+    """The structure of nested values that one chunk sends another: a :class:`TensorSpec` stands for each tensor."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -93,7 +94,7 @@ def fill(spec: ValueSpec, tensors: Sequence[Tensor]) -> Any:
 
 
 LEAST_BYTES = 2 * 2**20
-"""Smaller messages are received into fresh memory."""
+"""The size in bytes from which on a message is received into a reused buffer; smaller ones get fresh memory."""
 
 
 @dataclass
@@ -105,26 +106,26 @@ class _Buffer:
 
 @dataclass
 class ReceiveBuffers:
-    """One stage's receive buffers, each reused once no other tensor shares its storage.
+    """One stage's host buffers for received messages, each reused once no other tensor shares its storage.
 
     The schedule does not tell when a buffer is free: autograd, a module that keeps its input or a user's view may still
     refer to it. So the storage's reference count decides. On a GPU every buffer is a fresh tensor: torch's caching
-    allocator reuses memory there, and minds streams.
+    allocator reuses memory there, and knows which streams use it.
     """
 
     _kept: dict[tuple[tuple[int, ...], torch.dtype], list[_Buffer]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Begins a run of a schedule: frees the buffers that the last run did not use."""
+        """Begins a run of a schedule, and frees the buffers that the last run did not use."""
         used = {key: [buffer for buffer in buffers if buffer.was_used] for key, buffers in self._kept.items()}
         self._kept = {key: buffers for key, buffers in used.items() if buffers}
         for buffer in (each for buffers in self._kept.values() for each in buffers):
             buffer.was_used = False
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a tensor of this shape and dtype to receive into; no other tensor in use shares its storage."""
+        """Returns a tensor of this shape and dtype to receive into, from a reused buffer if one is free."""
         shape = tuple(shape)
-        if device.type == "cuda" or prod(shape) * dtype.itemsize < LEAST_BYTES:
+        if device.type not in HOST or prod(shape) * dtype.itemsize < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
         buffers = self._kept.setdefault((shape, dtype), [])
         for buffer in buffers:
@@ -143,7 +144,7 @@ def _num_references(tensor: Tensor) -> int:
 
 
 KEPT_KEYS = 256
-"""For how many keys specs are kept, the most recently used ones; more if one run of a schedule has more."""
+"""The number of keys whose specs are cached, the most recently used ones; more if one run of a schedule has more."""
 
 
 @dataclass
@@ -156,9 +157,10 @@ class _EdgeSpecs:
 
 @dataclass
 class P2P:
-    """One pipeline stage's sends to and receives from the other stages, over the axis ``pp``.
+    """One pipeline stage's sends to and receives from other stages over the axis ``pp``; shapes are sent only once.
 
-    All stages call :meth:`begin` with the same keys in the same order, so they keep, and drop, the same specs.
+    All stages call :meth:`begin` with the same keys in the same order, so that all keep, and drop, the same cached
+    specs.
     """
 
     axis: Axis
@@ -172,7 +174,7 @@ class P2P:
     def begin(self, arrivals: Mapping[int, Sequence[StageMessage]], keys: Sequence[object]) -> None:
         """Prepares for one run of a schedule; ``arrivals`` are the messages to receive, by sending stage, in order.
 
-        ``keys[m]`` is the key under which the specs (shapes and dtypes) of microbatch m's messages are kept.
+        ``keys[m]`` is the key under which the specs (shapes and dtypes) of microbatch m's messages are cached.
         """
         assert not self._posted, "every message of the last run was taken"
         self._queues = {stage: deque(messages) for stage, messages in arrivals.items()}
@@ -186,15 +188,18 @@ class P2P:
             del self._by_key[key]
 
     def has_key(self, key: object) -> bool:
-        """Whether specs (shapes and dtypes of messages) are kept under this key."""
+        """Returns whether the shapes and dtypes of messages are cached under ``key``."""
         return key in self._by_key
 
     def set_spec(self, key: object, edge: tuple[int, int], spec: ValueSpec) -> None:
-        """Stores the shapes and dtypes of one edge's messages (chunk to chunk), so that receives can be posted."""
+        """Stores, under ``key``, the shapes and dtypes of messages from chunk to chunk (``edge``), as if received.
+
+        For rehearsals alone: in a run the sender sends them ahead of its first message.
+        """
         self._by_key.setdefault(key, _EdgeSpecs()).specs[edge] = spec
 
     def spec(self, message: StageMessage) -> ValueSpec:
-        """Returns the shapes and dtypes (:class:`ValueSpec`) of a message's activations, also for their gradients."""
+        """Returns the shapes and dtypes of a message's activations, which their gradients have too."""
         return self._by_microbatch[message.microbatch].specs[message.source, message.target]
 
     def set_local_spec(self, message: StageMessage, spec: ValueSpec) -> None:
@@ -202,7 +207,10 @@ class P2P:
         self._by_microbatch[message.microbatch].specs[message.source, message.target] = spec
 
     def send(self, message: StageMessage, spec: ValueSpec, tensors: Sequence[Tensor], to: int) -> None:
-        """Sends values to stage ``to``, the first time after their shapes. Raises PlanError: these have changed."""
+        """Sends activations to stage ``to``; the first time their shapes go ahead.
+
+        Raises PlanError: the shapes have changed.
+        """
         kept, edge = self._by_microbatch[message.microbatch], (message.source, message.target)
         before = kept.specs.setdefault(edge, spec)
         if before != spec:
@@ -229,7 +237,10 @@ class P2P:
             self.axis.send(gradient, to)
 
     def post(self, messages: Sequence[StageMessage]) -> None:
-        """Posts receives for ``messages`` and earlier ones of the same senders, up to the first of unknown shapes."""
+        """Posts receives, without waiting, for ``messages`` and all that their senders send earlier.
+
+        It stops at the first message of unknown shapes, which :meth:`take` receives.
+        """
         for message in messages:
             queue = self._queues.get(self._source_of.get(message, -1))
             while queue and message not in self._posted:
@@ -239,7 +250,7 @@ class P2P:
                 self._post(queue.popleft())
 
     def take(self, message: StageMessage) -> list[Tensor]:
-        """Waits until a message is received and returns its tensors."""
+        """Waits until ``message`` is received, and returns its tensors in the order of the sender's leaves."""
         stage = self._source_of[message]
         # Messages of one stage come in its order, so those before this one are posted first.
         while message not in self._posted:
@@ -275,7 +286,7 @@ def _unpack_spec(packed: bytes) -> ValueSpec:
 
 
 def share_output(axis: Axis, output: Any, source: int) -> Any:
-    """Broadcasts the model's output from stage ``source``, and returns it on every stage.
+    """Broadcasts the model's output from the stage ``source`` that computed it, and returns it on every stage.
 
     Traffic: one broadcast of its spec's size, one of its spec and one of each tensor.
     """

@@ -1,4 +1,4 @@
-"""Pipeline parallel: the model in stages, one after the other, and microbatches on their way through them.
+"""Pipeline parallel: the model is cut into stages, one after the other, and a schedule runs microbatches through them.
 
 ::
 
@@ -40,6 +40,7 @@ from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
+from shardwright.plan.recompute import activation_offload_target, recomputed_blocks
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
@@ -54,7 +55,7 @@ from shardwright.strategies.pipeline.schedule_checks import check_order, check_s
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.schedules.auto import search
 from shardwright.strategies.pipeline.schedules.file import read_schedule
-from shardwright.strategies.pipeline.simulate import memory_of, times_of
+from shardwright.strategies.pipeline.simulate import memory_of, recomputed_shares, times_of
 from shardwright.strategies.pipeline.stage import Stage
 from shardwright.strategy import check_table
 
@@ -74,7 +75,7 @@ AXIS = LayoutAxis(
     keys={"schedule": (str,), "microbatches": (str, int)},
     written=_written,
 )
-"""The axis of the stages, which the model runs through one after the other."""
+"""The layout axis ``pp``: its ranks are pipeline stages, each of which holds some layers of the model."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ class Pipeline:
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Places each parameter on the stages that use it. Raises LayoutError for a model with too few calls."""
+        """Returns the plan with each parameter on the stages that use it.
+
+        Raises LayoutError for a model with too few calls.
+        """
         if has_hooks(job.model):
             raise LayoutError(
                 "the model itself has hooks, and under a pipeline no rank calls it as a whole",
@@ -138,7 +142,7 @@ class Pipeline:
         return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Returns this rank's :class:`Stage`, which runs its chunks for the executor."""
+        """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks."""
         schedule, stages = _placed(plan)
         if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
             split_backward(job.model, job.deferred)
@@ -149,13 +153,15 @@ class Pipeline:
             if job.frame is not None:
                 job.frame.repeat(path, times, total)
 
+        edges = stages.chunked.edges
+        axes["pp"].connect([(schedule.stage_of[edge.source], schedule.stage_of[edge.target]) for edge in edges])
         rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
         if isinstance(stages, EventStages):
             return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns a stage's sends and receives of a step, and the all-reduces of shared weights' gradients."""
+        """Returns one step's p2p messages of the stage at ``coord``, and the all-reduces of shared gradients."""
         schedule, stages = _placed(plan)
         edges = stages.chunked.edges
         sizes = {(edge.source, edge.target): edge.values for edge in edges}
@@ -173,7 +179,7 @@ class Pipeline:
 
 
 def _computing(stages: EventStages, plan: Plan) -> EventStages:
-    """Returns the stages with a model of their own, in the dtypes that the layout computes in."""
+    """Returns a copy of the stages whose model has the dtypes that the layout computes in."""
     model = copied(stages.model, {})
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(plan.compute_dtypes[name])
@@ -208,12 +214,13 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
         )
     names = tuple(named.value.split(",")) if named is not None and named.value else ()
     most = max(LEAST_MOST_STAGES, CALLS_OF_ONE * sum(1 for _ in job.model.modules()))
-    if factor.size > most:  # before a schedule of a million stages is written
+    each = max((_num_chunks(option) or 1 for option in factor.options if option.name in SCHEDULES), default=1)
+    if factor.size * each > most:  # before a schedule of a million stages or chunks is written
         raise LayoutError(
-            f"the model cannot be cut into {factor.size} stages",
+            f"the model cannot be cut into {factor.size} stages" + f" of {each} chunks each" * (each > 1),
             given=f"{type(job.model).__name__}, of {most // CALLS_OF_ONE} modules at most",
-            allowed=f"far less than {most} stages: as many as the model makes calls of modules",
-            fix="ask for fewer stages",
+            allowed=f"far less than {most} stages or chunks: as many as the model makes calls of modules",
+            fix="ask for fewer stages" + " or chunks" * (each > 1),
         )
     by_device = named is None and bool(job.stages)
     if by_device:
@@ -249,18 +256,19 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     if not names:
         with suppress(LayoutError):  # too few calls for two chunks on a stage
             stages[2 * factor.size] = cut_into(2 * factor.size)
-    times = [times_of(each.costs) for each in stages.values()]
+    again = recomputed_blocks(job.model, plan.layout) if activation_offload_target(plan.layout) is None else ()
+    times = [times_of(each.costs, recomputed=recomputed_shares(each, again)) for each in stages.values()]
     memory = [memory_of(each.costs) for each in stages.values()]
     schedule, _ = search(factor.size, plan.layout.num_microbatches, times, memory, _limit_bytes(auto))
     return schedule, stages[schedule.num_chunks]
 
 
 LEAST_MOST_STAGES, CALLS_OF_ONE = 1024, 16
-"""More stages than the first number, and than so many calls of each module would give, are refused by their number."""
+"""More stages than the first number, and than the second for each module, are refused before the model is cut."""
 
 
 def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages | EventStages) -> None:
-    """Checks that state which a layer updates in every call, such as running statistics, is updated as on one device.
+    """Checks that a layer that updates state in every call, such as a BatchNorm, updates it in one-device order.
 
     Raises: LayoutError: several stages call the layer, or chunks that take turns; forwards in another order.
     """
@@ -323,17 +331,22 @@ def _named_schedule(plan: Plan) -> Schedule:
         check_schedule(schedule, plan.layout.num_microbatches)
         return schedule
     option = named[0] if named else None
-    chunks = None
-    if option is not None and option.value is not None:
-        if not (option.value.startswith("v") and option.value[1:].isdecimal()):
-            raise LayoutError(
-                f"'{option.name}' takes a number of chunks for each stage",
-                given=str(option),
-                allowed=f"{option.name}:v2, {option.name}:v3, ...",
-                fix=f"write {option.name}:v2",
-            )
-        chunks = int(option.value[1:])
+    chunks = None if option is None else _num_chunks(option)
     return build(option.name if option else "1f1b", factor.size, plan.layout.num_microbatches, chunks)
+
+
+def _num_chunks(option: Option) -> int | None:
+    """Returns the chunks of each stage that a schedule's option names, such as 2 of "interleaved:v2", or None."""
+    if option.value is None:
+        return None
+    if not (option.value.startswith("v") and option.value[1:].isdecimal()):
+        raise LayoutError(
+            f"'{option.name}' takes a number of chunks for each stage",
+            given=str(option),
+            allowed=f"{option.name}:v2, {option.name}:v3, ...",
+            fix=f"write {option.name}:v2",
+        )
+    return int(option.value[1:])
 
 
 def _holders(stages: Stages | EventStages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
-"""What every pipeline stage does with its messages: it waits for them, sends them, and passes gradients back.
+"""The base of a pipeline stage: it waits for activations and gradients of other stages, and sends its own to them.
 
-How a chunk is run is another matter: :mod:`~shardwright.strategies.pipeline.stage` runs calls that were traced,
-:mod:`~shardwright.strategies.pipeline.ghost_stage` the user's own whole forward.
+Its two subclasses differ in how a chunk is run: :mod:`~shardwright.strategies.pipeline.stage` runs calls that were
+traced, :mod:`~shardwright.strategies.pipeline.ghost_stage` the user's own whole forward.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardwright.strategies.pipeline.messages import StageMessage, arrivals, com
 from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
 
 POSTED_AHEAD = 2
-"""For how many actions, from the one that runs next, receives are posted."""
+"""The number of actions, counting the next one to run, whose receives are already posted."""
 
 KEPT_ROUTES = 4
-"""How many schedules' message routes are kept, the most recently used first."""
+"""The number of schedules whose message routes are cached, the most recently used first."""
 
 
 @dataclass
 class Incoming:
-    """The tensors of one received message that need gradients, and their gradients once the backward has run."""
+    """The received tensors of one message that need gradients; after the backward also their gradients."""
 
     message: StageMessage
     tensors: tuple[Tensor, ...]
@@ -62,10 +62,10 @@ class _Entry(Function):
 
 
 class SavedMicrobatch(NamedTuple):
-    """What a chunk keeps of one microbatch between its forward and its backward.
+    """The autograd state that a chunk keeps of one microbatch between its forward and its backward.
 
-    ``starts`` are the tensors that the backward starts from. ``outgoing`` lists, for each outgoing edge, the message
-    that brings the gradients back and which of ``starts`` they belong to, in order.
+    ``starts`` are the output tensors from which the backward starts. ``outgoing`` lists, for each outgoing edge, the
+    message that brings the gradients back and the indices of the ``starts`` that they belong to, in order.
     """
 
     incoming: tuple[Incoming, ...]
@@ -74,7 +74,7 @@ class SavedMicrobatch(NamedTuple):
 
 
 class ChunkRoute(NamedTuple):
-    """The messages that a stage receives under one schedule: by the action that needs them, and by sending stage."""
+    """The messages that one stage receives under a schedule: by the action that needs them, and by sending stage."""
 
     schedule: Schedule
     coming: tuple[tuple[StageMessage, ...], ...]
@@ -86,10 +86,11 @@ StagesT = TypeVar("StagesT", bound=Stages | EventStages)
 
 @dataclass
 class PipelineStage(Generic[StagesT]):
-    """This rank's pipeline chunks, for the executor; a subclass says how a chunk runs, in ``begin`` and ``_run``.
+    """This rank's pipeline chunks, which the executor runs; subclasses define how a chunk runs (``begin``, ``_run``).
 
-    ``repeat`` is called before a module that earlier chunks call too, with the number of their calls: dropout masks
-    are numbered over all calls. ``frame`` is what strategies have put around the model's forward.
+    ``stage_of`` gives the stage of each chunk. ``repeat`` is called before a module that earlier chunks call too, with
+    the number of their calls: dropout masks are numbered over all calls. ``frame`` is the context that strategies put
+    around the model's forward.
     """
 
     model: nn.Module
@@ -111,18 +112,20 @@ class PipelineStage(Generic[StagesT]):
         return self.p2p.axis.index
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes and dtypes of all messages from other stages; a rehearsal, which receives none, needs them.
+        """Sets the shapes and dtypes of all p2p messages that come from other stages.
 
-        ``values[m]`` are microbatch m's values that cross between chunks, by their names in the model's code.
+        Only a rehearsal, which receives none, calls it.
+
+        ``values[m]`` are the values of microbatch m that cross between chunks, by their names in the model's code.
         """
         raise NotImplementedError
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output of each."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets each one's model output."""
         raise NotImplementedError
 
     def wait(self, place: int) -> None:
-        """Posts receives ahead and waits for the messages that the action at index ``place`` of the stage needs."""
+        """Waits for the messages that this stage's action at index ``place`` needs, and posts further receives."""
         assert self._route is not None
         for messages in self._route.coming[place : place + POSTED_AHEAD]:
             self.p2p.post(messages)
@@ -130,7 +133,7 @@ class PipelineStage(Generic[StagesT]):
             self._arrived[message] = self.p2p.take(message)
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs microbatch ``number`` through a chunk and sends its outputs; returns those to run backward from."""
+        """Runs microbatch ``number`` through a chunk and sends its outputs; returns the tensors to differentiate."""
         with framed(self.frame, self._microbatches[number].inputs) as inputs:
             return self._run(chunk, number, inputs)
 
@@ -138,7 +141,7 @@ class PipelineStage(Generic[StagesT]):
         raise NotImplementedError
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the received gradient of each output of a chunk, summed over senders; None for the loss itself."""
+        """Returns the received gradient of each tensor that :meth:`forward` returned, summed; None for the loss."""
         saved = self._saved[chunk, number]
         found: list[Tensor | None] = [None] * len(saved.starts)
         for message, positions in saved.outgoing:
@@ -162,13 +165,13 @@ class PipelineStage(Generic[StagesT]):
                 self.p2p.send_gradients(gradients, receiver(back, self.stage_of))
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
-        """Returns this rank's chunks that use a parameter; its first chunk if none does."""
+        """Returns this rank's chunks that use ``parameter``; only its first chunk if none does."""
         mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
         chunked = self.stages.chunked
         return frozenset(chunk for chunk in mine if parameter in chunked.weights_of(chunk)) or frozenset(mine[:1])
 
     def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
-        """Returns all that determines the specs of a microbatch's values, equal on every stage."""
+        """Returns a key of all that determines the shapes of a microbatch's messages, equal on every stage."""
         leaves, spec = tree_flatten(microbatch.inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         place = (number, count, microbatch.num_global, microbatch.num_tokens)
@@ -177,7 +180,7 @@ class PipelineStage(Generic[StagesT]):
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
 
     def _new_route(self, schedule: Schedule, routes: list[ChunkRoute], edges: Sequence[Edge]) -> ChunkRoute:
-        """Returns the schedule's message route, from ``routes`` if it is there; evaluations bring new schedules."""
+        """Returns the schedule's message route, cached in ``routes``; each evaluation brings a new schedule."""
         for place, route in enumerate(routes):
             if route.schedule is schedule:
                 routes.insert(0, routes.pop(place))
@@ -195,7 +198,7 @@ class PipelineStage(Generic[StagesT]):
         self, chunk: int, number: int, incoming: Sequence[Incoming], sent: Mapping[int, list[Any]], output: Any,
         is_last: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Sends a chunk's values to later chunks and gives the last one's output on; returns where backward starts."""
+        """Sends a chunk's values to later chunks, hands on the model's output; returns the tensors to differentiate."""
         assert self._last is not None
         starts: list[Tensor] = []
         outgoing = []
@@ -236,12 +239,12 @@ class PipelineStage(Generic[StagesT]):
 
 
 def framed(frame: ForwardFrame | None, inputs: Any) -> AbstractContextManager[Any]:
-    """Returns a ``with`` context for one forward, which yields the inputs as the frame's strategies change them."""
+    """Returns a context for one forward that yields the model's inputs as the strategies of ``frame`` change them."""
     return nullcontext(inputs) if frame is None else frame.within(inputs)
 
 
 def _positions(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
-    """Returns the position of each tensor among the backward's starts, to which new ones are appended."""
+    """Returns each tensor's index in ``starts``, where the backward starts; tensors that are not in it are appended."""
     positions = []
     for tensor in tensors:
         position = next((i for i, start in enumerate(starts) if start is tensor), len(starts))

@@ -1,7 +1,7 @@
-"""Checks that all ranks have read the same calls and run the same schedule, before any waits for another's message.
+"""Checks that all ranks have traced the same calls and run the same schedule, so that no p2p message is missing.
 
-Each rank reads the model's code by itself. If the code depends on Python's random numbers, the rank or the time, two
-ranks read different calls, and each would wait for messages that the other never sends.
+Each rank traces the model's code by itself. If the code depends on Python's random numbers, the rank or the time, two
+ranks trace different calls, and each would wait for messages that the other never sends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _text(argument: Any) -> str:
 
 
 def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
-    """Raises PlanError on all ranks of the axis unless they read the same model calls and run the same schedule.
+    """Raises PlanError on all ranks of the axis unless they have equal ``lines``, as :func:`lines_of` gives them.
 
     Traffic: one all-reduce of two numbers.
     """

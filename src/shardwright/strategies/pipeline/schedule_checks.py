@@ -38,7 +38,7 @@ def check_schedule(schedule: Schedule, num_microbatches: int | None = None) -> N
 
 
 def check_order(schedule: Schedule) -> None:
-    """Raises LayoutError unless every chunk runs its forwards in the order of the microbatches."""
+    """Raises LayoutError unless every chunk runs its forwards in microbatch order, as running statistics need it."""
     for stage, actions in enumerate(schedule.actions):
         last: dict[int, Action] = {}
         for action in actions:
@@ -56,7 +56,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields every action with its stage, in an order in which they could run one after the other.
+    """Yields every (stage, action) of a schedule in one sequential order that respects all dependencies.
 
     Raises: LayoutError: at the end, if stages deadlock.
 
@@ -102,7 +102,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _check_sizes(schedule: Schedule, num_microbatches: int | None) -> None:
-    """Raises LayoutError unless there are microbatches, the asked number of them, and each stage holds a chunk."""
+    """Raises LayoutError unless the number of microbatches is the requested one and each stage holds a chunk."""
     name, num_stages = schedule.name, schedule.num_stages
     if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
         raise LayoutError(
@@ -121,7 +121,7 @@ def _check_sizes(schedule: Schedule, num_microbatches: int | None) -> None:
 
 
 def _count_actions(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | None]:
-    """Returns the bits of each chunk and microbatch, and the first action that its own stage runs too early, if any."""
+    """Returns the bits of actions seen for each chunk and microbatch, and the first action that runs too early."""
     num_microbatches, num_chunks, stage_of = schedule.num_microbatches, schedule.num_chunks, schedule.stage_of
     seen = bytearray(num_chunks * num_microbatches)
     early = None

@@ -1,4 +1,4 @@
-"""Checks that no stage writes into a buffer that other stages use: each has a copy, so the others miss the write."""
+"""Checks that no pipeline stage writes into a buffer that other stages use too: their copies would keep old values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwright.analysis.call_graph import Chunked
 from shardwright.errors import PlanError
 
 CODE = ""
-"""Among the paths of the modules through which a stage uses a buffer: the model's own code, outside of any module."""
+"""The path that stands for the model's own code, outside of any module, among the modules that read a buffer."""
 
 
 class _BufferSnapshot:
-    """A buffer at one moment: which tensor it is, torch's count of its writes and, ``with_values``, its values."""
+    """A record of a buffer, to detect a write: its tensor, torch's version counter and, ``with_values``, its values."""
 
     def __init__(self, buffer: Tensor, with_values: bool) -> None:
         self._buffer, self._version = buffer, buffer._version
@@ -29,9 +29,10 @@ class _BufferSnapshot:
 
 
 class SharedBuffers:
-    """Detects a stage that writes into a buffer which other stages use too.
+    """Detects that this stage writes into a buffer which other pipeline stages use too.
 
-    Where all stages use it by calling one module, each may write once: a table that is computed on its first use.
+    If all stages use the buffer by calling the same module, one write is allowed, such as a table that is computed on
+    first use.
     """
 
     def __init__(self, chunked: Chunked, stage_of: Sequence[int], stage: int) -> None:
@@ -48,7 +49,7 @@ class SharedBuffers:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watches one chunk's forward, in a ``with`` block. Raises PlanError: it wrote into a shared buffer."""
+        """A context around one chunk's forward. Raises PlanError on exit if the forward wrote into a shared buffer."""
         before = {
             name: _BufferSnapshot(buffer, self._is_statistic(model, name)) for name, buffer in self._shared(model)
         }
@@ -75,7 +76,7 @@ class SharedBuffers:
                 yield name, buffer
 
     def _is_statistic(self, model: nn.Module, name: str) -> bool:
-        """Whether the buffer holds statistics of a normalization: torch updates these without counting a write."""
+        """Returns whether the buffer holds running statistics of a norm; torch does not count their updates."""
         if name not in self._statistics:
             buffer, norms = model.get_buffer(name), (m for m in model.modules() if isinstance(m, _NormBase))
             self._statistics[name] = any(each is buffer for norm in norms for each in norm._buffers.values())

@@ -1,17 +1,22 @@
-"""Simulates a schedule for given times and bytes of each chunk: makespan, bubble, and memory over time.
+"""Simulates a pipeline schedule from each chunk's seconds and bytes: step time, bubble, and memory over time.
 
-The report and ``auto`` use it, with times and bytes from the costs of calls (:func:`times_of`, :func:`memory_of`).
+The report and ``auto`` use it, with seconds and bytes from the counted costs of calls (:func:`times_of`,
+:func:`memory_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torch import nn
+
 from shardwright.analysis.costs import FLOPS_PER_S, Cost
 from shardwright.errors import LayoutError
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
+from shardwright.plan.stages import Stages
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.strategies.pipeline.schedule_checks import run_order
 
@@ -56,7 +61,7 @@ class ChunkTimes:
         weight_s: float = 1,
         transfer_s: float | Mapping[tuple[int, int], float] = 0,
     ) -> ChunkTimes:
-        """Returns times that are the same for every chunk."""
+        """Returns the times of ``num_chunks`` equal chunks."""
         return cls((forward_s,) * num_chunks, (input_s,) * num_chunks, (weight_s,) * num_chunks, transfer_s)
 
     @property
@@ -65,7 +70,7 @@ class ChunkTimes:
         return len(self.forward_s)
 
     def over(self, source: int, target: int) -> float:
-        """Returns the seconds of a transfer from one stage to another; 0 within a stage.
+        """Returns the seconds that a message takes from stage ``source`` to stage ``target``; 0 within a stage.
 
         Raises: LayoutError: there is no time for the pair in either direction.
         """
@@ -86,7 +91,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """The bytes that each pipeline chunk holds: activations, what W (weight gradients) needs, parameters.
+    """The bytes of each pipeline chunk: activations and inputs of W for each microbatch in flight, and parameters.
 
     ``activation_bytes`` are held for each microbatch from its F to the end of its B or I, ``weight_bytes`` (what W
     needs) from its F to the end of its B or W, ``parameter_bytes`` all the time.
@@ -103,7 +108,7 @@ class ChunkMemory:
     def equal(
         cls, num_chunks: int, activation_bytes: int = 1, weight_bytes: int = 0, parameter_bytes: int = 0
     ) -> ChunkMemory:
-        """Returns equal bytes for every chunk; by default 1 of activations, so that the peak counts microbatches."""
+        """Returns the memory of ``num_chunks`` equal chunks; with the defaults a peak counts microbatches in flight."""
         return cls((activation_bytes,) * num_chunks, (weight_bytes,) * num_chunks, (parameter_bytes,) * num_chunks)
 
     @property
@@ -113,7 +118,7 @@ class ChunkMemory:
 
 
 def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None = None) -> Timeline:
-    """Returns when each action runs and how many bytes each stage holds.
+    """Returns the timeline of one step: the start and end of every action, and each stage's bytes over time.
 
     A stage runs its actions in order, one at a time, each as soon as the stage is free and all inputs have arrived.
     A send takes time but does not block its stage. The schedule has passed
@@ -166,7 +171,7 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
 
 
 def _held(chunks: tuple[int, ...], spans: list[Span], memory: ChunkMemory) -> tuple[tuple[float, int], ...]:
-    """Returns the moments at which the bytes of one stage change, with the bytes from then on."""
+    """Returns pairs (second, bytes) at which the bytes of one stage change, with the bytes from then on."""
     activation, weight = memory.activation_bytes, memory.weight_bytes
     held = sum(memory.parameter_bytes[chunk] for chunk in chunks)
     changes: list[tuple[float, int]] = [(0, held)]
@@ -183,19 +188,39 @@ def _held(chunks: tuple[int, ...], spans: list[Span], memory: ChunkMemory) -> tu
     return tuple(changes)
 
 
-def times_of(costs: Sequence[Cost], flops_per_s: float = FLOPS_PER_S) -> ChunkTimes:
-    """Estimates each chunk's seconds from its counted work: input and weight gradients take as long as the forward.
+def times_of(
+    costs: Sequence[Cost], flops_per_s: float = FLOPS_PER_S, recomputed: Sequence[float] | None = None
+) -> ChunkTimes:
+    """Returns each chunk's estimated seconds from its counted work: I and W each take as long as F.
+
+    A chunk without parameters has no W. ``recomputed`` is the share of each chunk's forward that activation
+    checkpointing runs again before its gradients; none by default.
 
     >>> times_of([Cost(work=50e9, parameter_bytes=4), Cost(work=25e9)])
     ChunkTimes(forward_s=(1.0, 0.5), input_s=(1.0, 0.5), weight_s=(1.0, 0.0), transfer_s=0)
     """
     forward = tuple(cost.work / flops_per_s for cost in costs)
     weights = tuple(cost.work / flops_per_s if cost.parameter_bytes else 0.0 for cost in costs)
-    return ChunkTimes(forward, forward, weights)
+    shares = recomputed or (0.0,) * len(costs)
+    return ChunkTimes(forward, tuple(s * (1 + share) for s, share in zip(forward, shares, strict=True)), weights)
+
+
+def recomputed_shares(stages: Stages | EventStages, recomputed: Collection[str]) -> tuple[float, ...]:
+    """Returns each chunk's share of forward work in the ``recomputed`` modules, estimated from the sizes of weights."""
+    found = []
+    for chunk in range(stages.num_chunks):
+        sizes = {True: 0, False: 0}
+        for path in stages.chunked.calls_of(chunk) if recomputed else ():
+            for inner, layer in stages.model.get_submodule(path).named_modules(prefix=path):
+                if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+                    again = any(f"{inner}.".startswith(f"{each}.") for each in recomputed)
+                    sizes[again] += sum(p.numel() for p in layer.parameters(recurse=False) if p.dim() > 1)
+        found.append(sizes[True] / max(1, sum(sizes.values())))
+    return tuple(found)
 
 
 def memory_of(costs: Sequence[Cost]) -> ChunkMemory:
-    """Returns each chunk's counted activation bytes: half are freed by I (input gradient), half by W (weight).
+    """Returns each chunk's activation bytes from its counted cost; I frees the first half of them, W the other.
 
     >>> memory_of([Cost(activation_bytes=8, parameter_bytes=4)])
     ChunkMemory(activation_bytes=(4,), weight_bytes=(4,), parameter_bytes=(0,))
@@ -205,11 +230,13 @@ def memory_of(costs: Sequence[Cost]) -> ChunkMemory:
     return ChunkMemory(half, rest, (0,) * len(costs))
 
 
-def predict(schedule: Schedule, costs: Sequence[Cost]) -> Timeline:
-    """Returns the simulated timeline of one step for each chunk's counted costs, before anything has run.
+def predict(schedule: Schedule, costs: Sequence[Cost], recomputed: Sequence[float] | None = None) -> Timeline:
+    """Returns the simulated timeline of one step of ``schedule``, from each chunk's counted costs; nothing is run.
+
+    It is :func:`simulate` on :func:`times_of` and :func:`memory_of`; ``recomputed`` is as in :func:`times_of`.
 
     >>> from shardwright.strategies.pipeline.schedules import build
     >>> round(predict(build("1f1b", 2, 4), [Cost(5e9, 1), Cost(5e9, 1)]).bubble, 3)
     0.2
     """
-    return simulate(schedule, times_of(costs), memory_of(costs))
+    return simulate(schedule, times_of(costs, recomputed=recomputed), memory_of(costs))

@@ -1,7 +1,7 @@
-"""Specs of what stages send each other, as JSON: reading one runs no code and imports nothing.
+"""Encodes the structure of values that stages send each other as JSON, so that decoding runs no code of the sender.
 
-The containers that a spec names are those of torch's pytree registry and named tuples, found by name among the modules
-that this rank has imported already: every stage has built the same model.
+Containers are encoded by name: those of torch's pytree registry and named tuples. They are looked up among the modules
+that this rank has imported already, as every stage has built the same model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwright.errors import PlanError
 
 
 def pack(tree: Any, leaves: Sequence[Any]) -> bytes:
-    """Returns a nested value whose leaves are their numbers, and the leaves of the spec, as JSON.
+    """Returns a structure as JSON: ``tree``, nested containers of indices, and ``leaves``, the values that they index.
 
     >>> pack({"x": 0}, [(2, 3)])
     b'[["builtins:dict", ["x"], [0]], [{"tuple": [2, 3]}]]'
@@ -27,7 +27,7 @@ def pack(tree: Any, leaves: Sequence[Any]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Any, list[Any]]:
-    """Returns what was packed. Raises PlanError: it names a class that is no container.
+    """Returns (tree, leaves) from the JSON of :func:`pack`. Raises PlanError if it names a class that is no container.
 
     >>> unpack(pack({"x": (0, [1])}, [torch.float32, slice(2, None)]))
     ({'x': (0, [1])}, [torch.float32, slice(2, None, None)])
@@ -56,7 +56,7 @@ def _unpacked_node(node: Any) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """A leaf, or a container's context (the keys of a dict, the class of a named tuple), for JSON."""
+    """Returns the JSON form of a leaf, or of a container's context (the keys of a dict, the class of a named tuple)."""
     if isinstance(value, list):
         return [_packed(each) for each in value]
     if isinstance(value, tuple):
@@ -101,7 +101,7 @@ def _name(kind: Any) -> str:
 
 
 def _class(name: str) -> type:
-    """Returns the container class of a name in a spec. Raises PlanError: no module imported so far has such a class."""
+    """Returns the container class of this name. Raises PlanError: no imported module has such a class."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -1,6 +1,6 @@
-"""One pipeline stage at run time: runs this rank's chunks as the executor asks, and exchanges values with other stages.
+"""A pipeline stage at run time for models that can be traced: it runs this rank's chunks and exchanges activations.
 
-Every chunk is run from the model's recorded calls (:mod:`~shardwright.analysis.call_graph`), which are read once for
+Every chunk is run from the model's traced calls (:mod:`~shardwright.analysis.call_graph`), which are traced once for
 each set of arguments and each train/eval mode. A chunk's inputs come from other stages over :class:`P2P`, or from this
 stage's own chunks, without a message.
 """
@@ -28,14 +28,15 @@ from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Types of module attributes that may change between steps: the model's code is then read again."""
+"""The types of module attributes that may change between steps: the model is then traced again."""
 
 
 @dataclass
 class StageCode:
-    """The model's traced calls for one set of forward arguments, cut into chunks, this stage's ready to run.
+    """The model's traced calls for one set of forward arguments and train/eval modes, cut into chunks.
 
-    ``attributes`` are the values of modules' attributes with which the code was read.
+    ``ready`` are the calls of this stage's chunks, with the functions that they run. ``attributes`` are the values that
+    modules' attributes had when the code was traced; ``shared`` checks writes into buffers.
     """
 
     chunked: Chunked
@@ -48,15 +49,17 @@ class StageCode:
 
 @dataclass
 class Stage(PipelineStage[Stages]):
-    """This rank's pipeline chunks, as the :class:`~shardwright.runtime.executor.ModelPart` that the executor runs."""
+    """This rank's pipeline chunks of a traced model: a :class:`~shardwright.runtime.executor.ModelPart` to execute."""
 
     _codes: dict[object, StageCode] = field(default_factory=dict)
     _code: StageCode | None = None
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes and dtypes of all messages from other stages; a rehearsal, which receives none, needs them.
+        """Sets the shapes and dtypes of all p2p messages from other stages.
 
-        ``values[m]`` are microbatch m's values that cross between chunks, by their names in the model's code.
+        Only a rehearsal, which receives none, calls it.
+
+        ``values[m]`` are the values of microbatch m that cross between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
@@ -68,7 +71,7 @@ class Stage(PipelineStage[Stages]):
     # ---- ModelPart: called by the executor
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output of each."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets each one's model output."""
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
         for key, microbatch in zip(keys, microbatches, strict=True):
@@ -105,7 +108,7 @@ class Stage(PipelineStage[Stages]):
     # ---- the model's code
 
     def _code_for(self, given: tuple[str, ...]) -> StageCode:
-        """Returns the code for these arguments, read again if the train/eval modes or modules' settings changed."""
+        """Returns the traced calls for these arguments, traced again if a module's mode or setting has changed."""
         key = (given, tuple(module.training for module in self.model.modules()))
         code = self._codes.get(key)
         if code is not None and (changed := self._changed_attributes(code)):
@@ -129,7 +132,7 @@ class Stage(PipelineStage[Stages]):
         return code
 
     def _changed_attributes(self, code: StageCode) -> list[tuple[str, str]]:
-        """Returns the module path and name of each attribute whose value differs from when the code was read."""
+        """Returns (module path, attribute name) of each attribute whose value has changed since the code was traced."""
         found = []
         for (path, name), before in code.attributes.items():
             now = getattr(self.model.get_submodule(path), name, None)
@@ -161,5 +164,5 @@ def _attribute_changed(path: str, name: str) -> PlanError:
 
 
 def _crossing_value(chunked: Chunked, name: str, value: Any) -> Any:
-    """Returns a value to be sent: detached, unless a gradient can come back for it."""
+    """Returns a value in the form to be sent: detached unless a gradient can come back for it."""
     return value if name in chunked.learning else tree_map_only(Tensor, Tensor.detach, value)

@@ -1,1 +1,1 @@
-"""Spatial parallelism: pictures and feature maps cut in rows."""
+"""Spatial parallelism (``tpN/spatial``): pictures and feature maps are sharded by rows, with halo exchange."""

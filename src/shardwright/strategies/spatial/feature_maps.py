@@ -1,7 +1,8 @@
-"""Forwards and collectives of a model whose feature maps are cut by rows over ranks.
+"""Runs a model whose feature maps are sharded by rows over ranks, and states the collectives that this needs.
 
-Every rank holds all weights, and some rows (dim 2) of every map that :mod:`shardwright.strategies.spatial.maps` lets be
-cut. The gradient of a weight used on cut maps is a term of a sum; where maps are whole, all ranks compute the same.
+Every rank holds all weights, and some rows (dim 2) of each map that :mod:`shardwright.strategies.spatial.maps` decides
+to shard. The gradient of a weight used on sharded maps is a term of a sum; where maps are whole, all ranks compute the
+same.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SPATIAL = "spatial"  # the name of the strategy, recorded for each forward that 
 
 
 def maps_of(plan: Plan) -> Maps | None:
-    """Returns the plan's note of which feature maps are cut in rows (:class:`Maps`); None on one rank."""
+    """Returns the plan's decision which feature maps are sharded by rows (:class:`Maps`); None on one rank."""
     found: Maps | None = plan.notes.get(MODEL)
     return found
 
@@ -51,9 +52,10 @@ def maps_of(plan: Plan) -> Maps | None:
 
 
 def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
-    """Wraps modules that take or give feature maps cut in rows; cuts the model's input, all-gathers its output.
+    """Wraps the modules that read or return row-sharded feature maps; shards the model's input, all-gathers its output.
 
-    Where pipeline stages run the modules in place of the model's forward, they cut and gather by the returned frame.
+    With ``staged``, pipeline stages run the modules without the model's forward: they shard and all-gather through the
+    returned frame, instead of hooks on the model.
     """
     frame = _CutForward(job.model, axis, maps)
     share_statistics((norm for _, norm in batch_norms(job.model)), (), by=SPATIAL)
@@ -69,7 +71,7 @@ def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> Forwar
 
 
 class _CutForward:
-    """The forward of one rank: what is cut of the current picture, and the calls of each module so far."""
+    """The state of one rank's forward: how the current picture is sharded, and how often each module was called."""
 
     def __init__(self, model: nn.Module, axis: Axis, maps: Maps) -> None:
         self.axis, self.maps = axis, maps
@@ -78,7 +80,7 @@ class _CutForward:
         self.num_calls: Counter[str] = Counter()
 
     def sizes(self, number: int) -> tuple[int, ...]:
-        """Returns how many rows of a value each rank has."""
+        """Returns the number of rows of a value on each rank."""
         assert self.settled is not None, "a forward is under way"
         rows = self.settled.rows[number]
         assert rows is not None, "the rows of a cut value are known"
@@ -86,7 +88,7 @@ class _CutForward:
 
     @contextmanager
     def within(self, inputs: Any) -> Iterator[Mapping[str, Any]]:
-        """Frames a forward that pipeline stages run in parts; yields the arguments with the picture cut."""
+        """A context around a forward that pipeline stages run in parts; yields the arguments, the picture sharded."""
         args, named = given_to(inputs)
         try:
             yield self.begin(self.signature.bind(*args, **named)).arguments
@@ -98,13 +100,13 @@ class _CutForward:
         return nullcontext({})
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Counts ``times`` of ``total`` calls of a module, and of those inside it, that another stage makes."""
+        """Counts the calls of a module, and of those inside it, that other stages make: ``times`` of ``total``."""
         for name, numbers in self.maps.calls.items():
             if f"{name}.".startswith(f"{path}."):
                 self.num_calls[name] = len(numbers) // total * times
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the settled cut and the call counts to what they are now."""
+        """Returns a function that restores the present decision which maps are cut, and the call counts."""
         settled, num_calls = self.settled, Counter(self.num_calls)
 
         def restore() -> None:
@@ -113,19 +115,19 @@ class _CutForward:
         return restore
 
     def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The model's forward pre-hook: cuts the input."""
+        """Slices the model's input to this rank's rows; the model's forward pre-hook."""
         bound = self.begin(self.signature.bind(*args, **named))
         return bound.args, bound.kwargs
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The model's forward hook: gathers the output; after a failed forward it only resets."""
+        """All-gathers the model's output; its forward hook. After a failed forward it only resets the state."""
         try:
             return output if self.settled is None else self.give(output)
         finally:
             self.settled = None
 
     def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
-        """Chooses the rows that each rank holds of every feature map for this picture size, and slices the input."""
+        """Chooses each rank's rows of every feature map for this picture's size, and slices the input to them."""
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
             spelled = {
@@ -146,7 +148,7 @@ class _CutForward:
         return bound
 
     def give(self, output: Any) -> Any:
-        """Gathers the cut tensors of the output."""
+        """Returns the model's output with its row-sharded tensors all-gathered."""
         assert self.settled is not None, "a forward is under way"
         cut = {p: v for p, v in (self.maps.steps[-1].arguments or {}).items() if v in self.settled.cut}
         if cut:
@@ -157,7 +159,7 @@ class _CutForward:
         return output
 
     def change(self, path: str, module: Any, may_work: bool) -> None:
-        """Wraps a module's forward; if it ``may_work`` on cut maps, its gradients are terms of a sum over the ranks."""
+        """Wraps a module's forward; with ``may_work`` it may run on sharded rows, its gradients summed over ranks."""
         kind = self.maps.steps[self.maps.calls[path][0]].kind
 
         def around(whole: Forward) -> Forward:
@@ -170,7 +172,7 @@ class _CutForward:
         self, path: str, module: Any, whole: Callable[..., Any], cut: Callable[..., Any], may_work: bool,
         *args: Any, **named: Any,
     ) -> Any:  # fmt: skip
-        """Runs one call on this rank's rows, or on whole maps, where rank 0 alone contributes a gradient."""
+        """Runs one call of a module on this rank's rows, or on whole maps, where only rank 0 contributes gradients."""
         if self.settled is None:
             return whole(*args, **named)  # called outside the model's forward
         numbers = self.maps.calls[path]
@@ -191,7 +193,7 @@ class _CutForward:
     def taken(
         self, step: MapStep, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with cut maps gathered."""
+        """Returns the arguments with row-sharded maps all-gathered."""
         given: dict[int | str, Any] = dict([*enumerate(args), *named.items()])
         for place, value in (step.arguments or {}).items():
             if self.settled is not None and value in self.settled.cut:
@@ -199,7 +201,7 @@ class _CutForward:
         return tuple(given[place] for place in range(len(args))), {name: given[name] for name in named}
 
     def work(self, step: MapStep, number: int, module: Any, cut: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Runs the module on this rank's rows."""
+        """Runs the module on this rank's rows of its input, with the halo exchange or reduction that it needs."""
         (x,) = (*args, *named.values())
         sizes = self.sizes(step.takes[0])
         if step.kind == "dropout":
@@ -210,7 +212,7 @@ class _CutForward:
 
 
 class _NoGradient(Function):
-    """The identity with no gradient: another rank contributes it."""
+    """An autograd function: the identity in the forward, no gradient in the backward; another rank contributes it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ class _NoGradient(Function):
 
 @contextmanager
 def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
-    """Inside, uses of the module's parameters contribute no gradient, if ``silent``."""
+    """A context in which the module's parameters get no gradients if ``silent``: another rank contributes them."""
     kept: dict[str, Any] = dict(module._parameters)
     if silent:
         for name, parameter in kept.items():
@@ -237,7 +239,7 @@ def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
 
 
 def check_rows(maps: Maps, x: Tensor) -> None:
-    """Raises LayoutError for a picture with fewer rows than ranks."""
+    """Raises LayoutError if the picture ``x`` has fewer rows than the axis has ranks."""
     if x.shape[2] < maps.parts:
         raise LayoutError(
             "the picture has fewer rows than axis 'tp' has ranks",
@@ -251,14 +253,14 @@ def check_rows(maps: Maps, x: Tensor) -> None:
 
 
 def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
-    """Computes the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
+    """Yields one step's collectives of the rank at ``coord``: those of each microbatch, then those of gradient sync."""
     for module_calls in batch.everywhere:
         yield from _MapPricing(plan, module_calls, coord, maps).everything()
     yield from sync_traffic(plan, batch, coord, "tp")
 
 
 class _MapPricing:
-    """Computes the calls of one microbatch: shapes come from the calls on all stages, traffic from this stage's."""
+    """The collectives of one microbatch; shapes come from the module calls on all stages, traffic from this stage's."""
 
     def __init__(
         self, plan: Plan, module_calls: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps
@@ -282,7 +284,7 @@ class _MapPricing:
                 self.shapes[number] = self._shape(step)
 
     def _times(self) -> dict[int, int]:
-        """How many times this rank makes each step: its calls of modules, and the output."""
+        """Returns how many times this rank runs each step of the maps: its module calls, and the output."""
         stages, schedule, steps = self.plan.stages, self.plan.schedule, self.maps.steps
         if stages is None or schedule is None:
             return dict.fromkeys(range(len(steps)), 1)
@@ -299,7 +301,7 @@ class _MapPricing:
         return tuple(torch.broadcast_shapes(*shapes))
 
     def everything(self) -> Iterator[Traffic]:
-        """Yields the calls of forward and backward."""
+        """Yields the collectives and messages of one microbatch's forward and backward."""
         for number, step in enumerate(self.maps.steps):
             for traffic in self._step(number, step) if self.times.get(number) else ():
                 yield traffic._replace(times=traffic.times * self.times[number])

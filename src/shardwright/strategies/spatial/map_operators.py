@@ -1,4 +1,4 @@
-"""Runs torch's layers (convolutions, pools, norms) on feature maps whose rows are cut over ranks."""
+"""Runs torch's layers (convolutions, pools, group norms) on feature maps whose rows are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from shardwright.strategies.spatial.maps import AVERAGE_POOLS, MAX_POOLS, TRANSP
 def compute(
     module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequence[int], forward: Callable[..., Any]
 ) -> Tensor:
-    """Runs a module on this rank's rows of a feature map; ``sizes`` are the numbers of rows on every rank.
+    """Returns a layer's output on this rank's rows; ``x`` is the input's rows here, ``sizes`` the rows of every rank.
+
+    ``step`` is the recorded call with its window, ``forward`` the module's own forward.
 
     Traffic: that of the operator of :mod:`shardwright.operators` that it calls.
     """
@@ -101,7 +103,7 @@ def _average_pool(module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequ
 
 
 def _num_rows(window: SlidingWindow, output: int, size: int, padding_counts: bool) -> int:
-    """Counts the rows that an average divides by: those of the picture, and the padding's if it counts."""
+    """Returns the number of rows that an average pool divides by: the picture's, and the padding's if it counts."""
     first, stop = window.span((output, output + 1))
     low, high = (-window.padding, size + window.padding) if padding_counts else (0, size)
     return min(stop, high) - max(first, low)

@@ -1,11 +1,11 @@
-"""Finds which feature maps may be cut in space, by tracing the model's code call by call.
+"""Finds which feature maps of a model can be sharded by rows, by tracing the model's code call by call.
 
-Each call of a module or a function is a *step*. A map is *cut* when each rank holds some of its rows (dim 2), balanced.
-Convolutions, pools, norms and elementwise operations take and give cut maps; anything else takes whole ones: the map is
-then gathered before that module or, for a function, after the module that computed the map.
+Each traced call of a module or a function is a *step*. A map is *cut* when each rank holds some of its rows (dim 2),
+balanced. Convolutions, pools, norms and elementwise operations read and return cut maps; anything else needs whole
+ones: the map is then all-gathered before that module or, for a function, after the module that computed the map.
 
-The plan is made without the size of the pictures. It holds what is cut of a picture that is large enough; each forward,
-and each computation of traffic, settles it for the actual picture: a map with fewer rows than ranks is whole as well.
+The plan is made without the height of the pictures, for a picture that is large enough. Each forward, and each
+computation of traffic, settles which maps are cut for the actual height: a map with fewer rows than ranks stays whole.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from shardwright.analysis.structure import (
 from shardwright.operators.picture_rows import Resize, SlidingWindow, TransposedWindow, Upsampling
 
 Kind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone", "mean", "ends", "output"]
-"""What a step does: reads other rows (resize), combines statistics (norms), treats each row alone, takes the mean over
-rows, or anything else, for which it needs whole maps (ends)."""
+"""The kind of a step: how its output rows depend on its input rows.
+
+``resize`` reads neighbouring rows; norms combine statistics over rows; ``alone`` and ``dropout`` treat each row by
+itself; ``mean`` averages over rows; ``ends`` is anything else, and needs whole maps.
+"""
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -46,7 +49,7 @@ AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MEANS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 MARGINS = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
-"""How many rows on either side an upsampling mode reads."""
+"""The number of rows on either side of a row that each upsampling mode reads."""
 ALONE_FUNCTIONS = frozenset(
     (*ELEMENTWISE_FUNCTIONS, *COMBINING, operator.truediv, operator.pow, torch.div, torch.maximum, torch.minimum)
 )
@@ -56,11 +59,12 @@ JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 @dataclass(frozen=True)
 class MapStep:
-    """One traced call of a module or function: what it does to a feature map, and which steps' values it takes.
+    """One traced call of a module or function: how it treats feature maps, and the steps whose values it reads.
 
-    ``path`` is the module called, or the name of a function; ``call`` counts the earlier calls of that module, None for
-    a function. ``arguments`` are the positions or names of the values among a module's arguments, None where some are
-    inside a list or a dict. ``num_groups`` are those of a norm; 0 for as many as there are channels.
+    ``takes`` are these steps' numbers. ``path`` is the module called, or the name of a function; ``call`` counts the
+    earlier calls of that module, None for a function. ``arguments`` are the positions or names of the values among a
+    module's arguments, None where some are inside a list or a dict. ``num_groups`` are those of a norm; 0 for as many
+    as there are channels.
     """
 
     kind: Kind
@@ -73,7 +77,7 @@ class MapStep:
     arguments: Mapping[int | str, int] | None = None
 
     def num_rows(self, size: int | None) -> int | None:
-        """Returns the rows of the output for ``size`` rows of input; None where they are unknown."""
+        """Returns the number of output rows for ``size`` input rows; None if it is unknown."""
         if self.kind == "mean":
             return 1
         if self.kind == "ends" or size is None:
@@ -83,11 +87,12 @@ class MapStep:
 
 @dataclass(frozen=True)
 class Settled:
-    """Which feature maps are cut in rows, or gathered, at each traced call (step), for pictures of one height.
+    """Which feature maps are cut by rows, and which are all-gathered at which step, for pictures of one height.
 
-    ``rows`` of each value; the values that are ``cut``; the steps that ``work`` on cut maps; the modules that gather
-    the maps they ``take``, or those they ``give``; and the modules whose whole values of one row, such as weights of
-    channels, each rank combines with its own rows alone (``share``), so that their gradients are sums over the ranks.
+    ``rows`` are the rows of each step's value; ``cut`` the values that are cut; ``work`` the steps that run on cut
+    maps. ``take`` are the modules that all-gather their inputs, ``give`` those that all-gather their outputs. ``share``
+    are modules that return a whole value of one row, such as weights of channels, which each rank combines with its own
+    rows: the gradient of this value is summed over the ranks.
     """
 
     rows: tuple[int | None, ...]
@@ -97,16 +102,19 @@ class Settled:
     give: frozenset[int]
     share: frozenset[int]
     blame: Mapping[int, int]
-    """By value that is gathered after its module: the step that needs it whole."""
+    """For each value that is all-gathered after its module, the step that needs it whole; for error messages."""
 
     def touches(self, number: int) -> bool:
-        """Whether a traced call (step) runs otherwise than on one device: on cut maps, or with a gather."""
+        """Returns whether a step differs from one device: it runs on cut maps, all-gathers, or sums a gradient."""
         return number in self.work or number in self.take or number in self.give or number in self.share
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The traced calls (steps) of one model, in order; the first is its first input, the last its output."""
+    """The traced calls (steps) of one model in order; the first step is its first input, the last its output.
+
+    ``parts`` is the number of ranks over which maps are cut, ``inputs`` the names of the forward's arguments.
+    """
 
     steps: tuple[MapStep, ...]
     parts: int
@@ -115,7 +123,7 @@ class Maps:
 
     @cached_property
     def calls(self) -> Mapping[str, tuple[int, ...]]:
-        """By module path, the numbers of the traced calls (steps) of that module."""
+        """The numbers of the steps that call each module, by module path."""
         found: dict[str, tuple[int, ...]] = {}
         for number, step in enumerate(self.steps):
             if step.call is not None:
@@ -124,20 +132,20 @@ class Maps:
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
-        """For each traced call (step), the numbers of those that take its value."""
+        """For each step, the numbers of the steps that read its value."""
         return tuple(
             tuple(n for n, step in enumerate(self.steps) if value in step.takes) for value in range(len(self.steps))
         )
 
     def settled(self, height: int | None = None) -> Settled:
-        """Decides which maps are cut in rows for pictures of ``height`` rows; without it, of enough rows for all."""
+        """Returns which maps are cut by rows for pictures of ``height`` rows; None is a height large enough for all."""
         if height not in self._known:
             self._known[height] = _settle(self, height)
         return self._known[height]
 
 
 def _settle(maps: Maps, height: int | None) -> Settled:
-    """Repeats passes over the steps until no further value is found that has to be whole."""
+    """Returns which maps are cut, after repeated passes over the steps until no further value has to be whole."""
     wanted: dict[int, int] = {}
     while True:
         found = _SettlingPass(maps, height, dict(wanted))
@@ -150,7 +158,7 @@ def _settle(maps: Maps, height: int | None) -> Settled:
 
 
 class _SettlingPass:
-    """One pass over the steps, given the values known to be wanted whole; it adds to these."""
+    """One pass over the steps that decides what is cut, given the values known to be needed whole; it may add some."""
 
     def __init__(self, maps: Maps, height: int | None, wanted: dict[int, int]) -> None:
         self.maps, self.height, self.wanted = maps, height, wanted
@@ -213,10 +221,10 @@ class _SettlingPass:
             self.mixed.add(number)
 
     def check_shared(self) -> None:
-        """Checks whole values that are combined with cut ones: each rank's gradient of them is a term of a sum.
+        """Finds whole values that are combined with cut ones: each rank's gradient of them is one term of a sum.
 
-        Such a value, and all between it and the module that computed it, must have no other use, so that this module
-        can sum the gradient. Where it has one, the cut values are wanted whole.
+        The module that computed such a value sums the gradient, so the value, and all between it and the module, must
+        have no other use. If it has one, the cut values are needed whole.
         """
         for number in sorted(self.mixed):
             takes = self.maps.steps[number].takes
@@ -249,9 +257,10 @@ class _SettlingPass:
 
 
 def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps | None:
-    """Traces a model's calls (steps); None where its code cannot be traced, or differs between training and evaluation.
+    """Returns a model's traced calls (:class:`Maps`), from which row sharding is planned; None if it cannot be traced.
 
-    The modules ``copied`` take whole maps. A module whose code cannot be traced is one step.
+    It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which maps
+    are cut. The modules ``copied`` take whole maps. A module whose code cannot be traced is one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)
@@ -314,7 +323,7 @@ def _module_step(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether all other arguments are numbers, none of them trained."""
+    """Returns whether all arguments that are no traced values are numbers or scalar tensors that are not trained."""
     constants = [each for each in tree_flatten((node.args, node.kwargs))[0] if not isinstance(each, fx.Node)]
     return not any(isinstance(each, Tensor) and (each.dim() or each.requires_grad) for each in constants)
 
@@ -326,7 +335,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether the call concatenates the channels of several maps."""
+    """Returns whether the call concatenates the channels of several maps."""
     dims = [*node.args[1:], *node.kwargs.values()]
     return isinstance(node.args[0] if node.args else None, list | tuple) and dims == [1] and _is_plain(node)
 
@@ -335,7 +344,7 @@ def _is_join(node: fx.Node) -> bool:
 
 
 def known(module: nn.Module) -> tuple[Kind, Resize | None]:
-    """Returns what kind of operation a module is on a feature map, and which input rows an output row reads.
+    """Returns a module's kind of operation on a feature map, and for a resize which input rows each output row reads.
 
     >>> known(nn.Conv2d(3, 4, 5, stride=2, padding=1))[1]
     SlidingWindow(kernel=5, stride=2, padding=1, dilation=1, after=1, border='constant', ceil=False)
@@ -382,5 +391,5 @@ def _kind(module: nn.Module, kinds: set[type[nn.Module]]) -> Kind:
 
 
 def _first(value: Any) -> Any:
-    """A layer's setting for the first spatial dim."""
+    """Returns a layer's setting for the first spatial dim, the rows."""
     return value[0] if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""Spatial parallel: pictures cut in space, each rank computing its rows of every feature map, with halos exchanged.
+"""Spatial parallel: each rank computes its rows of a picture and of every feature map; halos are exchanged.
 
 ::
 
@@ -45,12 +45,15 @@ from shardwright.strategies.spatial.feature_maps import MODEL, apply_maps, check
 from shardwright.strategies.spatial.maps import Maps, Settled, follow
 
 ROWS = 2
-"""The dim that is cut: of samples, channels, rows, and more."""
+"""The dim of pictures and maps that is sharded: 2, of (samples, channels, rows, ...)."""
 
 
 @dataclass(frozen=True)
 class Spatial:
-    """Cuts pictures and feature maps in rows; weights are copied, windows that reach over a cut fetch a halo."""
+    """Cuts pictures and feature maps in rows; weights are copied, windows that reach over a cut fetch a halo.
+
+    It is for pictures whose feature maps are too large for one device.
+    """
 
     name: ClassVar[str] = "spatial"
     axis: ClassVar[str] = "tp"
@@ -62,10 +65,10 @@ class Spatial:
     source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Traces a picture through the model and records in the plan which feature maps are cut in rows.
+        """Returns the plan with the feature maps that are sharded by rows, found by tracing the model on a picture.
 
-        Raises LayoutError where no convolution can work on cut maps, or where an example of the pictures is known that
-        has fewer rows than ranks.
+        Raises LayoutError if no convolution can work on cut maps, or if the job's example pictures have fewer rows than
+        ranks.
         """
         parts = plan.mesh["tp"]
         overrides = overrides_of(job)
@@ -99,13 +102,13 @@ class Spatial:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Wraps every module that takes or gives a feature map cut in rows."""
+        """Wraps every module that reads or returns row-sharded feature maps; returns the frame for pipeline stages."""
         maps = maps_of(plan)
         staged = plan.stages is not None
         return Applied(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the halo exchanges, statistics and all-gathers of each microbatch, then gradient sync."""
+        """Returns one step's halo exchanges, norm statistics and all-gathers of each microbatch, then gradient sync."""
         maps = maps_of(plan)
         return tuple(price_maps(plan, batch, coord, maps)) if maps is not None else ()
 
@@ -114,7 +117,7 @@ class Spatial:
 
 
 def _height(job: Job, maps: Maps) -> int | None:
-    """The rows of the example picture, None without one. Raises LayoutError for too few."""
+    """Returns the number of rows of the example picture, None without one. Raises LayoutError for fewer than ranks."""
     args, named = given_to(job.example)
     x = args[0] if args else named.get(maps.inputs[0])
     if not isinstance(x, Tensor) or x.dim() <= ROWS:
@@ -152,7 +155,7 @@ def _why(maps: Maps, settled: Settled, number: int) -> str:
 
 
 def _rows(maps: Maps, resize: Resize, size: int | None) -> str:
-    """Describes the rows that each rank computes, and its halo; in general terms where ``size`` is unknown."""
+    """Returns text on each rank's rows and its halo, for ``show``; in general terms if ``size`` is unknown."""
     if size is not None:
         reading = reading_of(balanced_rows(size, maps.parts), resize)
         own = [sum(b - a for a, b in runs) for runs in reading.needed]

@@ -1,1 +1,1 @@
-"""Tensor parallelism in one to three dimensions: roles for every layer, the plan, forwards and traffic."""
+"""Tensor parallelism in one to three dimensions: the roles of layers, the plan, sharded forwards and traffic."""

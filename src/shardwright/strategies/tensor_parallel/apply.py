@@ -1,10 +1,10 @@
-"""Gives each module of this rank its tensor-parallel forward, as its note in the plan describes."""
+"""Replaces the forwards of this rank's modules by tensor-parallel ones, as the modules' notes in the plan describe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +21,18 @@ from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy
 from shardwright.operators.attention import attend_gathered, attend_inside, attend_selected
 from shardwright.operators.batch_norm import share_statistics
-from shardwright.operators.linear import GridProduct, PendingGradients, WeightFetch, WeightPrefetch, weight_of
+from shardwright.operators.linear import (
+    GridProduct,
+    PendingGradients,
+    WeightFetch,
+    WeightPrefetch,
+    compilable,
+    weight_of,
+)
 from shardwright.operators.multihead_attention import HeadShard, multihead
 from shardwright.operators.norms import cut_norm
-from shardwright.operators.operand_moves import OperandMove, take
+from shardwright.operators.operand_moves import OperandMove
+from shardwright.operators.traced_take import gathering
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
 from shardwright.operators.weight_guard import CallGuard, ForwardFlag, guard
 from shardwright.plan.batch_shard import BatchShard
@@ -54,7 +62,7 @@ from shardwright.strategies.tensor_parallel.plan_draft import own_names
 
 
 def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None) -> Applied:
-    """Gives this rank's modules and loss the tensor-parallel forwards that their notes in the plan describe.
+    """Replaces the forwards of this rank's modules and loss by tensor-parallel ones, as their notes describe.
 
     ``later`` collects the pending reduce-scatters of gathered weights' gradients; ``PendingGradients(limit=0)`` waits
     for each at once.
@@ -79,9 +87,9 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Pen
 
 
 def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields a module's own names of fetched weights, and the axes of the fetch.
+    """Yields the names of a module's weights that are all-gathered before use, each with the axes of the all-gather.
 
-    The gradients of these weights are reduce-scattered outside autograd, so gradient sync waits for them.
+    The gradients of these weights are reduce-scattered outside of autograd, so gradient sync waits for them.
     """
     if isinstance(note, LinearNote):
         yield "weight", note.fetches
@@ -151,7 +159,7 @@ class _Applying:
         self._restrict_callers(custom)
 
     def _restrict_callers(self, custom: Sequence[tuple[str, nn.Module]]) -> None:
-        """Makes cut modules refuse calls from code that was not traced; ``custom`` are the modules not of torch.nn."""
+        """Makes modules with cut weights refuse calls from untraced code; ``custom`` are modules not of torch.nn."""
         model, allowed_callers, stages = self.job.model, self.plan.allowed_callers, self.plan.stages
         containers = plain_containers(model)
         apart = {"", *stages.opened, *containers} if stages is not None else ()
@@ -163,7 +171,7 @@ class _Applying:
             running.restrict(model.get_submodule(path), path, home)
 
     def _moves(self, moves: Sequence[AxisMove]) -> tuple[OperandMove, ...]:
-        """Binds the plan's moves to this rank's axes and sizes."""
+        """Returns the plan's gathers and reductions of operands, bound to this rank's axes and sizes."""
         found = []
         for each in moves:
             axis = self.axes[each.axis]
@@ -179,7 +187,7 @@ class _Applying:
     def _product(
         self, take: tuple[OperandMove, ...], fetch: tuple[WeightFetch, ...], weight: Callable[[], Tensor]
     ) -> GridProduct:
-        """Makes a grid product with the mode's settings, whose output is not summed."""
+        """Returns a grid product with the mode's settings, whose output is not yet summed."""
         return GridProduct(
             take=take,
             fetch=fetch,
@@ -200,6 +208,7 @@ class _Applying:
             # of the terms of a sum, one adds the bias
             bias_here=all(self.coord[name] == 0 for name in terms),
         )
+        product = compilable(module, product) if self.plan.layout.compile is not None else product
         joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
         num_given = width(note.x.held(self.coord, over=() if note.enters else joined))
         forward = partial(_linear_forward, path, module, product, (num_given, note.x.size))
@@ -207,7 +216,7 @@ class _Applying:
         self._operator(module, f"product, {roles}", forward)
 
     def _fetch(self, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:
-        """The all-gathers of a weight, with the rows that each member holds once the axes before have gathered."""
+        """Returns the all-gathers of a weight, each with its members' rows after the all-gathers before it."""
         layout, here = self.plan.compute[name], self.shard.coord
         found = []
         for number, axis in enumerate(axes):
@@ -220,18 +229,7 @@ class _Applying:
         return tuple(found)
 
     def _entry(self, module: nn.Module, note: EntryNote) -> None:
-        moves = self._moves(note.input_moves())
-
-        def around(forward: Forward) -> Forward:
-            @wraps(forward)
-            def entered(*args: Any, **named: Any) -> Any:
-                if args:
-                    return forward(take(args[0], moves), *args[1:], **named)
-                name, x = next(iter(named.items()))
-                return forward(**{**named, name: take(x, moves)})
-
-            return entered
-
+        around = gathering(module, self._moves(note.input_moves()), compiles=self.plan.layout.compile is not None)
         wrap(module, Rung.ENTRY, "gathers its input for all its layers at once", by=self.mode.name, around=around)
 
     def _operator(self, module: nn.Module, name: str, forward: Forward) -> None:
@@ -262,7 +260,7 @@ class _Applying:
             self._tokens(attention, note.tokens)
 
     def _tokens(self, attention: nn.Module, note: TokensNote) -> None:
-        """Gathers other tokens' keys and values, and gives rotary embeddings the positions of this rank's tokens."""
+        """Makes an attention gather other tokens' keys and values; its rotary embedding starts at its first token."""
         assert isinstance(attention, Attention)
         shard = self.shard
 
@@ -325,7 +323,7 @@ class _Applying:
         self._operator(loss, "cross entropy of cut classes", forward)
 
     def _whole(self, x: Tensor, features: Features | None) -> Tensor:
-        """Gathers the features of a value over every axis that cuts them."""
+        """Returns ``x`` with its features all-gathered over every axis that cuts them."""
         for name, sizes in features.joins(self.coord) if features is not None else ():
             x = cut_to_whole(x, self.axes[name], -1, sizes)
         return x
@@ -358,7 +356,7 @@ class _Applying:
         record(module, Rung.GATHER, "gathers the features of its inputs", by=self.mode.name)
 
     def _positions(self, module: Positions) -> None:
-        """Positions of this rank's tokens begin where its slice of the sequence begins."""
+        """Makes a position embedding start at the first token of this rank's slice of the sequence."""
 
         def forward(tokens_BT: Tensor) -> Tensor:
             module.check(self.shard.num_tokens)
@@ -375,7 +373,7 @@ class _Applying:
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """Keeps torch's transformer layers off their inference fast path, which reads all weights at once."""
+    """Turns off the inference fast path of torch's transformer layers, which would read all weights whole."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # only the choice of that path reads it

@@ -1,4 +1,4 @@
-"""Attention on a grid of ranks: heads are cut over the axes that cut features, samples or tokens over the others."""
+"""Places attention on a grid of ranks: axes that cut features cut the heads, the others samples or tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _GATHERED = "keys and values of all tokens gathered"
 
 
 def place_attentions(draft: PlanDraft) -> None:
-    """Cuts by heads every ``Attention`` that is unchanged and shares no parameter; ``show`` says why not others."""
+    """Plans a cut by heads for every unmodified ``Attention`` whose parameters no other module uses.
+
+    For the others ``show`` prints the reason.
+    """
     for path, module in draft.model.named_modules():
         if not isinstance(module, Attention):
             continue
@@ -51,7 +54,7 @@ def place_attentions(draft: PlanDraft) -> None:
 
 
 def _place_tokens(draft: PlanDraft, path: str, attention: Attention) -> None:
-    """Plans an attention that computes all heads for this rank's tokens."""
+    """Plans an attention that computes all heads for this rank's tokens, with keys and values all-gathered."""
     kv = Features.balanced(attention.num_kv_heads * attention.head_dim, ())
     note = tokens_note(attention, path, kv, (), draft.mode.states(False), draft.job, draft.mode)
     over = " ".join(each.axis for each in note.gathers)

@@ -1,4 +1,4 @@
-"""The ``tp`` axis as a layout line writes it: a number of ranks, or a grid under one of the modes.
+"""The layout axis ``tp``: how a layout line writes it, as a number of ranks or as a grid in one of the modes.
 
 ::
 
@@ -20,11 +20,11 @@ from shardwright.errors import LayoutError
 from shardwright.grid_shapes import NUM_SIDES, default_shape
 
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
-"""By mode, the value that pins the roles of its classic algorithm."""
+"""By mode, the option values that fix each layer's roles to the classic algorithm, in place of the cheapest roles."""
 
 
 def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
-    """Returns the factor's explicit grid and its options; a factor without a mode is returned unchanged."""
+    """Returns the explicit grid of a factor, and its options; a factor without a mode is returned unchanged."""
     modes = [option for option in options if option[0] in NUM_SIDES]
     if not modes and len(sizes) == 1:
         return sizes, options
@@ -56,7 +56,7 @@ def _values(mode: str) -> str:
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the options of the dictionary form's entry: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
+    """Returns the options of a layout's dictionary form: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
     mode, depth = entry.get("mode", "1d"), entry.get("depth")
     if depth is not None and mode != "2.5d":
         raise LayoutError(
@@ -77,4 +77,4 @@ AXIS = LayoutAxis(
     keys={"mode": (str,), "depth": (int,)},
     written=_written,
 )
-"""Tensor parallelism: one axis, or a grid of two or three."""
+"""The layout axis ``tp`` of tensor parallelism: one mesh axis, or a grid (row, col) or (depth, row, col)."""

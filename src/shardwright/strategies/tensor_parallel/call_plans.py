@@ -1,13 +1,14 @@
-"""Plans one call of a function whose tensors are cut: which operators run on this rank's parts, and what is sent.
+"""Plans one call of a function on tensor shards (parts): the operators that run on parts, and the collectives.
 
-A function that gets a part of a tensor is run once on meta tensors of the whole shapes; its operators are read with the
-table of ``analysis/operator_dims.py``. Of each operator the plan says what happens to its operands before it runs:
+The function is run once on meta tensors of the whole shapes; the dims of its operators are read from the table of
+``analysis/operator_dims.py``. For each operator the plan says what happens to its operands before it runs:
 
     copy     a whole operand of cut work: its gradient is a partial sum, which the backward adds up
     slice    a whole operand where a part is needed
     gather   a part where the operator needs the whole
 
-and whether its result is a partial sum, which is added up. Sizes among the arguments become those of this rank's part.
+and whether its result is a partial sum, which is all-reduced. Sizes among the arguments become those of this rank's
+part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
 from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
 
 SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
-"""The operators whose results over parts of a sum can be added."""
+"""The operators for which a contraction over shards gives partial sums, whose sum over ranks is the result."""
 
 # fmt: off
 _PARTLY_CUT = frozenset((
@@ -38,25 +39,29 @@ _PARTLY_CUT = frozenset((
     "split", "split_with_sizes", "clone", "expand", "_to_copy", "linear", "addmm", "mm", "add",
 ))
 # fmt: on
-"""The operators that run on dims of which every rank holds some elements: they move elements, or compute each alone."""
+"""The operators that run on a dim of which all ranks hold some elements: they move elements, or treat each alone."""
 
 
 class NotOnPartsError(Exception):
-    """Raised where a call cannot run on parts; it runs on the whole then."""
+    """Raised where a call cannot run on tensor shards; its tensors are then all-gathered, and it runs on whole ones."""
 
 
 class WriteToPartError(Exception):
-    """Raised where a call writes to a part of which it needs the whole; the text is the operator's name."""
+    """Raised where a call writes in place to a shard of a tensor that it needs whole; the text names the operator."""
 
 
 class Slot(NamedTuple):
-    """Stands for a tensor in a call plan: its number, counting the arguments of the call first, then each result."""
+    """A placeholder for a tensor in a call plan; tensors are numbered, the call's arguments first, then each result."""
 
     number: int
 
 
 class OperandChange(NamedTuple):
-    """What happens to an operand before an operator runs; ``cut`` gives the rank of each index of ``dim``."""
+    """A change of one operand, number ``slot``, before an operator runs on shards.
+
+    ``copy`` keeps a whole operand, whose partial gradients the backward all-reduces; ``slice`` keeps this rank's part
+    along ``dim``; ``gather`` all-gathers the parts along ``dim``. ``cut`` gives the rank of each index of ``dim``.
+    """
 
     slot: int
     kind: Literal["copy", "slice", "gather"]
@@ -65,10 +70,11 @@ class OperandChange(NamedTuple):
 
 
 class OperatorStep(NamedTuple):
-    """One operator of a call plan: ``args`` and ``named`` have a :class:`Slot` in place of each tensor.
+    """One operator of a call plan; ``args`` and ``named`` have a :class:`Slot` in place of each tensor.
 
-    ``summed``: the results are partial sums. ``addend``: the slot of what is added once, after the sum.
-    ``written``: the slots of operands that the operator writes to.
+    ``changes`` are made to operands before; ``results`` are the slots of the results. ``summed``: the results are
+    partial sums. ``addend``: the slot of a term, such as a bias, that is added once after the sum. ``written``: the
+    slots of operands that the operator writes to.
     """
 
     function: Callable[..., Any]
@@ -84,10 +90,10 @@ class OperatorStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What runs in place of one call: operators on this rank's parts.
+    """The operators on this rank's shards (parts) that run in place of one call, and the parts of its results.
 
-    ``given`` are the slots of the arguments, ``made`` those of the results. ``runs_as_is``: the function itself does
-    the same on parts, without a message.
+    ``parts`` is the part that each slot holds, None for a whole tensor; ``given`` are the slots of the arguments,
+    ``made`` those of the results. ``runs_as_is``: the function itself does the same on parts, without a message.
     """
 
     steps: tuple[OperatorStep, ...]
@@ -100,7 +106,10 @@ class CallPlan:
 
 
 class PartUse(NamedTuple):
-    """One tensor of a call: on meta, in the shape of the whole; which part is held; whether it takes a gradient."""
+    """A tensor argument of a planned call: its whole shape (a meta tensor), and this rank's part.
+
+    ``learns`` is True if the tensor needs a gradient.
+    """
 
     whole: Tensor
     part: TensorPart | None
@@ -109,9 +118,11 @@ class PartUse(NamedTuple):
 
 def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], rank: int,
               device: torch.device) -> CallPlan:  # fmt: skip
-    """Plans one call for one rank; ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists.
+    """Returns the plan of one call for one rank: the operators on the rank's shards and the collectives between them.
 
-    Raises: NotOnPartsError, ValueReadError: it cannot run on parts.
+    ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists with the part held of each.
+
+    Raises: NotOnPartsError, ValueReadError: the call cannot run on parts.
     """
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
@@ -141,7 +152,7 @@ def _is_slot(leaf: Any) -> bool:
 
 
 class _GatherFirstError(Exception):
-    """Raised where operands must be gathered before an operator: the slot, or None for all."""
+    """Raised where operands must be all-gathered before an operator: the slot of one, or None for all."""
 
     def __init__(self, slot: int | None = None) -> None:
         super().__init__()
@@ -149,7 +160,7 @@ class _GatherFirstError(Exception):
 
 
 class _Planning:
-    """Plans the operators of one call in turn."""
+    """Plans the operators of one call, one after the other, and tracks the part that each slot holds."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank, self.device = rank, device
@@ -245,7 +256,7 @@ def _dims_cut(part: TensorPart | None) -> list[tuple[int, bytes]]:
 def _labels(
     call: RecordedCall, relation: Relation, operands: Sequence[tuple[int, TensorPart | None]]
 ) -> dict[int, bytes]:
-    """Returns the labels of an operator's letters, from the cuts of its operands."""
+    """Returns which rank holds each index of an operator's cut dims, by letter, from the cuts of its operands."""
     found: dict[int, bytes] = {}
     for (slot, part), dims in zip(operands, relation.operands, strict=True):
         if part is None or dims is None:
@@ -274,7 +285,7 @@ def _changes(
     relation: Relation, slots: Sequence[int], parts: Mapping[int, TensorPart | None], labels: Mapping[int, bytes],
     written: set[int], summed: bool,
 ) -> list[OperandChange]:  # fmt: skip
-    """Returns what happens to the operands of an operator whose letters have labels."""
+    """Returns the changes that an operator's operands need, so that all agree with the cuts in ``labels``."""
     found: dict[int, list[OperandChange]] = {}
     for number, (slot, dims) in enumerate(zip(slots, relation.operands, strict=True)):
         if dims is None or (summed and number == relation.addend):
@@ -306,7 +317,7 @@ def _localized(
     call: RecordedCall, step: OperatorStep, relation: Relation, labels: Mapping[int, bytes],
     made: Sequence[TensorPart | None], rank: int,
 ) -> OperatorStep:  # fmt: skip
-    """Returns an operator's step with the sizes of this rank's part in place of those of the whole."""
+    """Returns an operator's step with the size arguments of this rank's part in place of the whole's."""
     args, name, aten = list(call.args), call.name, torch.ops.aten
     part = made[0] if made else None
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "broadcast_to"):
@@ -351,11 +362,11 @@ def _localized(
 
 
 COPIED = "_shardwright_copied_view"
-"""The attribute of a tensor that is a view on one device, and a copy here."""
+"""The attribute that marks a tensor which would be a view on one device, but is a copy on shards."""
 
 
 def viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a view of a part; a marked copy where the part's elements do not lie as those of the whole.
+    """Returns a shard ``x`` in another shape: a view if its strides allow one, else a copy that is marked as such.
 
     >>> x = torch.ones(2, 6)[:, :4]
     >>> viewed(x, [8]).shape, hasattr(viewed(x, [8]), COPIED), hasattr(viewed(x, [2, 2, 2]), COPIED)
@@ -379,7 +390,7 @@ def _letter(part: Any) -> int:
 
 
 def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """The part of a mean over ``count`` elements that some of them contribute."""
+    """Returns these elements' share of a mean over ``count`` elements; the ranks' shares add up to the mean."""
     total: Tensor = torch.ops.aten.sum.dim_IntList(x, *args, **named)
     return total / count
 
@@ -403,7 +414,7 @@ def _sliced(
 
 
 def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a meta tensor of a shape whose dims lie in memory in the order of another tensor's."""
+    """Returns a meta tensor of ``shape`` with the memory format of ``tensor``: the same order of strides."""
     if tuple(shape) == tuple(tensor.shape):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     if tensor.is_contiguous():  # a dim of one element has any stride

@@ -1,4 +1,4 @@
-"""Convolutions and BatchNorms under a tensor-parallel mode: chains of convolutions cut by channels.
+"""Tensor parallelism for convolutions and BatchNorms: chains of convolutions are cut by channels.
 
 ::
 
@@ -38,9 +38,9 @@ from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, sent_e
 
 @dataclass(frozen=True)
 class ConvolutionNote:
-    """How one convolution is cut: by in-channels or out-channels, and where it has groups, by both.
+    """The cut of one convolution: by out-channels (``y``) or in-channels (``x``); with groups, by both.
 
-    ``enters``: its input is whole (all channels); ``leaves``: so is its output.
+    ``enters``: its input is whole, with all channels; ``leaves``: its output is whole.
     """
 
     x: Features
@@ -50,13 +50,13 @@ class ConvolutionNote:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The mesh axes over which the channels are cut."""
+        """The names of the mesh axes over which the channels are cut."""
         return self.x.names or self.y.names
 
 
 @dataclass(frozen=True)
 class ChannelsNote:
-    """A BatchNorm cut by channels, or a GroupNorm cut by groups: each rank computes its statistics alone."""
+    """The cut of a BatchNorm by channels, or of a GroupNorm by groups; no statistics are exchanged."""
 
     features: Features
 
@@ -65,7 +65,10 @@ class ChannelsNote:
 
 
 def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
-    """Cuts chains of convolutions by channels if there are enough; ``shared`` parameters and the head stay whole."""
+    """Returns the plan with chains of convolutions cut by channels, where there are enough channels.
+
+    Layers of ``shared`` parameters and the output ``head`` stay whole.
+    """
     over = [axis.name for axis in mode.axes if axis.stream == "T"]
     busy = {*plan.roles, *plan.notes}
     for path in plan.statistics if over else ():
@@ -88,7 +91,7 @@ def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str]
 
 @dataclass
 class _ChainCut:
-    """Cuts one chain; ``plan`` is replaced by a finer one."""
+    """Plans the cut of one chain of convolutions; ``plan`` is replaced by a refined one at each layer."""
 
     job: Job
     mode: Mode
@@ -120,7 +123,7 @@ class _ChainCut:
         return self.job.model.get_submodule(path)
 
     def _dealt(self, size: int) -> Features:
-        """``size`` channels (or pixels of channels), in balanced runs of the chain's units."""
+        """Returns the cut of ``size`` channels (or pixels of channels) in balanced runs of the chain's units."""
         dealt, block = Features.balanced(self.chain.units, self.axes), size // self.chain.units
         return Features(size, self.axes, tuple(tuple((a * block, b * block) for a, b in part) for part in dealt.parts))
 
@@ -171,7 +174,7 @@ class _ChainCut:
         self.plan = self.plan.role(path, self.mode.name, "channels", f"{why}; {before.why}" if before else why)
 
     def _linear(self, path: str) -> None:
-        """Cuts a ``Linear`` whose in-features are the pixels of the channels, one channel after the other."""
+        """Cuts a ``Linear`` after the chain, whose in-features are the pixels of one channel after the other."""
         layer, axes = self._module(path), self.mode.axes
         x, y = self._dealt(layer.in_features), Features.balanced(layer.out_features, ())
         step = RoleStep(("F",), ("k",), ("C",))  # on the one axis of 1D: elsewhere the mode cuts every Linear itself
@@ -188,7 +191,7 @@ class _ChainCut:
 
 
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
-    """Gives a convolution or norm the forward that computes this rank's channels, as its note describes."""
+    """Replaces the forward of a convolution or norm by one on this rank's channels, as its note describes."""
     if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
         held = note.features.held({name: axes[name].index for name in note.features.names})
         module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
@@ -225,7 +228,7 @@ def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:
 
 
 def convolution_traffic(note: ConvolutionNote, plan: Plan, coord: Coord, visit: ModuleCall) -> Iterator[Traffic]:
-    """Yields the all-reduces of one convolution call (output, input gradient), all-gathers of grouped outputs."""
+    """Yields the all-reduces and all-gathers of one call of a cut convolution, forward and backward."""
     for axis in note.names:
         if note.enters and visit.needs_gradient:
             yield Traffic("all_reduce", axis, prod(visit.x_shape) * visit.element_bytes, plan.mesh[axis])

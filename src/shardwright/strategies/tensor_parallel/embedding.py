@@ -1,4 +1,4 @@
-"""Embeddings (tables) and the head that may share one: vocabulary or features cut, and the loss on cut classes."""
+"""Tensor parallelism for embedding tables, the output head that may be tied to one, and the loss on cut classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, RoleNa
 
 
 def place_head_and_tables(draft: PlanDraft) -> None:
-    """Cuts the output head by classes, which the loss takes cut, and every embedding table that may be cut."""
+    """Plans the cut of the output head by classes, which the loss takes cut, and of every embedding table.
+
+    ``show`` prints why a table is not cut.
+    """
     _explain_whole_tables(draft)
     if draft.head is not None:
         _place_head(draft, draft.head)
@@ -70,7 +73,7 @@ def _place_head(draft: PlanDraft, head: str) -> None:
 
 
 def _place_table(draft: PlanDraft, path: str, table: nn.Embedding, use: FeatureUse, tied: bool) -> None:
-    """Cuts rows over the axes that a tied head cuts or that cut or copy the tokens, features over the others."""
+    """Cuts a table's rows over axes of a tied head and axes that cut or copy tokens, its features over the others."""
     by_rows: list[str] = []
     for axis in draft.mode.axes:
         if not axis.stored:

@@ -1,4 +1,4 @@
-"""Finds where features may stay cut between layers, by tracing the model's code module by module.
+"""Finds where features may stay sharded between layers (2D, 2.5D, 3D), by tracing the model module by module.
 
 A value is *cut* when its last dim holds a part of the features. Layers, norms, tables and elementwise operations take
 cut values. A module whose code does anything else with one, or that has hooks, takes and gives whole features (a gate),
@@ -31,7 +31,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class Value(NamedTuple):
-    """A traced activation: whether its features are cut, how many it has, in which layer chain, from which module."""
+    """A traced activation: whether its features are cut, their number, its layer chain and the module that made it."""
 
     cut: bool = False
     size: int = 0
@@ -42,7 +42,10 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureUse:
-    """How one module is called: its kind, and whether its input and output features are cut."""
+    """The call of one module as traced: its kind, and whether its input (``takes_cut``) and output features are cut.
+
+    ``size`` is the number of features that are cut; ``from_input``: its input is the model's own, so needs no gradient.
+    """
 
     kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
     takes_cut: bool = False
@@ -55,25 +58,25 @@ class FeatureUse:
 
 @dataclass
 class Flow:
-    """How each module of a model is called; ``output_size``: how many output features the model leaves cut."""
+    """The calls of a model's modules as traced, by path; ``output_size`` is the number of output features left cut."""
 
     uses: dict[str, FeatureUse] = field(default_factory=dict)
     output_size: int = 0
     callers: dict[str, set[str]] = field(default_factory=dict)
-    """By module, the modules whose code calls it."""
+    """By module path, the modules whose code calls that module."""
 
 
 class _UnknownError(Exception):
-    """The traced code does something with a cut value that parts of features may not allow."""
+    """Raised where traced code applies an operation to cut features that may be wrong on a shard of them."""
 
 
 class _ConflictError(Exception):
-    """One module is called in two ways; the argument is its path."""
+    """Raised where one module is called in two ways that disagree; the argument is its path."""
 
 
 @dataclass
 class _FeatureFlow:
-    """One trace of a model: ``kept_whole`` modules take and give whole features, ``never_cut`` refuse cut ones."""
+    """One trace of a model; ``kept_whole`` modules take and return whole features, ``never_cut`` refuse cut ones."""
 
     model: nn.Module
     parts: int
@@ -228,7 +231,7 @@ class _FeatureFlow:
 
 
 def not_to_cut(table: nn.Embedding) -> str:
-    """Returns why an embedding table needs all rows or all tokens at once; an empty text where it may be cut.
+    """Returns why an embedding table cannot be cut, as text for ``show``; an empty text if it can be cut.
 
     >>> not_to_cut(nn.Embedding(9, 3, padding_idx=2)), not_to_cut(nn.Embedding(9, 3, max_norm=1.0))
     ('', 'max_norm changes whole rows')
@@ -241,7 +244,7 @@ def not_to_cut(table: nn.Embedding) -> str:
 
 
 def _does_something(use: FeatureUse) -> bool:
-    """Whether a call differs from the plain one, on whole values."""
+    """Returns whether a call involves cut features, unlike the same call on one device."""
     changed = use.kind not in ("linear", "gate", "inside") or use.gives_cut or any(use.sizes)
     return changed or (use.kind == "linear" and use.takes_cut)
 
@@ -253,7 +256,10 @@ def _has_children(module: nn.Module) -> bool:
 def follow(
     model: nn.Module, parts: int, chains: Sequence[LayerChain], kept_whole: frozenset[str], head: str | None
 ) -> Flow:
-    """Finds which modules take and give cut features when these are cut in ``parts`` between layers; 1: whole.
+    """Returns which modules take and return cut features, if features are cut in ``parts`` between layers.
+
+    With ``parts`` 1 features are whole between layers. ``chains`` are the pairs of column- and row-parallel layers,
+    ``kept_whole`` the modules that are not cut, and ``head`` is the layer whose classes the loss takes cut.
 
     >>> from shardwright.analysis.structure import find_chains
     >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))

@@ -1,4 +1,4 @@
-"""How features are cut over several mesh axes at once: one part for each joint index on these axes."""
+"""The cut of a layer's features over several mesh axes at once: one part for each joint index on these axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.sharding.box import Range, Ranges, balanced_ranges
 
 
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Returns the union of ranges, as ascending ranges that neither overlap nor touch."""
+    """Returns the union of index ranges as ascending ranges that neither overlap nor touch."""
     found: list[Range] = []
     for a, b in sorted(ranges):
         if found and a <= found[-1][1]:
@@ -23,18 +23,21 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """Returns the intersection of two sets of ranges, as ranges."""
+    """Returns the intersection of two lists of index ranges, as a list of ranges."""
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
 def width(ranges: Sequence[Range]) -> int:
-    """Counts the elements of ranges that do not overlap."""
+    """Returns the number of elements in ranges that do not overlap."""
     return sum(b - a for a, b in ranges)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features cut over ``axes``, (name, size) slowest first: ``parts`` are ranges by joint index; whole without axes.
+    """The cut of ``size`` features over mesh axes: the index ranges that each joint index on these axes holds.
+
+    ``axes`` are pairs (name, size), the slowest first, and ``parts`` the ranges by joint index, row-major. Without axes
+    the features are whole.
 
     >>> cut = Features.balanced(7, (("row", 2), ("col", 2)))
     >>> cut.held({"row": 0, "col": 1}), cut.held({"row": 0, "col": 1}, over=["col"])
@@ -49,7 +52,7 @@ class Features:
 
     @staticmethod
     def balanced(size: int, axes: Sequence[tuple[str, int]]) -> Features:
-        """Returns ``size`` features cut as evenly as possible; the first parts hold one more."""
+        """Returns ``size`` features cut over ``axes`` as evenly as possible; the first parts have one more."""
         return Features(size, tuple(axes), balanced_ranges(size, prod(n for _, n in axes)))
 
     @property
@@ -59,12 +62,12 @@ class Features:
 
     @property
     def fewest(self) -> int:
-        """The number of elements in the smallest part."""
+        """The number of features in the smallest part."""
         return min(map(width, self.parts))
 
     @property
     def overlaps(self) -> bool:
-        """Whether two parts have an element in common."""
+        """Whether some feature is in several parts, such as a key head that several ranks need."""
         return sum(width(part) for part in self.parts) > width(merged([r for part in self.parts for r in part]))
 
     def _parts_at(self, fixed: Mapping[str, int]) -> list[Range]:
@@ -78,15 +81,17 @@ class Features:
         return number
 
     def number(self, coord: Coord) -> int:
-        """The number of the part at mesh coordinate ``coord``: its joint index on the axes, row-major."""
+        """Returns the number of the part at the mesh coordinate ``coord``: the joint index, row-major."""
         return self._number([coord[name] for name in self.names])
 
     def held(self, coord: Coord, over: Collection[str] = ()) -> tuple[Range, ...]:
-        """Returns the feature ranges that the rank at ``coord`` holds once they are gathered over the axes ``over``."""
+        """Returns the feature ranges of the rank at ``coord`` after an all-gather over the axes ``over``."""
         return merged(self._parts_at({name: coord[name] for name in self.names if name not in over}))
 
     def kept(self, coord: Coord) -> tuple[Range, ...]:
-        """Returns the ranges left at ``coord`` if each axis cuts by itself: more than its part where parts overlap.
+        """Returns the ranges that the rank at ``coord`` has if each axis cuts independently of the others.
+
+        Where parts overlap, this is more than :meth:`held` returns.
 
         >>> overlapping = Features(2, (("row", 2), ("col", 2)), (((0, 1),), ((0, 2),), ((1, 2),), ((1, 2),)))
         >>> overlapping.held({"row": 0, "col": 0}), overlapping.kept({"row": 0, "col": 0})
@@ -98,22 +103,25 @@ class Features:
         return kept
 
     def along(self, axis: str) -> Ranges:
-        """Returns, by index on ``axis``, the ranges that all ranks at that index hold together."""
+        """Returns, for each index on ``axis``, the ranges that all ranks at that index hold together."""
         return tuple(merged(self._parts_at({axis: i})) for i in range(dict(self.axes)[axis]))
 
     def sizes(self, coord: Coord, axis: str, over: Collection[str] = ()) -> tuple[int, ...]:
-        """Returns how many features each rank along ``axis`` holds once they are gathered over the axes ``over``."""
+        """Returns the number of features of each rank along ``axis`` after an all-gather over the axes ``over``."""
         members = range(dict(self.axes)[axis])
         return tuple(width(self.held({**coord, axis: i}, over)) for i in members)
 
     def joins(self, coord: Coord) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the axes to all-gather over, fastest first, each with how many features its ranks put in."""
+        """Yields the axes to all-gather the features over, fastest first, each with its ranks' numbers of features."""
         for number, axis in reversed(list(enumerate(self.names))):
             yield axis, self.sizes(coord, axis, self.names[number + 1 :])
 
 
 def nested(held: Mapping[tuple[int, ...], Sequence[Range]], parts: int) -> Ranges:
-    """Cuts the ranges at each joint index into ``parts`` balanced slices; returns, by slice, all indices' ranges."""
+    """Cuts each of the given parts into ``parts`` balanced slices; returns, for each number of a slice, its ranges.
+
+    ``held`` are the ranges of each part, by joint index. Slice i has the i-th slice of every part.
+    """
     slices: list[list[Range]] = [[] for _ in range(parts)]
     for ranges in held.values():
         for number, (start, stop) in enumerate(pairwise(balanced(width(ranges), parts))):

@@ -1,10 +1,11 @@
-"""Chooses which axes of a model's run a tensor-parallel axis cuts, from the operators alone.
+"""Chooses which dims of a model's parameters tensor parallelism cuts, from a recorded forward's operators alone.
 
-Candidates are the axes that parameters have, that no operator needs whole, and that are not dims of the inputs: the
-heads of attentions, the inner features of MLPs, the groups of convolutions. Two that meet in one tensor, in different
-dims, exclude each other: a rank holds a part of one of its dims. Of these the ones that send the fewest elements for
-each parameter element are taken first. Cutting heads costs one sum after the output projection; cutting the features of
-a head would cost a sum of all scores, and cutting the features between blocks a sum after every layer that reads them.
+Candidates are the axes (dims that operators tie together) that parameters have, that no operator needs whole, and that
+are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two that
+meet in one tensor, in different dims, exclude each other: a rank holds a part of one of its dims. Of these the ones
+that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
+projection; cutting the features of a head would cost a sum of all scores, and cutting the features between blocks a sum
+after every layer that reads them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 
 @dataclass(frozen=True, slots=True)
 class GraphCuts:
-    """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
+    """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
-    To ask for the shape of a parameter counts as reading it.
+    A module that asks for the shape of a parameter counts as one that reads it.
     """
 
     parts: Mapping[str, TensorPart]
@@ -47,7 +48,7 @@ class _Candidate:
 
 
 def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int) -> GraphCuts:
-    """Returns how an axis of ``size`` ranks cuts a model, by a recorded run of it and the axes of that run.
+    """Returns how ``size`` ranks cut a model's parameters and buffers, from a recorded run and its axes.
 
     >>> import torch
     >>> from shardwright.analysis.model_graph import ModelGraph
@@ -75,12 +76,12 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
 
 
 def mixing_functions(recording: Recording) -> frozenset[str]:
-    """Returns the names of autograd functions of the user's own whose backward does not run on parts."""
+    """Returns the names of custom autograd functions in the model whose backward cannot run on tensor shards."""
     return frozenset(name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
 
 
 def _mixes(call: RecordedCall) -> bool:
-    """Whether an operator is more than elementwise."""
+    """Returns whether an operator does more than elementwise work."""
     return any(role is not Role.SAME for role in relation_of(call).letters.roles)
 
 
@@ -111,7 +112,7 @@ def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str
 
 
 def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[DimAxis, _Candidate]:
-    """Returns the axes that could be cut, with what they cut, send and exclude; not those of parameters ``kept``."""
+    """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
     refused = {leaf for use in recording.inputs for axis in axes.of(use) for leaf in leaves(axis)}
     refused |= {leaf for use in axes.uses if use.role is Role.LOOKUP for leaf in leaves(use.axis)}
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
@@ -136,7 +137,7 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
 
 
 def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
-    """Returns how many elements of an axis lie in parts that have the leaf."""
+    """Returns the number of elements of an axis in those of its parts that contain ``leaf``."""
     axis = root(axis)
     if axis.parts is not None:
         return sum(_num_along(leaf, part) for part in axis.parts)
@@ -144,7 +145,7 @@ def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
 
 
 def _exclude_inside(axis: DimAxis, found: dict[DimAxis, _Candidate]) -> None:
-    """Two factors of one dim exclude each other; two parts of it do not."""
+    """Makes two factors of one dim exclude each other; two parts of a dim may both be cut."""
     axis = root(axis)
     if axis.factors is not None:
         _exclude([set(leaves(factor)) & found.keys() for factor in axis.factors], found)

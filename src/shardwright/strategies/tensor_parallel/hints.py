@@ -1,4 +1,4 @@
-"""The plan for tensor parallelism that a model brings along, held against what its operators allow.
+"""Compares a model's own ``tp_plan`` (Hugging Face Transformers) with the cuts that its operators allow.
 
 Models of transformers have a mapping ``tp_plan``, from names (with ``*`` for numbers) to styles. Their operators decide
 how they are cut here; where the mapping says another thing, ``show`` tells both.
@@ -18,11 +18,11 @@ STYLES = {
     "colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2, "packed_colwise": -2, "embedding_rowwise": -2,
     "rowwise": -1, "rowwise_rep": -1, "rowwise_split_input": -1, "packed_rowwise": -1, "embedding_colwise": -1,
 }  # fmt: skip
-"""The dim of a weight that each style cuts, from the last; other styles say nothing of one dim."""
+"""For each ``tp_plan`` style, the dim of a weight that it cuts, counted from the last (-1)."""
 
 
 def hints_of(model: nn.Module) -> dict[str, str]:
-    """Returns the style that a model's own plan has for each parameter of two dims or more.
+    """Returns the ``tp_plan`` style of each parameter of two dims or more, by name; empty without a ``tp_plan``.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
     >>> model.tp_plan = {"0": "colwise", "1.weight": "rowwise"}
@@ -41,7 +41,7 @@ def hints_of(model: nn.Module) -> dict[str, str]:
 
 
 def with_hints(model: nn.Module, plan: Plan, axes: Collection[str]) -> Plan:
-    """Returns the plan with a word in the role of each layer that its model's own plan cuts otherwise over axes."""
+    """Returns the plan with a remark for ``show`` on each layer that the model's ``tp_plan`` cuts in another dim."""
     roles = dict(plan.roles)
     for name, style in hints_of(model).items() if axes else ():
         layout, path, wanted = plan.compute[name], name.rpartition(".")[0], STYLES.get(style)

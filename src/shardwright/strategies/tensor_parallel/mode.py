@@ -1,4 +1,4 @@
-"""A tensor-parallel mode as data, and the notes that ``place`` writes into the plan for each module.
+"""A tensor-parallel mode (1D to 3D) as data, and the notes in the plan that describe how each module is cut.
 
 ``apply`` turns a note into a module's forward, ``traffic`` into its collectives: both from the same :class:`AxisMove`.
 """
@@ -27,11 +27,12 @@ from shardwright.strategies.tensor_parallel.roles import (
 
 @dataclass(frozen=True)
 class Mode:
-    """Tensor-parallel settings of a layout: the mesh axes, how activations are sharded over them, how matmuls run.
+    """The tensor-parallel settings of a layout: mesh axes, how they shard activations, and how matmuls run.
 
-    ``keep``: gathered operands are kept for the backward. ``overlap``: collectives overlap with compute. ``pinned``:
-    the fixed sharding of activations inside a block (``:summa``, ``:classic``); there inputs are all-gathered over
-    features, and partial sums are all-reduced. ``dim``: the dim of the cut rows, 0 for samples, 1 for tokens.
+    ``keep``: all-gathered operands are kept for the backward. ``overlap``: collectives overlap with compute.
+    ``pinned``: the fixed sharding of activations inside a block (``:summa``, ``:classic``); there inputs are
+    all-gathered over features, and partial sums are all-reduced. ``dim``: the dim of the cut rows, 0 for samples, 1 for
+    tokens.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Mode:
 
     @property
     def row_axes(self) -> tuple[GridAxis, ...]:
-        """The axes that cut rows (samples or tokens) between layers."""
+        """The axes that cut rows (samples or tokens) of activations between layers."""
         return tuple(axis for axis in self.axes if axis.stream == "T")
 
     @property
@@ -53,16 +54,16 @@ class Mode:
 
     @property
     def feature_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes, as (name, size), that cut features between layers."""
+        """The axes, as (name, size), that cut features of activations between layers."""
         return tuple((axis.name, axis.size) for axis in self.axes if axis.stream == "F")
 
     def states(self, cut: bool) -> States:
-        """An activation's state between layers on each axis (T, F or C); without ``cut``, features are whole: no F."""
+        """Returns an activation's state on each axis (T, F or C) between layers; without ``cut``, C in place of F."""
         whole: Mapping[State, State] = {"T": "T", "F": "C", "C": "C"}
         return self.stream if cut else tuple(whole[state] for state in self.stream)
 
     def axes_in(self, states: States, state: State) -> tuple[tuple[str, int], ...]:
-        """The axes, as (name, size), on which ``states`` has ``state``: T rows cut, F features cut, or C copied."""
+        """Returns the axes (name, size) on which an activation has ``state``: T rows cut, F features cut, C copied."""
         return tuple((a.name, a.size) for a, s in zip(self.axes, states, strict=True) if s == state)
 
     def choose(
@@ -72,9 +73,9 @@ class Mode:
         num_tokens: int,
         rows_end: RowMoves | None = (),
     ) -> Choice | None:
-        """Chooses each layer's role on each axis (t, h, k): the pinned ones where they fit, else those that send least.
+        """Returns the role (t, h or k) of each layer on each axis that sends least; pinned roles where they fit.
 
-        Where pinned roles do not fit, the ``misfit`` of each step says why.
+        None if no roles fit. If pinned roles do not fit, the ``misfit`` of each step says why.
         """
         if self.pinned is not None:
             inner = [b._replace(states=b.states or self.pinned, sums=False) for b in boundaries[1:-1]]
@@ -89,7 +90,7 @@ class Mode:
         return replace(found, steps=tuple(step._replace(misfit=misfit) for step in found.steps))
 
     def _misfit(self, boundaries: Sequence[Boundary]) -> str:
-        """Why the pinned roles do not fit between the first and the last boundary, as an addition to a reason."""
+        """Returns why the pinned roles do not fit a block, as text that is appended to a reason."""
         whole = [
             f"{end} features are not cut over {axis.name}"
             for end, states in (("input", boundaries[0].states), ("output", boundaries[-1].states))
@@ -112,14 +113,14 @@ OPTIONS: Mapping[str, StrategyOption] = {
     ),
     "no-overlap": StrategyOption("no collective overlaps with computation: to see what overlap gains"),
 }
-"""The options that every mode has."""
+"""The layout options that every tensor-parallel mode has."""
 
 
 class AxisMove(NamedTuple):
     """One all-gather, reduce-scatter or all-reduce along an axis: of an operand's rows, its features, or all of it.
 
     ``rows`` is how rows are cut before it, ``features`` how features are; ``over`` are the axes whose features are
-    joined already.
+    already all-gathered.
     """
 
     axis: str
@@ -129,16 +130,18 @@ class AxisMove(NamedTuple):
     over: tuple[str, ...] = ()
 
     def feature_sizes(self, coord: Coord) -> tuple[int, ...]:
-        """How many features each rank along the axis holds, with those gathered over other axes before."""
+        """Returns the number of features of each rank along the axis, after all-gathers over the axes ``over``."""
         assert self.features is not None, "features are cut"
         return self.features.sizes(coord, self.axis, self.over)
 
 
 @dataclass(frozen=True)
 class LinearNote:
-    """One Linear: its roles, in- and out-features, axes to all-gather its weight over, and elements sent.
+    """The cut of one ``nn.Linear``: its role on each axis, and the cuts of its features.
 
-    ``enters``: it gathers its own input; else an :class:`EntryNote` gathers it for several layers.
+    ``x`` and ``y`` are the cuts of its in- and out-features, ``fetches`` the axes over which its weight is
+    all-gathered, and ``elements`` the number of elements that a rank sends for it. ``enters``: it all-gathers its own
+    input; else an :class:`EntryNote` does so for several layers.
     """
 
     step: RoleStep
@@ -150,32 +153,33 @@ class LinearNote:
     elements: float = 0.0
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """The collectives that gather the input, in order; none where an :class:`EntryNote` does."""
+        """Returns the all-gathers of the input, in order; none if an :class:`EntryNote` does them."""
         return input_moves(self.step, self.axes, self.x) if self.enters else ()
 
     def output_moves(self) -> tuple[AxisMove, ...]:
-        """The reduce-scatters or all-reduces that sum the output, in order."""
+        """Returns the reduce-scatters or all-reduces of the output, in order."""
         return output_moves(self.step, self.axes, self.y)
 
 
 @dataclass(frozen=True)
 class EntryNote:
-    """A module in which several layers share one input, which is gathered once for all of them."""
+    """A module whose layers share one input, such as q, k and v; the input is all-gathered once for all of them."""
 
     step: RoleStep
     x: Features
     axes: tuple[GridAxis, ...]
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """The collectives that gather the shared input, in order."""
+        """Returns the all-gathers of the shared input, in order."""
         return input_moves(self.step, self.axes, self.x)
 
 
 @dataclass(frozen=True)
 class TokensNote:
-    """An attention on a part of each sequence: the all-gathers of the other tokens' keys and values.
+    """The all-gathers of keys and values for an attention whose sequences are sharded by tokens.
 
-    ``kv`` are the features of the keys, as many as of the values; ``makers`` the layers that compute both.
+    ``kv`` are the features of the keys, as many as of the values; ``makers`` the layers that compute both; ``elements``
+    the number that a rank sends.
     """
 
     rows: RowMoves
@@ -188,7 +192,12 @@ class TokensNote:
 
 @dataclass(frozen=True)
 class HeadsNote:
-    """Which heads of an attention each joint index of the grid has; if ``inside``, ranks divide one by ``slices``."""
+    """The cut of an attention's heads over the grid of ranks.
+
+    ``heads`` and ``kv`` are the cuts of query heads and of key and value heads. The joint index i on the axes that cut
+    them has the query heads ``held[i]``, and of each the elements ``slices[i]`` (start, stop); these are all of them
+    unless ``inside``, that is unless several ranks divide a head.
+    """
 
     heads: Features
     kv: Features
@@ -200,21 +209,25 @@ class HeadsNote:
     tokens: TokensNote | None = None
 
     def held_kv(self, coord: Coord) -> list[int]:
-        """Returns the numbers of the key and value heads that the rank at ``coord`` holds."""
+        """Returns the numbers of the key and value heads on the rank at ``coord``."""
         return [head for a, b in self.kv.kept(coord) for head in range(a, b)]
 
 
 @dataclass(frozen=True)
 class NormNote:
-    """A norm of cut features; ``centred`` if it subtracts the mean, as LayerNorm does."""
+    """The cut of a norm's features; ``centered`` if the norm subtracts the mean, as LayerNorm does."""
 
     features: Features
-    centred: bool
+    centered: bool
 
 
 @dataclass(frozen=True)
 class EmbeddingNote:
-    """An embedding: vocabulary cut over some axes, over which its output is summed, features cut over others."""
+    """The cut of an embedding table: its rows (the vocabulary) over some axes, its features over others.
+
+    ``gathers`` are the all-gathers of its tokens, and ``sums`` the reduce-scatters or all-reduces that add up the
+    ranks' looked-up rows.
+    """
 
     vocabulary: Features
     features: Features
@@ -224,13 +237,16 @@ class EmbeddingNote:
     per_sample: bool = True
 
     def width(self, coord: Coord) -> int:
-        """Returns how many features the looked-up rows have before they are summed."""
+        """Returns the number of features of looked-up rows at ``coord`` before they are summed over ranks."""
         return width(self.features.held(coord, over=[each.axis for each in self.sums if each.kind == "features"]))
 
 
 @dataclass(frozen=True)
 class LossNote:
-    """A loss on logits whose classes are cut; ``gathers`` are the all-gathers of targets and losses."""
+    """The cut of a cross-entropy loss by classes; ``gathers`` are the all-gathers of targets and losses.
+
+    ``head`` is the layer that computes the logits; ``num_numbers`` is how many numbers a rank sends for each token.
+    """
 
     head: str
     vocabulary: Features
@@ -240,13 +256,19 @@ class LossNote:
 
 @dataclass(frozen=True)
 class GatherNote:
-    """A module whose inputs' features are all-gathered first: how each is cut. At the model's end: its output."""
+    """A module whose inputs' features are all-gathered before it runs; for the whole model, its output's features.
+
+    ``arguments`` has the cut of each input, or of the output; None if it is whole.
+    """
 
     arguments: tuple[Features | None, ...]
 
 
 def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tuple[AxisMove, ...]:
-    """Returns the collectives that gather a layer's input: whole operands, rows, then features, fastest axis first."""
+    """Returns the all-gathers of a layer's input in order: whole operands, rows, then features, fastest axis first.
+
+    A "whole" operand is copied already; its move sums the input gradient in the backward.
+    """
     found = [
         AxisMove(axis.name, "whole")
         for axis, state, role in zip(axes, step.before, step.roles, strict=True)
@@ -265,7 +287,7 @@ def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tupl
 
 
 def output_moves(step: RoleStep, axes: tuple[GridAxis, ...], y: Features) -> tuple[AxisMove, ...]:
-    """Returns the collectives that sum a layer's output: features, slowest axis first, rows, then whole operands."""
+    """Returns a layer's output reductions in order: of features (slowest axis first), of rows, of whole outputs."""
     cutting = [a.name for a, s, r in zip(axes, step.after, step.roles, strict=True) if r == "k" and s == "F"]
     found = [
         AxisMove(name, "features", features=y, over=tuple(cutting[number + 1 :])) for number, name in enumerate(cutting)

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` on a grid: a column-parallel (h) / row-parallel (k) pair whose inner features are heads.
+"""Tensor parallelism for ``nn.MultiheadAttention``: a column-parallel and a row-parallel product around its heads.
 
 ::
 
@@ -31,7 +31,11 @@ from shardwright.strategies.tensor_parallel.roles import Boundary, Choice, GridA
 
 
 class Projection(NamedTuple):
-    """A weight that computes queries, keys or values: its name in the module, in the model, axes to all-gather over."""
+    """A weight of ``nn.MultiheadAttention`` that computes queries, keys or values.
+
+    ``own`` is its name in the module, ``name`` that in the model, and ``fetches`` the axes over which it is
+    all-gathered.
+    """
 
     own: str
     name: str
@@ -40,7 +44,7 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiheadNote:
-    """One ``nn.MultiheadAttention``: the roles of its projections before and after the heads, and how heads are cut."""
+    """The cut of one ``nn.MultiheadAttention`` by heads: the roles of its projections before and after the heads."""
 
     before: RoleStep
     after: RoleStep
@@ -58,21 +62,24 @@ class MultiheadNote:
         return len(self.heads.parts) > self.heads.size
 
     def sharing(self, coord: Coord) -> list[int]:
-        """Returns the joint indices of the ranks that compute parts of the same head as the rank at ``coord``."""
+        """Returns the joint indices of the ranks that compute the same head as the rank at ``coord``, it included."""
         own = self.heads.parts[self.heads.number(coord)]
         return [number for number, part in enumerate(self.heads.parts) if part == own]
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """The collectives that gather each different input (query, key, value), in order."""
+        """Returns the all-gathers of each different input (query, key, value), in order."""
         return input_moves(self.before, self.axes, self.x)
 
     def output_moves(self) -> tuple[AxisMove, ...]:
-        """The collectives that sum the returned attention weights over ranks: the output's but for its features."""
+        """Returns the reductions of the attention weights: those of the output, except reductions over features."""
         return tuple(each for each in output_moves(self.after, self.axes, self.y) if each.kind != "features")
 
 
 def place_multiheads(draft: PlanDraft, overrides: Overrides) -> None:
-    """Cuts by heads every ``nn.MultiheadAttention`` that allows it; for the others ``show`` prints why not."""
+    """Plans a cut by heads for every ``nn.MultiheadAttention`` that allows it.
+
+    For the others ``show`` prints the reason.
+    """
     for path, module in draft.model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or overrides.speak_of([path, _child(path, "out_proj")]):
             continue
@@ -97,7 +104,7 @@ def _child(path: str, own: str) -> str:
 
 
 def _choose(draft: PlanDraft, module: nn.MultiheadAttention) -> Choice | None:
-    """Chooses roles that give ranks whole heads, or if none fit, parts of heads over one axis."""
+    """Returns roles that give each rank whole heads, or if none fit, parts of heads over one axis; else None."""
     mode, num_heads, width = draft.mode, module.num_heads, module.embed_dim
     whole, layers = mode.states(False), (Layer(width, 3 * width), Layer(width, width))
 
@@ -109,7 +116,7 @@ def _choose(draft: PlanDraft, module: nn.MultiheadAttention) -> Choice | None:
 
 
 def _place(draft: PlanDraft, path: str, module: nn.MultiheadAttention) -> str:
-    """Cuts one attention; returns the reason if it cannot be cut."""
+    """Plans the cut of one attention; returns the reason if it cannot be cut, else an empty text."""
     choice, width = _choose(draft, module), module.embed_dim
     cannot = f"{module.num_heads} heads of {module.head_dim} elements cannot be cut over {draft.sizes()}"
     if choice is None:

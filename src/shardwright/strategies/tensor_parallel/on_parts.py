@@ -1,4 +1,4 @@
-"""Tensor parallelism for any model: the user's own forward on parts of its tensors, cut by what its operators do.
+"""Tensor parallelism for any model: the user's own forward runs on tensor shards, cut as its operators allow.
 
 Where few layers of a model are ones that the grid modes know, the model is recorded (``graph_cuts.py``) and its
 parameters are cut along the axes found: heads, inner features of MLPs, groups. Its own code then runs under
@@ -7,9 +7,9 @@ weight is stored in parts and gathered when its module runs::
 
     x --whole--> | q, k, v: columns of whole heads | --attention of these heads--> | o: rows | --sum--> y
 
-Traffic: per layer whose input is summed over, one all-reduce of its output forward; per tensor that cut layers read,
-    one all-reduce of its gradient backward; an all-gather of what an operator needs whole. For each weight that is
-    stored in parts one all-gather forward, and one reduce-scatter of its gradient.
+Traffic: for each layer whose input features are cut, one all-reduce of its output forward. For each tensor that cut
+    layers read, one all-reduce of its gradient backward. For each operator that needs a whole tensor, an all-gather.
+    For each weight that is stored in parts, one all-gather forward and one reduce-scatter of its gradient.
 """
 
 from __future__ import annotations
@@ -55,51 +55,55 @@ from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
-"""The share of parameter bytes that must be cut for a model to run on parts: with less, most of the work is copied.
+"""The least share of parameter bytes that must be cut for a model to run on tensor shards; else too much is copied.
 
 Where the numbers come from: of the 103 models of docs/models.md under tp2, a record cuts a third or more of each that
 it cuts at all.
 """
 
 ENOUGH = 0.5
-"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know.
+"""If the known layers cut less than this share of the parameter bytes, a record that cuts twice as much is used.
 
-Of those models the known layers are at most 0.43 or at least 0.57, so any number between decides alike.
+Of the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
+same.
 """
 
 GAIN = 0.2
-"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs.
+"""If the known layers cut at least ``ENOUGH``, a record must cut this much more to be used in their place.
 
-Of those models a record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).
+A record then cuts, for instance, all attentions of a model beside its known MLPs. Of the models of docs/models.md a
+record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).
 """
 
 
 def share_cut(plan: Plan) -> float:
-    """Returns the share of a plan's parameter bytes that tensor parallelism cuts; 0 where it has one rank."""
+    """Returns the share of a plan's parameter bytes that tensor parallelism shards, from 0 to 1; 0 on one rank."""
     factor = str(plan.layout.factor("tp"))
     return next((each.share for each in shares(plan) if each.factor == factor), 0.0)
 
 
 @dataclass(frozen=True)
 class StoredParts:
-    """How a weight is stored in parts of ``dim`` over the axes that cut samples: its elements by index, slowest first.
+    """The sharding at rest of a weight in ``dim``, over the axes that cut samples: each rank's elements by index.
 
-    ``sizes[n]`` are the elements that the indices of ``axes[n]`` hold, for each index on the axes before it.
+    ``axes`` are slowest first. ``sizes[n]`` are the elements of each index of ``axes[n]``, for each index on the axes
+    before it. The weight is all-gathered before use, as under FSDP.
     """
 
     dim: int
     axes: tuple[str, ...]
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     everywhere: bool
-    """Whether other modules than its own read the weight: then it is gathered for the whole forward."""
+    """Whether modules other than its own read the weight: then it is all-gathered for the whole forward."""
 
 
 @dataclass(frozen=True, eq=False)
 class PartsNote:
-    """What each rank holds, by name: parts over ``axis``, and weights stored in parts over ``rows``.
+    """The shards (parts) of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
 
-    ``model`` is the plain model on the meta device, from which traffic is rehearsed. ``rehearsed`` are a microbatch's
-    collectives, by kind, axis and bytes, for all ranks that hold the same and get the same.
+    ``parts`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
+    is the plain model on the meta device, from which traffic is rehearsed. ``rehearsed`` caches a microbatch's
+    collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
     """
 
     axis: str | None
@@ -111,12 +115,13 @@ class PartsNote:
 
 
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
-    """Returns the plan with parameters cut along the axes of the model's run; None where less than ``least`` is cut.
+    """Returns the plan with parameters cut as a recorded forward allows; None if less than ``least`` of them is cut.
 
-    ``known`` is the plan that cuts the layers that the grid modes know. Less than ``least`` is enough where that would
-    cut a parameter which other code than its own layer reads, as a head that is a table's transpose does.
-    It needs an example of the inputs, and a layout that does not cut tokens. Models with backwards of their own (hooks,
-    autograd functions) do not run on parts: these would see parts of gradients.
+    ``least`` is a share of parameter bytes. ``known`` is the plan that cuts only the layers that the grid modes know.
+    If that one would cut a parameter which other code than its own layer reads, as a head that is a table's transpose
+    does, less than ``least`` is enough. The job needs an example of the inputs, and a layout that does not cut tokens.
+    Models with backwards of their own (hooks, autograd functions) do not run on parts: these would see parts of
+    gradients.
     """
     tokens = mode.dim == 1 or is_asked(plan)
     if not mode.axes or job.graph is None or job.roles or tokens or mode.pinned:
@@ -159,7 +164,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
 
 
 def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[Plan, dict[str, TensorPart]]:
-    """Cuts parameters and buffers into their parts over an axis."""
+    """Returns the plan with parameters and buffers cut over an axis, and the parts of those that were cut."""
     found = {}
     for name, part in parts.items():
         (dim,) = (dim for dim, cut in enumerate(part.cuts) if cut is not None)
@@ -178,7 +183,7 @@ def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[
 
 
 def _ranges(cut: bytes, size: int) -> Ranges:
-    """The ranges of a dim that each index of the axis holds."""
+    """Returns the index ranges of a dim that each index of the axis holds."""
     return tuple(_runs(cut, rank) for rank in range(size))
 
 
@@ -193,7 +198,7 @@ def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
-    """Returns the modules that each parameter is an attribute of."""
+    """Returns, for each parameter, the paths of the modules that have it as an attribute."""
     own: defaultdict[str, set[str]] = defaultdict(set)
     for path, _, _, name in owners(model):
         own[name].add(path)
@@ -203,7 +208,7 @@ def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
 def _store_parts(
     plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart], own: Mapping[str, set[str]]
 ) -> tuple[Plan, dict[str, StoredParts]]:
-    """Stores each weight in parts over the axes that cut samples, in its longest dim that is whole."""
+    """Returns the plan with weights sharded over the axes that cut samples, each in its longest uncut dim."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
     found = {}
@@ -231,9 +236,10 @@ def _store_parts(
 def apply_on_parts(
     model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str, stages: EventStages | None = None
 ) -> PartsFrame | None:
-    """Lets every module of a rank's model run on parts; the model's outputs are gathered.
+    """Wraps every module of a rank's model so that it runs on tensor shards; the model's outputs are all-gathered.
 
-    With ``stages`` it returns what does this around the calls of a stage: code between these runs on every stage.
+    With ``stages`` it returns a :class:`PartsFrame` that does so around the calls of a pipeline stage, since the code
+    between modules runs on every stage.
     """
     if note.rows:
         share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)
@@ -268,9 +274,9 @@ def apply_on_parts(
 
 
 def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
-    """Returns the elements that a rank holds of a tensor, and a function that marks another as the same part.
+    """Returns this rank's slices of a sharded tensor, and a function that marks another tensor as the same shard.
 
-    It is the RNG tracker's ``part_of``, so that a rank draws for the elements that it holds. None for a whole tensor.
+    None for a whole tensor. It is the RNG tracker's ``part_of``: a rank draws random numbers for its own elements only.
     """
     part = tagged(tensor)
     if part is None:
@@ -302,7 +308,7 @@ def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, 
 
 
 def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) -> Forward:
-    """A BatchNorm computes this rank's channels: its statistics are shared over the axes that cut samples alone."""
+    """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
     channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
 
     def on_parts(input: Tensor) -> Tensor:
@@ -319,7 +325,10 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) 
 
 
 def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
-    """Gathers a weight that is stored in parts, from the fastest axis on; its gradient is reduce-scattered."""
+    """Returns the whole of a weight that is sharded at rest, all-gathered from the fastest axis on.
+
+    Its gradient is reduce-scattered.
+    """
     with torch._C.DisableTorchFunction():
         for number in reversed(range(len(stored.axes))):
             place = 0
@@ -333,7 +342,7 @@ def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> T
 
 
 def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote, mode: Mode) -> tuple[Traffic, ...]:
-    """Computes the collectives of one step by a rehearsal of each microbatch on the meta device."""
+    """Returns one step's collectives of the rank at ``coord``, from a rehearsal of each microbatch on meta tensors."""
     found: list[Traffic] = []
     # ranks that hold as much and gather as much from each of the others send the same
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
@@ -353,13 +362,13 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
 
 
 def _of_stage(plan: Plan, sent: Mapping[int, Sent], coord: Coord) -> Sent:
-    """Adds up what a stage's chunks send."""
+    """Returns the collectives of all chunks of the stage at ``coord``, counted together."""
     assert plan.schedule is not None
     return sum((sent[chunk] for chunk in plan.schedule.chunks_of(coord["pp"])), Counter())
 
 
 def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
-    """Returns a copy of a model whose parameters and buffers are empty, in the shapes that a rank holds."""
+    """Returns a copy of a model on the meta device, with parameters and buffers in this rank's shapes."""
     memo: dict[int, Any] = {}
     for name, p in model.named_parameters():
         held = torch.empty(plan.compute[name].local_shape(coord), dtype=plan.compute_dtypes[name], device="meta")
@@ -371,7 +380,7 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
 
 
 def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counter[tuple[str, str, int]]:
-    """Counts the collectives of one microbatch's forward and backward, by kind, axis and bytes."""
+    """Returns the number of collectives in one microbatch's forward and backward, by (kind, axis, bytes)."""
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     apply_on_parts(model, world.axes(plan.mesh), note, "rehearsal")

@@ -1,6 +1,6 @@
-"""What surrounds a chunk's calls in a pipeline stage whose model runs on parts of tensors.
+"""Runs a pipeline stage's chunks on tensor shards: marks the shards, and all-gathers weights that functions read.
 
-The code between modules runs on every stage, so it may gather only what this chunk's own functions read.
+The code between modules runs on every stage, so only the weights that this chunk's own functions read are gathered.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 
 
 class HeldPart(NamedTuple):
-    """A parameter or buffer of a module, the part that it is, and how it is gathered if it is stored in parts.
+    """A module's parameter or buffer, and the shard (part) of the whole tensor that this rank computes with.
 
-    ``whole`` is a parameter's name in the model.
+    ``part`` is None for a whole tensor. ``fetch`` all-gathers a parameter that is sharded at rest. ``whole`` is the
+    parameter's name in the model.
     """
 
     module: nn.Module
@@ -32,13 +33,13 @@ class HeldPart(NamedTuple):
 
     @property
     def store(self) -> dict[str, Any]:
-        """The module's parameters or buffers; another strategy may have put another dict there since."""
+        """The module's dict of parameters or buffers, read anew: another strategy may have replaced the dict."""
         store: dict[str, Any] = getattr(self.module, self.kind)
         return store
 
 
 def tag_all(parts: Sequence[HeldPart]) -> None:
-    """Marks parameters and buffers as the parts that they are."""
+    """Marks each parameter and buffer as the shard that it is, so that ``PartsMode`` treats it as one."""
     for each in parts:
         tensor = dict.get(each.store, each.name)  # to read it as an attribute would unshard its group under ZeRO-3
         if tensor is not None:
@@ -47,9 +48,10 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PartsFrame:
-    """The frame of a model on parts that pipeline stages run: the mode, and weights as code between modules reads them.
+    """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
-    ``tags`` are what is marked as a part, ``stored`` the weights that are gathered, by name.
+    ``tags`` are the tensors to mark as shards; ``stored`` the weights that are sharded at rest, by name, of which those
+    in ``everywhere`` are read by other modules than their own.
     """
 
     mode: PartsMode | None
@@ -58,12 +60,14 @@ class PartsFrame:
     everywhere: frozenset[str]
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
-        """Leaves the inputs as they are."""
+        """A context that yields the model's inputs unchanged: they are whole."""
         return nullcontext(inputs)
 
     @contextmanager
     def calls(self, used: Collection[str], read: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Runs a chunk's calls on parts; gathers the weights stored in parts that its functions between modules read.
+        """A context around a chunk's calls, which run on tensor shards; yields the weights that it has all-gathered.
+
+        These are the weights sharded at rest that the chunk's functions between modules read.
 
         Traffic: one all-gather for each of these, and a reduce-scatter of its gradient.
         """
@@ -85,11 +89,11 @@ class PartsFrame:
                 dict.__setitem__(store, own, tensor)
 
     def give(self, output: Any) -> Any:
-        """Returns the model's output, gathered. Traffic: one all-gather for each dim that is cut."""
+        """Returns the model's output with cut dims all-gathered. Traffic: one all-gather for each dim that is cut."""
         return output if self.mode is None else tree_map_only(Tensor, self.mode.whole, output)
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Does nothing: calls are not counted."""
+        """Does nothing: running on tensor shards does not depend on how often a module was called."""
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that does nothing: no state is kept between calls."""

@@ -1,4 +1,4 @@
-"""Runs a user's own forward on tensors of which each rank holds a part, as if each were whole.
+"""Runs a user's own forward on tensor shards (parts) as if each were the whole tensor, much as on DTensors.
 
 Parameters are tagged with the part that a rank holds (``sharding/tensor_part.py``). Under :class:`PartsMode` every
 function that gets a tagged tensor runs as ``call_plans.py`` plans it, and its results are tagged; control flow, routing
@@ -41,13 +41,13 @@ from shardwright.strategies.tensor_parallel.call_plans import (
 )
 
 NUM_COPIES = 4
-"""How many tensors whose gradient is added up are remembered, so that q, k and v layers share one sum."""
+"""The number of recent tensors whose summed gradient is shared, so that q, k and v layers need one all-reduce."""
 
 MOST_PLANS = 20_000
-"""How many plans of calls are kept."""
+"""The number of planned calls that are cached; when it is reached the cache is emptied."""
 
 _NEW = CallPlan((), None, {}, 0, (), (), runs_as_is=False)
-"""Stands for the plan of a call that has none yet; None is that of a call which runs on the whole."""
+"""A placeholder for a call without a plan so far; None is the plan of a call that runs on whole tensors."""
 
 # torch's stubs declare properties of C as plain attributes
 _SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorPart], Any]] = {
@@ -69,13 +69,13 @@ _OF_PARTS = frozenset(
      Tensor.get_device, Tensor.data_ptr, Tensor.storage_offset, Tensor.requires_grad_, Tensor.register_hook,
      Tensor.retain_grad, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex)
 )  # fmt: skip
-"""The functions that say the same of a part as of the whole."""
+"""The functions that give for a shard the same answer as for the whole, or concern the shard itself."""
 
 
 class PartsMode(TorchFunctionMode):
-    """The context in which functions run on this rank's parts of tensors.
+    """A torch function mode under which functions run on this rank's tensor shards and give shards as results.
 
-    ``gathered`` counts, by function, the calls whose tensors had to be gathered.
+    ``gathered`` counts, by function, the calls whose tensors had to be all-gathered because they cannot run on shards.
 
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
@@ -176,14 +176,14 @@ class PartsMode(TorchFunctionMode):
         return func(*args, **named)
 
     def _check_write(self, func: Any, tensor: Any) -> None:
-        """Raises PlanError where code writes to a gathered copy, or to a view of one."""
+        """Raises PlanError if code writes in place to an all-gathered copy, or to a view of one."""
         if isinstance(tensor, Tensor):
             place = tensor.untyped_storage()._cdata
             if any(storage._cdata == place for storage in self._gathered):
                 raise _no_write(getattr(func, "__name__", str(func)))
 
     def _planned(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> CallPlan | None:
-        """Plans a call; None where it cannot run on parts and so runs on the whole."""
+        """Returns the plan of a call; None if it cannot run on shards and so runs on whole tensors."""
         self.num_planned += 1
         flat, spec = tree_flatten((args, named))
         on_meta: dict[int, Tensor] = {}
@@ -261,7 +261,7 @@ class PartsMode(TorchFunctionMode):
         return whole if order == sorted(order) else whole.index_select(dim, _inverse(order, x.device))
 
     def _gather_partly(self, x: Tensor, dim: int, cut: bytes) -> Tensor:
-        """Gathers a dim of which every rank holds some elements."""
+        """Returns a tensor with a dim all-gathered of which every rank holds some of the same elements."""
         mine = held(cut, self.axis.index)
         own = [at for at, index in enumerate(mine) if cut[index] != ALL]
         common = [at for at, index in enumerate(mine) if cut[index] == ALL]
@@ -280,7 +280,10 @@ class PartsMode(TorchFunctionMode):
         return _chosen(x, dim, held(cut, self.axis.index))
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gathers a tensor that is a part. Traffic: one all-gather for each dim that is cut."""
+        """Returns the whole of a tensor that is a shard, all-gathered; any other tensor unchanged.
+
+        Traffic: one all-gather for each dim that is cut.
+        """
         part = tagged(x)
         for dim, cut in enumerate(part.cuts if part is not None else ()):
             if cut is not None:
@@ -290,7 +293,7 @@ class PartsMode(TorchFunctionMode):
 
 @lru_cache(maxsize=1024)
 def _writes(func: Any) -> bool:
-    """Whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
+    """Returns whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
     name = getattr(func, "__name__", "")
     inside = name.strip("_")
     return (
@@ -315,7 +318,7 @@ def _no_write(name: str) -> PlanError:
 
 
 def _check_hook(hook: Any) -> None:
-    """Raises PlanError for a user's hook on the gradient of a part: it would be called with a part of the gradient."""
+    """Raises PlanError for a user's hook on the gradient of a shard, which would get only a shard of the gradient."""
     function = getattr(hook, "func", hook)
     if not str(getattr(function, "__module__", "")).startswith("shardwright."):
         raise PlanError(
@@ -350,7 +353,7 @@ def _has_part(args: tuple[Any, ...]) -> bool:
 
 
 def signature_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Returns what a call's plan depends on, and the call's tensors.
+    """Returns the key under which a call's plan is cached, all that the plan depends on, and the call's tensors.
 
     >>> signature_of(torch.add, (torch.ones(2), 1), {})[0][2:]
     (torch.Size([2]), (1,), torch.float32, False, 0, <class 'int'>, 1, ())
@@ -392,7 +395,7 @@ _ATOMS = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, t
 
 
 def _filled(tree: Any, values: Sequence[Any]) -> Any:
-    """Returns arguments or results with values in place of slots."""
+    """Returns a tree of arguments or results with tensors in place of its slots."""
     kind = type(tree)
     if kind is Slot:
         return values[tree.number]

@@ -1,4 +1,4 @@
-"""Refines the plan under a tensor-parallel mode: how each tensor is sharded, and what each module does. Pure."""
+"""Refines the plan for a tensor-parallel mode: the layout of each tensor, and a note on each module. Pure."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ NAMED = 8  # the most layers that an error lists
 
 
 def sent(plan: Plan) -> float:
-    """Computes the elements that one rank sends in a step for all linear layers and gathered tokens."""
+    """Returns the number of elements that one rank sends in a step for linear layers and for gathered keys and values.
+
+    ``auto`` compares modes by it.
+    """
     notes = [note.tokens if isinstance(note, HeadsNote) else note for note in plan.notes.values()]
     return sum(note.elements for note in notes if isinstance(note, LinearNote | MultiheadNote | TokensNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Cuts every layer that the mode can cut. Raises LayoutError, with the sizes found, when there is none."""
+    """Returns the plan with all layers cut that the mode can cut. Raises LayoutError, with the sizes found, if none."""
     found = with_rows(job, plan, mode)
     if found.dim == 1 and not is_asked(plan):
         with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
@@ -71,7 +74,7 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
 
 
 def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
-    """Cuts every layer but those that are smaller than the grid, for which ``show`` prints why they stay whole."""
+    """Returns the plan with every layer cut but those too small for the grid; ``show`` prints why these stay whole."""
     narrow: dict[str, str] = {}
     while True:
         try:
@@ -84,7 +87,7 @@ def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Plans a model that is one ``nn.Linear``; an output that would be copied between layers is cut by features."""
+    """Returns the plan of a model that is one ``nn.Linear``; output features are cut where they would be copied."""
     layer = job.model
     assert isinstance(layer, nn.Linear)
     plan = cut_rows(plan, mode)
@@ -182,7 +185,7 @@ def _place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
 
 
 def _place_single(draft: PlanDraft, path: str, start: States, stop: States, *, flows: bool = True) -> None:
-    """Cuts one Linear between these states; ``flows``: a gradient flows back into its input."""
+    """Plans the cut of one Linear between two states; ``flows``: its input needs a gradient."""
     layer = draft.model.get_submodule(path)
     assert isinstance(layer, nn.Linear)
     choice = draft.mode.choose(
@@ -205,9 +208,9 @@ def _place_norm(draft: PlanDraft, path: str, use: FeatureUse) -> None:
         for axis in features.names:
             draft.cut(name, axis, 0, features.along(axis))
     spec = {axis: Shard(-1) for axis in features.names}
-    centred = is_exactly(draft.model.get_submodule(path), nn.LayerNorm)
+    centered = is_exactly(draft.model.get_submodule(path), nn.LayerNorm)
     draft.plan = draft.plan.use(path, x=spec, dy=spec)
-    draft.note(path, NormNote(features, centred))
+    draft.note(path, NormNote(features, centered))
     draft.role(path, "norm", f"{use.size} features, statistics combined")
 
 

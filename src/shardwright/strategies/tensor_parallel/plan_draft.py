@@ -1,4 +1,4 @@
-"""The plan while a tensor-parallel mode refines it: facts about the model, and how a layer's weights are cut."""
+"""The plan while a tensor-parallel mode refines it: facts about the model, and methods that cut a layer's weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, States
 
 
 def shared_parameters(model: nn.Module) -> set[str]:
-    """Returns the parameters with more than one use, and those of modules that are registered twice."""
+    """Returns the names of parameters that several modules use, and of those in modules that are registered twice."""
     uses = Counter(name for _, _, _, name in owners(model))
     twice = registered_twice(model)
     shared = {name for _, module, _, name in owners(model) if id(module) in twice}
@@ -35,7 +35,7 @@ def shared_parameters(model: nn.Module) -> set[str]:
 
 
 def own_names(model: nn.Module, path: str) -> dict[str, str]:
-    """Maps the parameters' names inside the module at ``path`` to their names in the model."""
+    """Returns the names of the parameters of the module at ``path``: by their name in it, their name in the model."""
     return {own: name for at, _, own, name in owners(model) if at == path}
 
 
@@ -45,14 +45,14 @@ class PlanDraft:
 
     ``names`` are the parameters by module path and own name; ``shared`` those with several users, which stay whole.
     ``chains`` are the column-parallel / row-parallel (h, k) pairs, by their row layer; ``head`` is the layer whose
-    classes the loss takes cut; ``flow`` says where features stay cut between layers; ``parts`` into how many.
+    classes the loss takes cut; ``flow`` says where features stay cut between layers, in ``parts`` parts.
     """
 
     job: Job
     mode: Mode
     plan: Plan
     narrow: Mapping[str, str] = field(default_factory=dict)
-    """Layers that are smaller than the grid, and why: they stay whole."""
+    """The layers that are too small for the grid and stay whole, with the reason that ``show`` prints."""
 
     def __post_init__(self) -> None:
         self.model = self.job.model
@@ -71,7 +71,7 @@ class PlanDraft:
             self.flow = self._follow()
 
     def role(self, path: str, name: str, why: str) -> None:
-        """Records a layer's role (such as column-parallel, copied) and the reason, which ``show`` prints."""
+        """Records a layer's role (such as column-parallel or copied) and the reason for it, which ``show`` prints."""
         self.plan = self.plan.role(path, self.mode.name, name, why)
 
     def note(self, path: str, note: object, rung: Rung = Rung.OPERATOR) -> None:
@@ -79,13 +79,13 @@ class PlanDraft:
         self.plan = self.plan.note(path, note, by=self.mode.name, rung=rung)
 
     def _can_gather_tokens(self, head: str) -> bool:
-        """Whether the tables tied to the head look up the model's own input, whose tokens every rank can gather."""
+        """Returns whether tables tied to the head look up the model's own input, whose tokens can be all-gathered."""
         rows_cut = any(axis.stream == "T" and axis.stored for axis in self.mode.axes)
         uses = [self.flow.uses.get(path) for path in self.users(head) - {head}]
         return not rows_cut or all(use is not None and use.from_input for use in uses)
 
     def _attentions(self) -> Iterator[str]:
-        """The ``Attention`` modules that may be cut: unchanged since built, and sharing no parameter."""
+        """Yields the paths of ``Attention`` modules that may be cut: unmodified, with parameters of their own."""
         for path, module in self.model.named_modules():
             if isinstance(module, Attention) and is_plain_attention(module) and path not in self.narrow:
                 layers = [f"{path}.{own}".lstrip(".") for own in attention_layers(module)]
@@ -105,7 +105,7 @@ class PlanDraft:
         return follow(self.model, self.parts, list(self.chains.values()), frozenset(kept), self.head)
 
     def stream_of(self, size: int) -> Features | None:
-        """Returns how ``size`` features are cut between layers; None for 0, which stands for whole features."""
+        """Returns the cut of ``size`` features between layers; None for 0, which stands for whole features."""
         return Features.balanced(size, self.mode.feature_axes) if size else None
 
     def cut_weight(
@@ -119,11 +119,11 @@ class PlanDraft:
         first: bool = True,
         flows: bool = True,
     ) -> None:
-        """Cuts a Linear's parameters by its role on each axis: h column-parallel, k row-parallel, t sharded rows.
+        """Plans the cut of a Linear's parameters by its role on each axis: h column-, k row-parallel, t rows cut.
 
-        Also records the layouts of its input and output gradient. ``enters``: it gathers its input itself; ``first``:
-        the input's traffic is counted here, not at another layer that shares it; ``flows``: a gradient flows back
-        into its input.
+        Also records the layouts of its input and output gradient. ``x`` and ``y`` are the cuts of its in- and
+        out-features. ``enters``: it all-gathers its input itself; ``first``: the input's traffic is counted here, not
+        at another layer that shares it; ``flows``: its input needs a gradient.
         """
         names, axes = self.names[path], self.mode.axes
         roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
@@ -149,7 +149,7 @@ class PlanDraft:
         self.note(path, LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements))
 
     def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
-        """Shards a weight's rows over the axes of role t, which fetch it for the product; returns these axes."""
+        """Shards a weight's rows at rest over the axes of role t; returns these axes, which all-gather it."""
         fetches: list[str] = []
         coords = self.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
         others = [n for n in y.names if roles[n] != "h"]
@@ -168,12 +168,12 @@ class PlanDraft:
         return fetches
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
-        """Shards dim ``dim`` of a parameter over an axis, unless another layer that shares it has done so."""
+        """Plans the sharding of dim ``dim`` of a parameter over an axis, unless a layer that shares it has done so."""
         if axis not in self.plan.compute[name].axes:
             self.plan = self.plan.cut(name, axis, dim, ranges)
 
     def cut_activation(self, path: str, features: Features, dim: int = -1, step: RoleStep | None = None) -> None:
-        """Records which part of an activation a module sees: dropout draws its random numbers by global element."""
+        """Records how a module's activation is cut, so that dropout draws random numbers by global element."""
         for axis in features.names:
             activation = ActivationCut(axis, dim, features.size, features.along(axis))
             self.plan = self.plan.cut_activation(path, activation)
@@ -185,7 +185,7 @@ class PlanDraft:
         return Features.balanced(size, self.mode.axes_in(states, "F"))
 
     def linear_role(self, path: str, what: str, step: RoleStep) -> None:
-        """Records a Linear's role on each axis, why, and what it sends, for ``show``."""
+        """Records for ``show`` a Linear's role on each axis, the reason, and the bytes that it sends."""
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
         assert isinstance(note, LinearNote)
@@ -211,16 +211,16 @@ class PlanDraft:
         return head
 
     def is_tied(self, path: str) -> bool:
-        """Whether a parameter of this module is shared, or stays whole by an override."""
+        """Returns whether a parameter of this module is shared with another module, or kept whole by an override."""
         return any(name in self.shared for name in self.names.get(path, {}).values())
 
     def users(self, path: str) -> set[str]:
-        """The modules that use a parameter of the module at ``path``, that one included."""
+        """Returns the paths of all modules that use a parameter of the module at ``path``, that one included."""
         mine = set(self.names.get(path, {}).values())
         return {other for other, names in self.names.items() if mine & set(names.values())}
 
     def tables(self) -> set[str]:
-        """The model's embeddings, without those whose options need the whole table."""
+        """Returns the paths of the model's embeddings, without those whose options need the whole table."""
         return {
             path
             for path, module in self.model.named_modules()
@@ -228,7 +228,7 @@ class PlanDraft:
         }
 
     def may_cut_table(self, path: str) -> bool:
-        """Whether every module that uses an embedding table can compute with a part of its rows."""
+        """Returns whether every module that uses this embedding table can compute with some of its rows."""
         if self.overrides.speak_of(self.users(path)):
             return False
         others = self.users(path) - {path}
@@ -236,11 +236,11 @@ class PlanDraft:
         return not twice and others <= {self.head} if self.head is not None else not others and not twice
 
     def sizes(self) -> str:
-        """The sizes of the grid's axes as text: ``row=2 col=2``."""
+        """Returns the sizes of the grid's axes as text: ``row=2 col=2``."""
         return " ".join(f"{axis.name}={axis.size}" for axis in self.mode.axes)
 
     def too_small(self, path: str, what: str) -> GridError:
-        """Makes the error for a layer that is smaller than the grid."""
+        """Returns the error, to be raised, for a layer that is smaller than the grid."""
         total = prod(axis.size for axis in self.mode.axes)
         return GridError(
             f"'{path or 'the model'}' cannot be cut in this mode",

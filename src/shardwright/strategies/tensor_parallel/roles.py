@@ -1,4 +1,4 @@
-"""Chooses the roles of consecutive layers that send least: a shortest path over the states of activations.
+"""Chooses the roles of consecutive layers that send least, by a shortest path over the states of activations.
 
 Each axis of a grid leaves an activation in one of three *states*, and a layer moves it from one to another by the role
 it plays there::
@@ -25,7 +25,7 @@ from shardwright.plan.batch_shard import RowMoves, rows_after
 State = Literal["T", "F", "C"]
 RoleName = Literal["t", "h", "k"]
 States = tuple[State, ...]
-"""One state for each axis of the grid, in the mesh's order."""
+"""The state of an activation (T, F or C) on each axis of the grid, in the mesh's order."""
 
 ROLE: Mapping[tuple[State, State], tuple[RoleName, ...]] = {
     ("T", "T"): ("t",),
@@ -35,11 +35,14 @@ ROLE: Mapping[tuple[State, State], tuple[RoleName, ...]] = {
     ("F", "C"): ("k",),
     ("C", "F"): ("h",),
 }
-"""The roles that lead from one state to another."""
+"""The roles that turn an input in one state into an output in another, by (input state, output state)."""
 
 
 class GridAxis(NamedTuple):
-    """One grid axis: between layers it cuts rows (T), features (F) or nothing (C); it cuts weights if ``stored``."""
+    """One axis of a tensor-parallel grid; ``stream`` is the state of activations between layers on it.
+
+    T cuts rows, F cuts features, C copies. ``stored``: weights are sharded over the axis; else they are copied.
+    """
 
     name: str
     size: int
@@ -48,7 +51,7 @@ class GridAxis(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One linear layer: its in- and out-features, and whether a gradient flows back into its input."""
+    """The in- and out-features of one linear layer, and whether its input needs a gradient."""
 
     in_features: int
     out_features: int
@@ -56,7 +59,7 @@ class Layer(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """How an activation between two layers may be cut: the most parts of its features, its states if fixed.
+    """The ways in which an activation between two layers may be cut: most parts of its features, fixed states if any.
 
     ``sums``: whether a sum of the features may be cut (reduce-scattered); parts that are not contiguous cannot.
     ``rows``: whether axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis
@@ -75,8 +78,8 @@ class Boundary(NamedTuple):
 class RoleStep(NamedTuple):
     """One layer's role on each axis (h column-parallel, k row-parallel, t rows cut), and the states around it.
 
-    ``gathers`` and ``cuts``: the axes that gather the input's rows and cut the output's, in that order. ``misfit``:
-    for ``show``, why the roles that the layout pins do not fit here; empty where they do.
+    ``gathers`` and ``cuts``: the axes that all-gather the input's rows and reduce-scatter the output's, in that order.
+    ``misfit``: for ``show``, why the roles that the layout pins do not fit here; empty where they do.
     """
 
     before: States
@@ -88,23 +91,23 @@ class RoleStep(NamedTuple):
     misfit: str = ""
 
     def num_fetched(self, axes: Sequence[GridAxis]) -> int:
-        """Into how many parts the weight's rows are sharded over the axes of role t, which all-gather it."""
+        """Returns the number of parts of the weight's rows on axes of role t, which all-gather the weight."""
         return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
 
     @property
     def rows_gathered(self) -> RowMoves:
-        """How rows (samples or tokens) are cut while the matrix product runs."""
+        """The gathers and cuts of rows (samples or tokens) before the matrix product, with the input's all-gathers."""
         return rows_after(self.rows_before, "gather", self.gathers)
 
     @property
     def rows_after(self) -> RowMoves:
-        """How the output's rows (samples or tokens) are cut."""
+        """The gathers and cuts of rows (samples or tokens) up to the output, with its reduce-scatters."""
         return rows_after(self.rows_gathered, "cut", self.cuts)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Roles for consecutive layers, and the number of elements that one rank sends for them in a step."""
+    """The chosen roles of consecutive layers, and the number of elements that one rank sends for them in a step."""
 
     steps: tuple[RoleStep, ...]
     elements: float
@@ -119,9 +122,10 @@ def sent_elements(
     regather: bool = False,
     with_input: bool = True,
 ) -> float:
-    """Computes the elements that one rank sends for one layer, forward and backward, by ring collectives.
+    """Returns the number of elements that one rank sends for one layer, forward and backward, by ring collectives.
 
-    ``with_input=False`` leaves out the input, where it is counted at another layer that shares it.
+    ``regather``: operands are all-gathered again in the backward. ``with_input=False`` leaves out all that is sent for
+    the input, which another layer that shares it counts: its all-gather, and the sum of its gradient.
 
     >>> tp = [GridAxis("tp", 4, "C")]
     >>> column = RoleStep(("C",), ("h",), ("F",))
@@ -155,7 +159,7 @@ def sent_elements(
 
 
 def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
-    """Computes the elements that one rank sends to all-gather keys and values of all tokens, forward and backward.
+    """Returns the number of elements that one rank sends to all-gather keys and values of all tokens, with gradients.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
     >>> joined_elements(Boundary(4, joined=16), ("T", "F"), axes, 100)
@@ -166,7 +170,9 @@ def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis]
 
 
 def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
-    """Whether every rank's rows are contiguous and in order: gathered over the fastest axes first, cut after that.
+    """Returns whether all ranks' rows stay contiguous and in order, as all-gathers of whole sequences need it.
+
+    Rows are then gathered over the fastest axes first, and cut after that.
 
     >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
     >>> follow_each_other((("gather", "row"),), axes), follow_each_other((("gather", "depth"),), axes)
@@ -178,7 +184,7 @@ def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
 
 
 def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
-    """Whether ``states`` give every rank a part of the features, and cut rows only where the boundary allows it."""
+    """Returns whether an activation may have ``states``: each rank gets features, and rows are cut only if allowed."""
     sizes = [a.size for a, state in zip(axes, states, strict=True) if state == "F"]
     new_rows = any(state == "T" and a.stream != "T" for a, state in zip(axes, states, strict=True))
     enough = prod(sizes) <= boundary.most_parts or (len(sizes) == 1 and sizes[0] <= boundary.most_alone)
@@ -188,9 +194,9 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 def steps_from(
     layer: Layer, before: States, rows: RowMoves, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[RoleStep]:
-    """Yields every choice of roles by which one layer leads from states ``before`` to states that are allowed.
+    """Yields every choice of roles by which one layer leads from the states ``before`` to states that are allowed.
 
-    Where the boundary fixes no states, copied outputs are not tried: every rank would keep the full activation.
+    Without fixed states at the boundary, copied outputs are not tried: every rank would hold the full activation.
     """
     either: tuple[State, State] = "T", "F"
     targets = [boundary.states] if boundary.states is not None else product(either, repeat=len(axes))
@@ -215,7 +221,7 @@ def steps_from(
 def _moved(
     rows: RowMoves, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yields the orders in which rows can be gathered for the product and cut after it, and a later layer can undo."""
+    """Yields the orders of row gathers before a product and row cuts after it that a later layer can undo."""
     gathers = [a for a, s, r in zip(axes, before, roles, strict=True) if r == "h" and s == "T"]
     cuts = [a for a, e, r in zip(axes, after, roles, strict=True) if r == "k" and e == "T"]
     for first in permutations(reversed(gathers)):
@@ -227,7 +233,7 @@ def _moved(
 
 
 def _in_place(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
-    """Whether axes that cut the model's input are only gathered, and the others only cut: then both can be undone."""
+    """Returns whether rows are only gathered over axes that cut the model's input, and only cut over the others."""
     from_input = {axis.name: axis.stream == "T" for axis in axes}
     return all(from_input[axis] is (what == "gather") for what, axis in rows)
 
@@ -241,7 +247,7 @@ def cheapest(
     regather: bool = False,
     rows_end: RowMoves | None = (),
 ) -> Choice | None:
-    """Returns the roles of consecutive layers by which a rank sends least; None where no roles fit.
+    """Returns the roles of consecutive layers by which a rank sends the fewest elements; None if no roles fit.
 
     ``boundaries[0].states`` are the states at the start; ``rows_end`` is how rows are cut at the end, None for any cut.
     Ties are broken by the order of the search, so every rank chooses the same.

@@ -1,4 +1,4 @@
-"""Decides when tensor parallelism cuts tokens instead of samples, and checks that the model allows it.
+"""Decides if tensor parallelism cuts tokens instead of samples (``/seq``), and checks that the model allows it.
 
 ::
 
@@ -48,7 +48,7 @@ LOSSES = (CrossEntropy, MeanSquaredError)
 
 
 def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
-    """Returns the mode with ``dim`` 1 (tokens cut) if the layout has ``/seq``, or if samples are too few for the ranks.
+    """Returns the mode with ``dim`` 1 (tokens cut) if the layout has ``/seq``, or if samples are fewer than ranks.
 
     Raises: LayoutError: the layout has ``/seq``, and some layer may mix tokens in an unknown way.
     """
@@ -74,13 +74,13 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
 
 
 def is_asked(plan: Plan) -> bool:
-    """Whether the layout has the option ``/seq``: tokens are cut instead of samples."""
+    """Returns whether the layout has the option ``/seq``, by which tokens are cut instead of samples."""
     factor = plan.layout.factor("tp")
     return factor is not None and factor.option(SEQ) is not None
 
 
 def cut_rows(plan: Plan, mode: Mode) -> Plan:
-    """Returns the plan with the model's inputs cut, by samples or tokens, over every axis that cuts rows."""
+    """Returns the plan with the model's inputs cut, by samples or by tokens, over every axis that cuts rows."""
     for axis in mode.row_axes:
         plan = plan.cut_inputs(axis.name, dim=mode.dim)
     return plan
@@ -92,9 +92,9 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 def tokens_note(
     attention: Attention, path: str, kv: Features, rows: RowMoves, states: States, job: Job, mode: Mode
 ) -> TokensNote:
-    """Makes the note by which an attention all-gathers keys and values of all tokens.
+    """Returns the note by which an attention all-gathers keys and values of all tokens.
 
-    ``rows`` and ``states`` are the cut of its tokens after the projections.
+    ``kv`` are the features of its keys; ``rows`` and ``states`` are the cut of its tokens after the projections.
     """
     order = [axis for what, axis in reversed(rows) if what == "cut"]
     order += [axis.name for axis in reversed(mode.row_axes) if ("gather", axis.name) not in rows]
@@ -111,14 +111,14 @@ def tokens_note(
 
 
 class Mixing(NamedTuple):
-    """A module or loss that may mix the tokens of a sequence: its path and, for the error, the unknown operation."""
+    """A module or loss that may mix the tokens of a sample: its path and, for the error, the operation in question."""
 
     path: str
     what: str
 
 
 class _TokenValue(NamedTuple):
-    """A value in the traced code, by where its tokens are: dim 1 (tokens), dim 0 (positions), or unknown.
+    """A value of the traced code, by where its tokens are: in dim 1 (``tokens``), in dim 0 (``positions``), or unknown.
 
     ``features``: whether its last dim is features; None for the model's input, which may be token numbers.
     """
@@ -131,11 +131,11 @@ _INPUT = _TokenValue("tokens", None)
 
 
 class _MixesError(Exception):
-    """A module may mix tokens; the arguments are those of :class:`Mixing`."""
+    """Raised where a module may mix tokens; the arguments are those of :class:`Mixing`."""
 
 
 def mixes(job: Job) -> Mixing | None:
-    """Returns the first layer, or the loss, that may do more than treat each token alone; None if there is none.
+    """Returns the first layer, or the loss, that may mix the tokens of a sample; None if all treat each token alone.
 
     >>> mixes(Job(nn.Sequential(nn.Linear(4, 8), nn.GELU()), CrossEntropy())) is None
     True
@@ -153,12 +153,12 @@ def mixes(job: Job) -> Mixing | None:
 
 @dataclass(frozen=True)
 class _TokenFlow:
-    """One trace of a model, which raises :class:`_MixesError` at the first unknown operation."""
+    """One trace of a model, which raises :class:`_MixesError` at the first operation that may mix tokens."""
 
     root: nn.Module
 
     def visit(self, path: str, module: nn.Module, args: Sequence[_TokenValue] | None) -> _TokenValue:
-        """Returns the value that a module gives; ``args`` is None for the model itself."""
+        """Returns the output value of a module called on ``args``; None stands for the inputs of the model itself."""
         kind = type(module).__name__
         leaf = self._leaf(path, module, _INPUT if args is None else args[0] if args else _TokenValue())
         if leaf is not None:
@@ -171,7 +171,7 @@ class _TokenFlow:
         return self._run(path, module, graph, args)
 
     def _leaf(self, path: str, module: nn.Module, x: _TokenValue) -> _TokenValue | None:
-        """Returns the value that a known layer gives; None for a module whose code has to be traced."""
+        """Returns the output value of a known layer; None for a module whose code has to be traced."""
         if isinstance(module, nn.Embedding) and is_exactly(module, nn.Embedding):
             plain = module.max_norm is None and not module.scale_grad_by_freq
             known = plain and not x.features and x.layout != "unknown"

@@ -1,4 +1,4 @@
-"""The four tensor-parallel modes as data: each ``tensor_*.py`` makes one :class:`TensorParallel`."""
+"""The strategy class of the four tensor-parallel modes (1D, 2D, 2.5D, 3D); each ``tensor_*.py`` makes one instance."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class TensorParallel:
 
     @property
     def options(self) -> Mapping[str, StrategyOption]:
-        """The mode's own options, then those of every mode."""
+        """The layout options of this mode: its own first, then those of every mode."""
         return {**self.own_options, **OPTIONS}
 
     def mode(self, plan: Plan) -> Mode:
-        """Returns the grid that the layout's ``tp`` factor describes; an axis of one rank is left out."""
+        """Returns the grid and settings that the layout's ``tp`` factor describes; an axis of one rank is left out."""
         factor = plan.layout.factor("tp")
         assert factor is not None, "chosen for a layout with tp"
         stream = self.stream
@@ -89,7 +89,10 @@ class TensorParallel:
         )
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Cuts every layer that the grid can cut; else parameters along the axes of the model's run.
+        """Returns the plan with every layer cut that the grid can cut.
+
+        If these hold few of the parameters, the model's forward is recorded and parameters are cut as its operators
+        allow.
 
         Raises: LayoutError: neither cuts anything.
         """
@@ -123,7 +126,7 @@ class TensorParallel:
     def _without_selected(self, job: Job, mode: Mode) -> Job:
         """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
 
-        Where an axis cuts samples, ranks would call different layers, and wait for each other in their collectives.
+        If an axis cuts samples, ranks would call different layers, and wait for each other in their collectives.
         """
         if not mode.row_axes or job.graph is None or _is_known(job.model):
             return job
@@ -135,7 +138,7 @@ class TensorParallel:
         return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Gives each module of this rank its tensor-parallel forward."""
+        """Replaces the forwards of this rank's modules by tensor-parallel ones; returns their events and frame."""
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None
@@ -146,7 +149,7 @@ class TensorParallel:
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the collectives of one step: each microbatch's forward and backward, then gradient sync."""
+        """Returns the collectives of one step of the rank at ``coord``: each microbatch's, then gradient sync."""
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             return traffic_on_parts(plan, batch, coord, note, self.mode(plan))
@@ -154,5 +157,5 @@ class TensorParallel:
 
 
 def _is_known(model: nn.Module) -> bool:
-    """Whether all of a model is torch's or our own."""
+    """Returns whether all modules of a model are torch's or shardwright's own."""
     return all(type(m).__module__.startswith(("torch.nn.", "shardwright.models.")) for m in model.modules())

@@ -1,4 +1,4 @@
-"""Tensor parallel in one dimension: pairs of layers, the first cut by columns, the second by rows.
+"""Tensor parallel in one dimension: pairs of layers, the first column-parallel, the second row-parallel.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tensor parallel in two dimensions: inputs, weights and outputs all cut on a grid of rows and columns.
+"""Tensor parallel in two dimensions: activations and weights are all sharded over a grid of rows and columns.
 
 ::
 

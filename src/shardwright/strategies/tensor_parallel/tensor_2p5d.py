@@ -1,4 +1,4 @@
-"""Tensor parallel in two and a half dimensions: a depth of 2D grids, weights copied over it.
+"""Tensor parallel in two and a half dimensions: ``depth`` 2D grids on samples of their own, with copied weights.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tensor parallel in three dimensions: a cube, every operand cut over all three axes.
+"""Tensor parallel in three dimensions: a cube of ranks; weights are sharded over all three axes, so are activations.
 
 ::
 

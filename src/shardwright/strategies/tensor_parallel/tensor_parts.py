@@ -1,4 +1,8 @@
-"""How the cut of a tensor's dim (``sharding/tensor_part.py``) goes together with cuts of the dim's letters."""
+"""Translates the cut of a tensor's dim into cuts of the dim letters (as in einsum) that make up the dim, and back.
+
+A letter is an axis of a recorded run (``analysis/run_axes.py``): a dim that a view has merged has several. A cut, as
+in ``sharding/tensor_part.py``, has a label for each index: the rank that holds it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from shardwright.sharding.tensor_part import ALL
 
 
 class NotOneLetterError(Exception):
-    """Raised where a dim's cut cannot be said as cuts of its letters, or the other way round."""
+    """Raised where the cut of a dim cannot be expressed by its letters, or the letters' cuts by one cut of the dim."""
 
 
 def letters_of(dim: Dim, cut: bytes, letters: Letters) -> dict[int, bytes]:
-    """Returns the labels of the letters of a dim that is cut. Raises: NotOneLetterError.
+    """Returns the labels of each cut letter of a dim, from the ``cut`` of the dim. Raises: NotOneLetterError.
 
     >>> letters = Letters()
     >>> heads, size = letters.new(2), letters.new(3)
@@ -47,7 +51,7 @@ def _letters_of_parts(dim: Concat, cut: bytes, letters: Letters) -> dict[int, by
 
 
 def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: Letters) -> bytes | None:
-    """Returns the cut of a dim some of whose letters have labels; None for a whole dim. Raises: NotOneLetterError."""
+    """Returns the cut of a dim from the ``labels`` of its letters; None if it is whole. Raises: NotOneLetterError."""
     if len(dim) == 1 and isinstance(dim[0], Concat):
         parts = [(cut_of(part, labels, letters), letters.size(part)) for part in dim[0].parts]
         if all(cut is None for cut, _ in parts):

@@ -1,4 +1,4 @@
-"""The traffic of a tensor-parallel step: the collectives of every note in the plan, by formula."""
+"""The traffic of a tensor-parallel step: the collectives of each module, computed from its note in the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INDEX_BYTES = 8
 
 
 def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Traffic, ...]:
-    """Computes the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
+    """Returns the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
     found: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
@@ -58,7 +58,7 @@ class _GridPricing:
     weights: Mapping[str, str]
 
     def of(self, path: str, note: Any, visit: ModuleCall) -> Iterator[Traffic]:
-        """The calls of one visit of a module."""
+        """Yields the collectives of one call of a module, forward and backward, from its note."""
         trained = path in self.trained
         if isinstance(note, LinearNote):
             again = not self.mode.keep and self.weights[path] not in self.plan.frozen
@@ -92,7 +92,7 @@ class _GridPricing:
             yield from convolution_traffic(note, self.plan, self.coord, visit)
 
     def _each(self, shape: Sequence[int]) -> int:
-        """Rows of one sample in a tensor (samples, ..., features), or of one token where sequences are cut."""
+        """Returns the number of rows of one sample in a (samples, ..., features) tensor; of one token with ``/seq``."""
         return prod(shape[1:-1]) if self.mode.dim == 0 else prod(shape[:1]) * prod(shape[2:-1])
 
     def _num_rows(self, rows: RowMoves, each: int) -> int:
@@ -102,7 +102,7 @@ class _GridPricing:
     def _taken(
         self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, visit: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
-        """All-gathers of an input, and the reduce-scatters or all-reduces of its gradient."""
+        """Yields the all-gathers of an input, and the reduce-scatters or all-reduces of its gradient."""
         of_each = self._each(visit.x_shape)
         shape = (self._num_rows(rows, of_each), width(x.held(self.coord)))
         for each in moves:
@@ -120,7 +120,7 @@ class _GridPricing:
     def _summed(
         self, moves: Sequence[AxisMove], shape: tuple[int, int], visit: ModuleCall, learns: bool
     ) -> Iterator[Traffic]:
-        """Reduce-scatters or all-reduces of an output's terms, and all-gathers of its gradient."""
+        """Yields the reduce-scatters or all-reduces of an output, and the all-gathers of its gradient."""
         of_each = self._each(visit.y_shape)
         for each in moves:
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
@@ -137,7 +137,7 @@ class _GridPricing:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 
     def _fetched(self, name: str, axes: Sequence[str], times: int) -> Iterator[Traffic]:
-        """All-gathers of a weight, and the reduce-scatters of its gradient."""
+        """Yields the all-gathers of a weight, and the reduce-scatters of its gradient."""
         layout = self.plan.compute[name]
         for number, axis in enumerate(axes):
             there = self.plan.mesh.coords(axes[: number + 1])
@@ -158,7 +158,7 @@ class _GridPricing:
             yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + 1)
 
     def _joined(self, note: TokensNote, visit: ModuleCall) -> Iterator[Traffic]:
-        """All-gathers of other tokens' keys and values, and the reduce-scatters of their gradients."""
+        """Yields the all-gathers of other tokens' keys and values, and the reduce-scatters of their gradients."""
         elements = visit.x_shape[0] * 2 * width(note.kv.kept(self.coord))
         learns = visit.needs_gradient or any(maker in self.trained for maker in note.makers)
         for each in note.gathers:
@@ -169,7 +169,7 @@ class _GridPricing:
                 yield Traffic("reduce_scatter", each.axis, num_bytes, size)
 
     def _multihead(self, note: MultiheadNote, visit: ModuleCall) -> Iterator[Traffic]:
-        """The calls of an ``nn.MultiheadAttention``; its out-projection, a Linear, has a note of its own."""
+        """Yields the collectives of an ``nn.MultiheadAttention`` but for its out-projection, which has its own note."""
         call, frozen = visit.call, self.plan.frozen
         assert call is not None, "an attention was called"
         moved, before = note.input_moves(), note.before.rows_before
@@ -202,11 +202,11 @@ class _GridPricing:
 
     def _norm(self, path: str, note: NormNote, visit: ModuleCall, learns: bool) -> Iterator[Traffic]:
         num_rows = prod(visit.x_shape[:-1])
-        two = 2 if note.centred else 1
+        two = 2 if note.centered else 1
         element_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
         for axis in note.features.names:
             size = self.plan.mesh[axis]
-            if note.centred:
+            if note.centered:
                 yield Traffic("all_gather", axis, size * two * num_rows * element_bytes, size, visit.num_forwards)
             else:
                 yield Traffic("all_reduce", axis, num_rows * element_bytes, size, visit.num_forwards)

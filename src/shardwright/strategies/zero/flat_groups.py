@@ -1,4 +1,4 @@
-"""Which parameters form one flat parameter: those of a block (param group) with the same layout and dtype.
+"""Groups parameters into flat parameters: those of a block (param group) with the same layout and dtype form one.
 
 ::
 
@@ -23,19 +23,25 @@ from shardwright.plan.traffic import partial_axes
 
 
 class FlatGroup(NamedTuple):
-    """The parameters concatenated into one flat parameter, in order; ``trained`` is false if all are frozen."""
+    """The names of the parameters of one flat parameter, in the order of concatenation.
+
+    ``trained`` is False if all of them are frozen.
+    """
 
     param_group: str
     parameters: tuple[str, ...]
     trained: bool
 
     def num_elements(self, plan: Plan, coord: Coord) -> int:
-        """Returns how many elements the unsharded flat parameter has on the rank at ``coord``."""
+        """Returns the number of elements of the unsharded flat parameter on the rank at ``coord``."""
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
 def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
-    """Returns which parameters are concatenated into each flat parameter; frozen ones only with ``frozen``."""
+    """Returns the groups of parameters that are each concatenated into one flat parameter; frozen ones only if asked.
+
+    With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own.
+    """
     found: dict[tuple[object, ...], list[str]] = {}
     for group in plan.param_groups:
         for name in group.parameters:
@@ -51,7 +57,7 @@ def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
 
 
 def chunks_using(plan: Plan, param_group: str, coord: Coord) -> tuple[int, ...]:
-    """Returns the pipeline chunks at ``coord`` that use a param group; without a pipeline the model is one chunk, 0."""
+    """Returns the pipeline chunks at ``coord`` that use a param group; (0,), the whole model, without a pipeline."""
     if plan.stages is None or plan.schedule is None:
         return (0,)
     names = {name for each in plan.param_groups if each.name == param_group for name in each.parameters}
@@ -64,7 +70,7 @@ def shard_state(
 ) -> Plan:
     """Returns the plan with the groups' parameters, gradients and optimizer state sharded over ``axis``.
 
-    With ``reshards`` parameters are unsharded only while they are used (stage 3). ``offload`` is where shards and
+    With ``reshards`` (stage 3) parameters are unsharded only while they are used. ``offload`` is where shards and
     optimizer state are stored, if not on the rank's device.
     """
     state = dict(plan.state)

@@ -1,4 +1,4 @@
-"""A flat parameter: this rank's shard of several parameters, and the unsharded buffer while these are in use.
+"""A flat parameter: this rank's shard of several parameters, and their unsharded buffer while they are in use.
 
 ::
 
@@ -26,7 +26,7 @@ from shardwright.runtime.offload_storage import OffloadStorage
 
 
 class UpdateState(Enum):
-    """Whether an optimizer update that overlaps the backward has changed the shard, or also the unsharded values."""
+    """Whether an update that overlaps the backward has changed a flat parameter's shard, or its buffer as well."""
 
     NOT_UPDATED = auto()
     SHARD_UPDATED = auto()  # the shard has the next step's values; a buffer unsharded before still has this step's
@@ -34,11 +34,11 @@ class UpdateState(Enum):
 
 
 class FlatParameter:
-    """Several parameters as one flat sequence, of which this rank stores a shard.
+    """Several parameters as one flat sequence, of which this rank stores a shard (FSDP's FlatParameter).
 
-    :meth:`unshard` and :meth:`wait_for_unshard` gather the sequence into ``unsharded``, :meth:`reshard` frees it. With
-    ``keeps_buffer`` (stages 1 and 2) the buffer's memory stays. ``sharded_parameters`` are what the optimizer steps,
-    by name: views of ``ranges`` of ``shard``.
+    :meth:`unshard` and :meth:`wait_for_unshard` all-gather the sequence into ``unsharded``, :meth:`reshard` frees it.
+    With ``keeps_buffer`` (stages 1 and 2) the buffer's memory stays allocated. ``sharded_parameters`` are the
+    tensors that the optimizer steps, by name: views of ``ranges`` of ``shard``.
 
     The unsharded buffer has the compute ``dtype``. A wider shard is the master weights, which are rounded before they
     are gathered. With ``fp32_sums`` gradients are summed in the shard's dtype. With ``storage`` the shard is offloaded.
@@ -92,11 +92,11 @@ class FlatParameter:
         self.reshard()
 
     def _bounds(self) -> Iterable[tuple[int, int]]:
-        """Returns where each parameter begins and ends in the sequence."""
+        """Returns the (start, stop) of each parameter in the flat sequence."""
         return pairwise(accumulate(self.sizes, initial=0))
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
-        """Returns each parameter's range of this rank's shard; empty if other ranks store all its elements."""
+        """Returns each parameter's (start, stop) in this rank's shard; empty if other ranks store all its elements."""
         low, high = self.shard_range
         return {
             name: (min(max(a, low), high) - low, min(max(b, low), high) - low)
@@ -112,7 +112,8 @@ class FlatParameter:
         if self.unsharded is None:
             self.unsharded = self._placeholder.new_empty(sum(self.sizes))
         if not self._shard_in_buffer:
-            self.unsharded[slice(*self.shard_range)].copy_(self.shard)  # rounds master weights
+            # rounds master weights, on the device: a copy from the host that also rounds would block
+            self.unsharded[slice(*self.shard_range)].copy_(self.shard.to(self.unsharded.device, non_blocking=True))
             if self._storage is not None:
                 self._storage.put_away([self.shard])
         self._pending = self.axis.all_gather_into_async(self.unsharded, self.shard_sizes)
@@ -128,7 +129,7 @@ class FlatParameter:
             parameter.data = part.view(shape)
 
     def reshard(self) -> None:
-        """Frees the unsharded buffer and makes the parameters NaN; with ``keeps_buffer`` it stays allocated.
+        """Frees the unsharded buffer and makes the parameters NaN; with ``keeps_buffer`` the buffer stays allocated.
 
         The memory is freed with its last view: for autograd :meth:`Prefetcher.pack` saves none.
         """
@@ -140,7 +141,7 @@ class FlatParameter:
     # ---- gradients
 
     def accumulate_wide(self) -> None:
-        """With ``fp32_sums``, accumulates a microbatch's gradients in the shard's dtype."""
+        """Adds a microbatch's gradients to sums in the shard's dtype and frees them, if ``fp32_sums``."""
         for name, parameter in self.parameters.items() if self.fp32_sums else ():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(self.shard.dtype)
@@ -149,7 +150,7 @@ class FlatParameter:
                 parameter.grad = None
 
     def reduce_scatter(self) -> Pending[Tensor]:
-        """Starts the reduce-scatter of the parameters' gradients and frees them; its result is the shard's sum.
+        """Starts the reduce-scatter of the parameters' gradients and frees these; returns the shard's sum, pending.
 
         A parameter that this rank's backward did not reach takes part with negative zeros, see :func:`is_reached`.
         """
@@ -169,23 +170,27 @@ class FlatParameter:
         return self.axis.reduce_scatter_together_async(gradients, self.shard_sizes)
 
     def accumulate_shard(self, gradient: Tensor) -> None:
-        """Adds one reduce-scatter's result to the shard's gradient."""
+        """Adds ``gradient``, one reduce-scatter's result, to the shard's gradient."""
         gradient = gradient.to(self.shard.dtype)
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
     def discard_gradients(self) -> None:
-        """Drops the gradients of a failed step."""
+        """Drops all gradients, after a step that failed."""
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def publish_gradients(self) -> None:
-        """Sets ``.grad`` of the sharded parameters and clears the shard's gradient for the next step."""
-        gradient = None if self.shard_gradient is None else self.shard_gradient.to(self.shard.device)
+        """Sets ``.grad`` of the sharded parameters for the optimizer; the shard's gradient is cleared.
+
+        If the shard is offloaded, the copy to the host is only started.
+        """
+        summed = self.shard_gradient
+        gradient = None if summed is None else summed.to(self.shard.device, non_blocking=True)
         for name, (a, b) in self.ranges.items():
             part = None if gradient is None else gradient[a:b]
-            if name in self.unreached and part is not None and part.numel() and not is_reached(part):
+            if name in self.unreached and summed is not None and a < b and not is_reached(summed[a:b]):
                 part = None  # no rank's backward reached it: no gradient and no weight decay, as on one device
             self.sharded_parameters[name].grad = part
         self.shard_gradient, self.unreached = None, set(self.parameters)

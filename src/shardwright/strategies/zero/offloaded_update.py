@@ -1,4 +1,4 @@
-"""Updates of offloaded state, one param group at a time, so that one group's state is in memory at once.
+"""Updates offloaded parameter shards and optimizer state one param group at a time, so that memory holds one group's.
 
 ::
 
@@ -27,26 +27,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.runtime.copy_stream import arrival
+from shardwright.runtime.mixed_precision import scale_gradients
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 
 _StateKey = tuple[FlatParameter, str, torch.dtype]
-"""Identifies the optimizer state of a full shard: the shard, the optimizer's key of the state, the dtype."""
+"""The key of one tensor of optimizer state: the flat parameter, the state's name (``exp_avg``), the dtype."""
 
 _NO_GROUP = -1
-"""In place of a group's index: for parameters that the optimizer steps and that are not offloaded."""
+"""Stands for a group's index, for parameters that the optimizer steps and that are not offloaded."""
 
 
 class _BackwardUpdates:
-    """The thread that updates groups during one backward, at most one at a time."""
+    """The thread that runs the optimizer's updates of param groups during one backward, one at a time."""
 
-    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+    def __init__(self, optimizer: Optimizer, factor: Tensor) -> None:
         self.optimizer, self.factor = optimizer, factor
         self.pool = ThreadPoolExecutor(1)
         self.running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Waits until no update is running; raises the exception of the last one."""
+        """Waits until no update is running; raises its exception if it failed."""
         running, self.running = self.running, None
         if running is not None:
             running.result()
@@ -74,14 +76,14 @@ class OffloadedState:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All offloaded tensors: shards and optimizer state."""
+        """All offloaded tensors: parameter shards and optimizer state."""
         return self.storage.tensors
 
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
-        """Makes ``optimizer.step`` update one param group at a time, with its state in the storage. All ranks call it.
+        """Makes ``optimizer.step`` update one param group at a time, with its state offloaded. All ranks call it.
 
         ``make`` returns another optimizer like it for other parameters. Hooks of ``step`` run once a step, around all
-        groups. A new optimizer for the same parameters reuses the space of the one before.
+        groups. A new optimizer for the same parameters reuses the storage of the one before.
 
         Raises: PlanError, on every rank: there is no space for the state.
         """
@@ -130,32 +132,34 @@ class OffloadedState:
 
     # ---- updates in the backward
 
-    def begin(self, optimizer: Optimizer, factor: float) -> None:
-        """Begins a backward in which ``optimizer`` updates param groups, their gradients first scaled by ``factor``."""
+    def begin(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Begins a backward in which ``optimizer`` updates param groups; ``factor`` scales gradients first."""
         self._updated.clear()
+        factor = factor if factor.is_meta else factor.to("cpu", non_blocking=True)  # it comes with the gradients
         self._updates = _BackwardUpdates(optimizer, factor)
 
     def gradients_published(self, name: str) -> None:
-        """Starts the update of a group whose gradients are complete, once the update before it has ended."""
+        """Starts the update of the param group ``name``, whose gradients are complete, after the update before it."""
         if self._updates is not None:
             index = self._indices[name]
             for flat in self._groups[index]:  # before the thread writes: from now on its shards are the next step's
                 flat.update_state = UpdateState.SHARD_UPDATED
             self._updates.wait()
-            self._updates.running = self._updates.pool.submit(self._update, self._updates, index)
+            arrived = arrival(self.storage.device)
+            self._updates.running = self._updates.pool.submit(self._update, self._updates, index, arrived)
             self._updated.add((self._updates.optimizer, index))
 
-    def _update(self, updates: _BackwardUpdates, index: int) -> None:
+    def _update(self, updates: _BackwardUpdates, index: int, arrived: Callable[[], None]) -> None:
+        arrived()
         every = (p for group in updates.optimizer.param_groups for p in group["params"])
         mine = [p for p in every if self._group_of.get(p) == index and p.grad is not None]
-        if mine and updates.factor != 1:
-            torch._foreach_mul_([p.grad for p in mine if p.grad is not None], updates.factor)
+        scale_gradients(mine, updates.factor)
         self._step(updates.optimizer, index)
         for parameter in mine:
             parameter.grad = None
 
     def end(self) -> None:
-        """Waits for the last update of the backward; raises its exception."""
+        """Waits for the last update of the backward; raises its exception if it failed."""
         updates, self._updates = self._updates, None
         if updates is not None:
             try:
@@ -166,7 +170,7 @@ class OffloadedState:
     # ---- where optimizer state is
 
     def _move_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Moves state that the optimizer has allocated itself, as in its first step, into the storage."""
+        """Moves optimizer state that the optimizer has allocated itself, as in its first step, into the storage."""
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
@@ -176,7 +180,11 @@ class OffloadedState:
                         state[key] = home.copy_(value)
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor for optimizer state of the parameter's shape, offloaded if the parameter's shard is."""
+        """Returns the tensor that stores entry ``key``, such as ``exp_avg``, of a parameter's optimizer state.
+
+        For an offloaded parameter it is the same memory in every call; for another parameter each call returns a new
+        tensor.
+        """
         if parameter not in self._flat_of:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         home = self._homes.get((parameter, key))
@@ -189,7 +197,7 @@ class OffloadedState:
         return home
 
     def put_away(self) -> None:
-        """Ends a step's updates and releases the memory of all offloaded tensors; saves call it after each file."""
+        """Ends a step's updates and releases the memory of offloaded tensors. Saving calls it after each file."""
         self._updated.clear()
         self.storage.put_away(self.tensors)
         for flats in self._groups:
@@ -198,7 +206,7 @@ class OffloadedState:
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Runs the step of the optimizer's class without its hooks, which run once a step, around all groups."""
+    """Runs the optimizer class's own step without its hooks, which run once a step, around all param groups."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -210,7 +218,7 @@ def _step_without_hooks(optimizer: Optimizer) -> None:
 def _state_of(
     make: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
 ) -> list[tuple[str, torch.dtype]]:
-    """Returns the keys and dtypes of an optimizer's per-element state, found by stepping a probe of two elements."""
+    """Returns the names and dtypes of an optimizer's per-element state, found by a step of a two-element parameter."""
     probe = nn.Parameter(torch.zeros(2, dtype=dtype))
     options = {key: value for key, value in group.items() if key != "params"}
     same = make([{**options, "params": [probe]}])

@@ -1,4 +1,4 @@
-"""When each param group is unsharded: before the modules that use it; in stage 3 it is resharded after.
+"""Unshards each param group before the modules that use it and prefetches the next; stage 3 reshards it after.
 
 ::
 
@@ -11,8 +11,8 @@
 
 Stage 3 records the order of the groups in each forward and prefetches in that order the next time, reversed in the
 backward. All-gathers match by their order alone, so all ranks must use the same groups in the same order; they compare
-``calls`` to find out. In the backward autograd triggers the unshard, when it unpacks a weight that it has saved: packed
-is the weight's position in the unsharded buffer and not the weight, or the buffer could not be freed.
+``calls`` to find out. In the backward autograd triggers the unshard, when it unpacks a weight that it has saved: it
+saves only the weight's position in the unsharded buffer, because a saved weight would keep the buffer in memory.
 
 Stages 1 and 2 unshard all of a chunk's groups in its first forward, in the order of the plan: a rank whose samples use
 only some groups, or use them in another order, still makes the same calls as the others.
@@ -35,7 +35,7 @@ from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateStat
 
 
 class UnshardStatus(Enum):
-    """Whether a param group is sharded, being unsharded by all-gathers, or unsharded::
+    """The status of a param group: sharded, being unsharded by all-gathers, or unsharded::
 
     SHARDED -- unshard() --> UNSHARDING -- wait_for_unshard() --> UNSHARDED -- reshard() --> SHARDED
     """
@@ -46,7 +46,7 @@ class UnshardStatus(Enum):
 
 
 class Hold(IntEnum):
-    """Until when a param group stays unsharded while others are used; of several holds the longest counts."""
+    """How long a param group stays unsharded while other groups are used; of several holds the longest counts."""
 
     NONE = 0
     UNTIL_NEXT_MODULE = 1  # an expression outside its modules has read it, and may read other groups as well
@@ -56,7 +56,10 @@ class Hold(IntEnum):
 
 @dataclass(eq=False)
 class ShardedGroup:
-    """The flat parameters of one param group, which are unsharded and resharded together."""
+    """The flat parameters of one param group, which are unsharded and resharded together.
+
+    ``hold`` and ``num_readers`` say whether it stays unsharded while other groups are used.
+    """
 
     name: str
     flats: tuple[FlatParameter, ...]
@@ -66,7 +69,7 @@ class ShardedGroup:
 
     @property
     def is_held(self) -> bool:
-        """Whether it stays unsharded while others are used."""
+        """Whether the group stays unsharded while other groups are used."""
         return self.hold is not Hold.NONE or self.num_readers > 0
 
     def unshard(self) -> None:
@@ -77,7 +80,7 @@ class ShardedGroup:
             self.state = UnshardStatus.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Returns once the parameters can be computed with; starts the all-gathers if they are not under way."""
+        """Unshards the group and waits until its parameters have their values."""
         self.unshard()
         if self.state is UnshardStatus.UNSHARDING:
             for flat in self.flats:
@@ -85,7 +88,7 @@ class ShardedGroup:
         self.state = UnshardStatus.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the unsharded parameters; in stages 1 and 2, which keep the buffer, marks them as out of date."""
+        """Frees the unsharded parameters; in stages 1 and 2, which keep the buffer, marks it as out of date."""
         if self.state is UnshardStatus.UNSHARDING:
             self.wait_for_unshard()  # an all-gather cannot be cancelled, and it writes into the buffer
         if self.state is UnshardStatus.UNSHARDED:
@@ -100,7 +103,7 @@ class ShardedGroup:
 
 
 class _Packed(NamedTuple):
-    """What autograd saves in place of a view of an unsharded buffer."""
+    """A view of an unsharded buffer in the form that autograd saves: the view's position, not the view."""
 
     group: ShardedGroup
     flat: FlatParameter
@@ -113,7 +116,7 @@ class _Packed(NamedTuple):
 class Prefetcher:
     """Unshards one rank's param groups ahead of use; in stage 3 at most ``num_prefetch + 1`` at once, beside held ones.
 
-    With ``reshard_after_use`` false (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
+    With ``reshard_after_use`` False (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
     unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` are the collectives made, in order,
     to be compared between ranks. ``in_action`` is true while an action runs.
     """
@@ -132,7 +135,7 @@ class Prefetcher:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Surrounds a forward or backward (``with``): unshards groups on use, in stage 3 reshards them at the end."""
+        """A context around a forward or backward: groups are unsharded on use, in stage 3 resharded at the end."""
         forward = action.kind == "F"
         if self.reshard_after_use:  # weight gradients (W) are computed without weights
             self._expected = () if action.kind == "W" else self._orders.get((forward, action.chunk), ())
@@ -160,7 +163,7 @@ class Prefetcher:
         self.end_action()
 
     def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
-        """Starts the all-gathers of ``group``, waits for them and prefetches the next groups.
+        """Unshards ``group`` if it is not unsharded, waits for it, and prefetches the groups that follow in order.
 
         Raises: PlanError: the optimizer has updated the group during this backward, which still needs the old values.
         """
@@ -196,18 +199,18 @@ class Prefetcher:
             self._wait_for_unshard(group)
 
     def on_module_call(self) -> None:
-        """Lifts the holds that last until the next module: the code that read parameters has its result by now."""
+        """Ends the holds that last until the next module call, since the code that read the parameters has run."""
         for group in self.groups:
             group.release(Hold.UNTIL_NEXT_MODULE)
 
     def shards_changed(self) -> None:
-        """Reshards every group: its buffer, gathered from the old shards, is out of date."""
+        """Reshards every group, because its unsharded values are out of date: called after an optimizer step."""
         self.end_action()
         for group in self.groups:
             group.reshard()
 
     def end_action(self) -> None:
-        """Waits for all-gathers under way and lifts holds; stage 3 reshards all groups. Also after a failed action."""
+        """Waits for running all-gathers and lifts holds; stage 3 reshards all groups. Also called after a failure."""
         if not self.reshard_after_use:
             self._unshard_until(len(self._expected))  # other ranks may have used groups that this rank did not
         for group in self.groups:
@@ -219,7 +222,7 @@ class Prefetcher:
         self._current, self._expected, self._position, self._used = None, (), 0, []
 
     def _advance(self) -> None:
-        """Makes the next group of the expected order the current one and prefetches those that follow."""
+        """Makes the next group in the expected order the current one, and prefetches those that follow."""
         group = self._expected[self._position]
         self._position += 1
         upcoming = self._expected[self._position : self._position + self.num_prefetch]
@@ -230,7 +233,7 @@ class Prefetcher:
         self._check_limit()
 
     def _unshard_until(self, end: int) -> None:
-        """Starts the groups of the expected order before position ``end``, in order."""
+        """Starts, in order, the all-gathers of the expected groups before position ``end``."""
         for group in self._expected[self._position : end]:
             self._unshard(group)
         self._position = max(self._position, end)
@@ -259,7 +262,7 @@ class Prefetcher:
     # ---- what autograd saves
 
     def pack(self, tensor: Tensor) -> Any:
-        """Returns a view's position in its unsharded buffer, for autograd to save; other tensors as they are."""
+        """Returns the object that autograd saves: for a view of an unsharded buffer its position, else the tensor."""
         key = tensor.untyped_storage()._cdata  # not the address, which tensors on the meta device do not have
         for group in self.groups:
             if group.state is UnshardStatus.UNSHARDED:
@@ -269,7 +272,7 @@ class Prefetcher:
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:
-        """Returns the tensor that :meth:`pack` was given, once its group is unsharded again."""
+        """Returns the tensor that was given to :meth:`pack`; its group is unsharded again if need be."""
         if not isinstance(packed, _Packed):
             tensor: Tensor = packed
             return tensor

@@ -1,4 +1,4 @@
-"""One rank's sharded state, driven by the events of a run: unshard, reshard, reduce-scatter, publish gradients.
+"""One rank's ZeRO state at run time: events of the step unshard, reshard, reduce-scatter and publish gradients.
 
 ::
 
@@ -14,22 +14,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.analysis.structure import owners
-from shardwright.comm.agreement import Difference, check_agreement_async
+from shardwright.comm.agreement import Difference, PendingDifference, compare_async
 from shardwright.comm.axis import Axis, Pending
 from shardwright.errors import PlanError
-from shardwright.forward_stack import Rung, record
+from shardwright.forward_stack import Rung, record, wrap
 from shardwright.mesh import balanced
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
 from shardwright.plan.schedule import Action
 from shardwright.runtime.applied import Applied
+from shardwright.runtime.copy_stream import arrival
 from shardwright.runtime.executor import Events
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
@@ -42,7 +44,7 @@ _Flats = dict[str, list[FlatParameter]]
 
 
 class _UnshardingParameters(dict[str, Any]):
-    """A module's ``_parameters``: reading one as an attribute unshards its group first.
+    """A module's ``_parameters`` dict that unshards a parameter's group before the parameter is read as an attribute.
 
     What the module's own forward reads stays unsharded until that forward ends, since it may call other modules before
     it uses it. Other code that reads a parameter holds its group until the next module is called, since one expression
@@ -58,7 +60,7 @@ class _UnshardingParameters(dict[str, Any]):
         self.read: list[set[ShardedGroup]] = []  # by each call of the module's forward that runs
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.groups:
+        if name in self.groups and not torch.compiler.is_dynamo_compiling():  # a compiled block holds its groups
             group = self.groups[name]
             self.prefetcher.ensure_unsharded(group, Hold.NONE if self.read else Hold.UNTIL_NEXT_MODULE)
             if self.read and group not in self.read[-1]:
@@ -94,7 +96,7 @@ class _UnshardingParameters(dict[str, Any]):
 
 
 class FSDPState:
-    """A rank's parameters, gradients and optimizer state, sharded over one axis.
+    """One rank's parameters, gradients and optimizer state, sharded over one axis by ZeRO stage 1, 2 or 3.
 
     Stage 1 reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
     ``storage`` shards and optimizer state are offloaded there. Param groups are reduce-scattered in the order of the
@@ -114,7 +116,7 @@ class FSDPState:
         storage: OffloadStorage | None = None,
     ) -> None:
         self.stage, self.num_prefetch, self.num_microbatches = stage, num_prefetch, plan.layout.num_microbatches
-        self.reshard_after_use = stage == 3 and axis.size > 1
+        self.reshard_after_use, self.compiled = stage == 3 and axis.size > 1, plan.compiled
         flats, self.trained = _flatten(model, plan, axis, flat_groups, storage, keeps_buffer=not self.reshard_after_use)
         self.groups = _sharded_groups(model, plan, flats)
         self.offloaded = None if storage is None else OffloadedState(storage, self.trained)
@@ -130,7 +132,8 @@ class FSDPState:
         self._completed_in = {name: min(chunks[name]) for name, each in reversed(self.trained.items()) if each}
         self._world, self._groups = world, plan.mesh.groups(axis.name)
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
-        self._comparisons: list[Callable[[], None]] = []  # under way; each is called to wait for its result
+        self._comparisons: list[PendingDifference] = []  # under way
+        self._reads_early = world.device.type in ("cpu", "meta")  # an accelerator's host waits once a step, at its end
         self._due: list[str] = []  # groups of this action's chunk that are still to be reduced, in order
         self._ready: list[str] = []  # groups with gradients that wait for groups before them in the order
         self._microbatches_left: dict[str, int] = {}  # by group, until its gradients are complete
@@ -140,13 +143,14 @@ class FSDPState:
         self._hook(model)
 
     def applied(self) -> Applied:
-        """Returns what a run uses of it: event listeners, sharded parameters for the optimizer, autograd hooks."""
+        """Returns this state's parts for the run: events, sharded parameters, saved-tensor hooks, offloaded state."""
         flats = [flat for group in self.groups.values() for flat in group.flats]
         events = Events(
             restart=self._restart,
             during=self._during,
             after_weight_gradients=self._after_weight_gradients,
             before_sync=self._before_sync,
+            after_sync=self._after_sync,
             after_optimizer=self._after_optimizer,
         )
         return Applied(
@@ -159,21 +163,28 @@ class FSDPState:
         )
 
     def _hook(self, model: nn.Module) -> None:
-        """Unshards a module's parameters before its forward, and before other code reads them as attributes."""
+        """Makes each module unshard its param group before its forward, and before other code reads its parameters."""
         group_of = {name: group for group in self.groups.values() for flat in group.flats for name in flat.parameters}
         by_module: dict[nn.Module, dict[str, ShardedGroup]] = {}
         for _, module, own, name in owners(model):
             if name in group_of:
                 by_module.setdefault(module, {})[own] = group_of[name]
+        what = "unshards its group, resharded after use" if self.reshard_after_use else "waits for its group's unshard"
+        compiled = {m: path for path in self.compiled for m in model.get_submodule(path).modules()}
+        of_block: dict[str, list[_UnshardingParameters]] = {}
         for module, groups in by_module.items():
             parameters = _UnshardingParameters(module._parameters, groups, self.prefetcher)
             module._parameters = parameters
             module.register_state_dict_pre_hook(lambda *_: _refuse_whole("state_dict() of the model"))
+            if module in compiled:
+                of_block.setdefault(compiled[module], []).append(parameters)
+                continue
             module.register_forward_pre_hook(_hook_of(parameters.pre_forward), prepend=True)
             module.register_forward_hook(_hook_of(parameters.post_forward), always_call=True)
-            reshards = self.reshard_after_use
-            what = "unshards its group, resharded after use" if reshards else "waits for its group's unshard"
             record(module, Rung.UNSHARD, what, by="zero")
+        for path, inside in of_block.items():
+            around = partial(partial, _with_unsharded, inside)
+            wrap(model.get_submodule(path), Rung.UNSHARD_BLOCK, what, by="zero", around=around)
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
@@ -184,27 +195,30 @@ class FSDPState:
             self._start_reductions(sorted(self._ready, key=list(self._completed_in).index))
         if not torch.is_grad_enabled():
             self._evaluated = True
+            if self.offloaded is not None:
+                arrival(self._world.device)()  # code that follows may write into the shards that are being copied
         elif action == self._last_forward:
-            # Finished before the first reduce-scatter, which would otherwise sum gradients of different groups.
-            self._comparisons.append(self._start_comparison())
+            # On a CPU finished before the first reduce-scatter, which else would sum gradients of different groups.
+            self._start_comparison()
 
     # ---- comparing the ranks' calls
 
-    def _start_comparison(self) -> Callable[[], None]:
-        """Starts to compare the calls since the last comparison; returns a function that waits for the result.
+    def _start_comparison(self) -> None:
+        """Starts to compare between ranks the unshards made since the last comparison (stage 3).
 
-        In stage 3 each rank unshards the groups that its own forward uses. Ranks whose forwards differ would compute
-        with other groups' values of the same size, and no collective would fail.
+        Each rank unshards the groups that its own forward uses. Ranks whose forwards differ would compute with other
+        groups' values of the same size, and no collective would fail.
         """
-        if not self.reshard_after_use:  # the order is the plan's
-            return lambda: None
-        wait = check_agreement_async(self._world, self.prefetcher.calls, _different_orders, self._groups)
-        self.prefetcher.calls.clear()
-        return wait
+        if self.reshard_after_use:  # else the order is the plan's
+            started = compare_async(self._world, self.prefetcher.calls, self._groups)
+            self._comparisons += [] if started is None else [started]
+            self.prefetcher.calls.clear()
 
     def _finish_comparisons(self) -> None:
-        while self._comparisons:
-            self._comparisons.pop()()
+        """Waits for the running comparisons; raises PlanError on every rank if two ranks differ."""
+        comparisons, self._comparisons = self._comparisons, []
+        if comparisons and bool(torch.stack([each.differs() for each in comparisons]).any()):
+            raise _different_orders(next(each for each in comparisons if each.differs()).find())
 
     # ---- between steps
 
@@ -215,9 +229,9 @@ class FSDPState:
             self.offloaded.put_away()
 
     def _restart(self) -> None:
-        """Clears the state that a failed step has left, on all ranks alike, and reshards parameters out of date.
+        """Clears the state that a failed step has left, on all ranks alike, and reshards stale parameters.
 
-        Evaluations have no ``before_sync``: the calls that they made are compared here, before the next step.
+        An evaluation has no ``before_sync`` event: the unshards that it made are compared here, before the next step.
         """
         for _, reducing in self._reducing:
             for _, pending in reducing:
@@ -236,7 +250,7 @@ class FSDPState:
             self.prefetcher.shards_changed()
         if self._evaluated:
             self._evaluated = False
-            self._comparisons.append(self._start_comparison())
+            self._start_comparison()
         self.prefetcher.calls.clear()
         self._finish_comparisons()
 
@@ -256,7 +270,8 @@ class FSDPState:
 
     def _start_reductions(self, names: Sequence[str]) -> None:
         """Starts the reduce-scatters of groups that have gradients; at most ``num_prefetch`` stay under way."""
-        self._finish_comparisons()
+        if self._reads_early:
+            self._finish_comparisons()
         for name in names:
             self._ready.remove(name)
             self._count(name)
@@ -286,17 +301,26 @@ class FSDPState:
             self.offloaded.gradients_published(name)
 
     def _before_sync(self) -> None:
-        self._finish_comparisons()
-        self._comparisons.append(self._start_comparison())
+        if self._reads_early:
+            self._finish_comparisons()
+        self._start_comparison()
         while self._reducing:
             self._finish_reduction()
-        self._finish_comparisons()
+        if self._reads_early:
+            self._finish_comparisons()
         for name in self.trained:  # groups that no sample of this rank has reached
             if name not in self._published:
                 self._publish(name)
         self._microbatches_left.clear()
         self._published.clear()
         self._may_be_stale = True  # an optimizer that the user has made fires no after_optimizer
+
+    def _after_sync(self) -> None:
+        """Waits, once a step, for the comparison between ranks, and until offloaded gradients are in host memory."""
+        reads = bool(self._comparisons)
+        self._finish_comparisons()
+        if self.offloaded is not None and not reads:
+            arrival(self._world.device)()
 
 
 def _flatten(
@@ -326,7 +350,7 @@ def _flatten(
 
 
 def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str, ShardedGroup]:
-    """Returns the groups by name; one with a parameter that several modules share is held in every action."""
+    """Returns the param groups by name; one with a parameter of several modules stays unsharded during each action."""
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(model):
         users.setdefault(name, set()).add(path)
@@ -358,6 +382,19 @@ def _refuse_whole(what: str) -> NoReturn:
         "averages = [p.detach().clone() for p in run.parameters.values()] and after each update "
         "torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)(averages, list(run.parameters.values()), None)",
     )
+
+
+def _with_unsharded(
+    inside: Sequence[_UnshardingParameters], forward: Callable[..., Any], *args: Any, **named: Any
+) -> Any:
+    """Runs a compiled block's forward with all its parameters unsharded, because compiled code cannot unshard them."""
+    with ExitStack() as stack:
+        for parameters in inside:
+            parameters.pre_forward()
+            stack.callback(parameters.post_forward)
+            for name in parameters.groups:
+                parameters[name]  # reading it holds the group until the forward ends
+        return forward(*args, **named)
 
 
 def _hook_of(function: Callable[[], None]) -> Callable[..., None]:

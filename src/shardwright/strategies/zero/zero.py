@@ -1,4 +1,4 @@
-"""ZeRO / FSDP: data-parallel ranks that each store a shard of the training state instead of a full copy.
+"""ZeRO / FSDP: each data-parallel rank stores a shard of the training state instead of a full copy.
 
 ::
 
@@ -9,10 +9,11 @@
     dp4/zero3        shard         shard         shard         3 m
     dp2x4/zero3      hybrid: two replicas of four shards each; replicas sum the gradients of their shards once a step
 
-Stage 1 reduce-scatters gradients once a step. Stage 2 does so after each microbatch, so that the full gradients of one
-param group at a time are in memory. Stage 3 also unshards a param group before it is used, forward and backward, and
-reshards it after. In stages 1 and 2 the updated shards are gathered when the next step first uses them, prefetched
-while the group before computes. FSDP calls stages 2 and 3 SHARD_GRAD_OP and FULL_SHARD, and the hybrid HSDP.
+Stage 1 reduce-scatters gradients once a step: until then a rank holds them whole. Stage 2 does so after each
+microbatch, so that the full gradients of one param group at a time are in memory. Stage 3 also unshards a param group
+before it is used, forward and backward, and reshards it after. In stages 1 and 2 the updated shards are gathered when
+the next step first uses them, prefetched while the group before computes. FSDP calls stages 2 and 3 SHARD_GRAD_OP and
+FULL_SHARD, and the hybrid HSDP.
 
 ``offload`` stores shards and optimizer state in host memory (on a CPU nothing moves), ``offload:disk`` in files that
 are mapped into memory. Both update one param group at a time, so that one group's state is in compute memory.
@@ -60,7 +61,7 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 @dataclass(frozen=True)
 class Zero:
-    """Shards optimizer state (1), gradients (2) and parameters (3) over ``dp``."""
+    """Shards optimizer state (stage 1), gradients (stage 2) and parameters (stage 3) over ``dp``."""
 
     name: ClassVar[str] = "zero"
     axis: ClassVar[str] = "dp"
@@ -90,7 +91,10 @@ class Zero:
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Shards the plan's training state over ``dp``. Raises LayoutError: no single ZeRO stage, or bad options."""
+        """Returns the plan with training state sharded over ``dp``.
+
+        Raises LayoutError: no single stage, or bad options.
+        """
         stage = _stage(plan)
         reshards = stage == 3 and plan.mesh["dp"] > 1
         _num_prefetch(plan)  # used in apply(), but a bad value is refused here, before anything is sent
@@ -103,7 +107,7 @@ class Zero:
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Flattens this rank's parameters, keeps their shards and hooks the model to unshard them before use."""
+        """Flattens and shards this rank's parameters, and hooks the model so that they are unsharded before use."""
         stage, target, storage = _stage(plan), _offload_target(plan), None
         if target is not None and _moves(target, axes["dp"].device.type):
             storage = OffloadStorage(target, axes["world"], job.offload_folder)
@@ -111,7 +115,7 @@ class Zero:
         return FSDPState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the all-gathers and reduce-scatters of every flat parameter of which this rank stores a shard."""
+        """Returns one step's all-gathers and reduce-scatters of each flat parameter that the rank stores a shard of."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
         for group in _groups(plan, stage):
@@ -133,10 +137,11 @@ def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:
 
 
 def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
-    """Returns the param groups as forwards need them: modules that select by values in one, and how often each is used.
+    """Returns the param groups as the forward uses them, with how often each is unsharded.
 
-    Ranks whose samples use other experts of a mixture would unshard other groups. Of a model that does not run on the
-    meta device no forward is known: then such ranks raise, and ``traffic`` states one use of each group.
+    Modules that select by values, such as a mixture's experts, are merged into one group: ranks whose samples use other
+    experts would unshard other groups. If a model does not run on the meta device, its forward is not known: then such
+    ranks raise, and ``traffic`` states one use of each group.
     """
     recording: Recording | None = None
     with suppress(Exception):  # of anybody's forward, without values
@@ -188,7 +193,7 @@ def _num_prefetch(plan: Plan) -> int:
 
 
 def _offload_target(plan: Plan) -> OffloadTarget | None:
-    """Returns where shards and optimizer state are offloaded to; None if they are not."""
+    """Returns where shards and optimizer state are offloaded, host memory or disk; None if they are not."""
     option = _factor(plan).option("offload")
     if option is None:
         return None
@@ -203,7 +208,7 @@ def _offload_target(plan: Plan) -> OffloadTarget | None:
 
 
 def _moves(target: OffloadTarget, device: str) -> bool:
-    """Whether the target is other memory than the ranks' devices have."""
+    """Returns whether the offload target is memory other than that of the ranks' device type."""
     return target == "disk" or device not in ("cpu", "meta")
 
 

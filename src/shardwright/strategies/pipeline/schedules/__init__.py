@@ -1,4 +1,4 @@
-"""The pipeline schedules by name: pure functions of stages, microbatches and chunks, one family a file.
+"""The pipeline schedules by name: pure functions of the numbers of stages, microbatches and chunks, one family a file.
 
 Read ``gpipe``, ``one_f_one_b``, ``zero_bubble``, then ``interleaved``, ``zero_bubble_v`` and ``dualpipe_v``, which
 build on ``common``; then ``greedy`` and ``auto``, which search for a schedule, and ``file``, which reads one.
@@ -24,7 +24,10 @@ __all__ = ["SCHEDULES", "Family", "build", "forward_only", "one_by_one"]
 
 @dataclass(frozen=True)
 class Family:
-    """A named pipeline schedule: builder, description, how many chunks a stage may hold (``most_chunks`` None: any)."""
+    """A named pipeline schedule: its builder, a description, and the numbers of chunks per stage that it allows.
+
+    ``builder`` takes the numbers of stages, microbatches and chunks per stage; ``most_chunks`` None is no upper limit.
+    """
 
     builder: Callable[[int, int, int], Schedule]
     description: str
@@ -33,7 +36,7 @@ class Family:
     most_chunks: int | None = 1
 
     def takes(self, num_chunks_per_stage: int) -> bool:
-        """Whether a stage may hold that many chunks under this schedule."""
+        """Returns whether this schedule allows ``num_chunks_per_stage`` chunks on each stage."""
         most = num_chunks_per_stage if self.most_chunks is None else self.most_chunks
         return self.least_chunks <= num_chunks_per_stage <= most
 
@@ -60,7 +63,9 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
 
 
 def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stage: int | None = None) -> Schedule:
-    """Returns the pipeline schedule called ``name`` (``1f1b``); by default with the usual number of chunks per stage.
+    """Returns the pipeline schedule called ``name``, such as ``1f1b``.
+
+    Without ``num_chunks_per_stage`` it is the family's default: 1, or 2 for interleaved and V-shaped schedules.
 
     Raises: LayoutError: no such schedule, no stage, no microbatch, or a number of chunks that it does not take.
 
@@ -90,7 +95,7 @@ def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stag
 
 
 def one_by_one(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns a schedule of forwards alone, each microbatch through all chunks before the next, on the same stages.
+    """Returns a schedule of forwards alone that takes each microbatch through all chunks before the next begins.
 
     >>> [" ".join(map(str, actions)) for actions in one_by_one(build("zb-v", 2, 2), 1).actions]
     ['0F0 3F0', '1F0 2F0']
@@ -103,7 +108,7 @@ def one_by_one(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Returns a schedule without its backwards: what evaluation and inference run.
+    """Returns the schedule without its backward actions, as evaluation and inference run it.
 
     >>> [" ".join(map(str, actions)) for actions in forward_only(build("zb-v", 2, 2)).actions]
     ['0F0 0F1 3F0 3F1', '1F0 2F0 1F1 2F1']

@@ -1,4 +1,4 @@
-"""Searches for the pipeline schedule with the shortest step for given times: named ones and greedy ones.
+"""Searches named and greedy pipeline schedules for the shortest step, given each chunk's times and a memory limit.
 
 The search is not complete: finding the best order is a job-shop problem. The result is never worse than the best named
 schedule that fits the memory limit, and the same input gives the same result.
@@ -33,11 +33,11 @@ def search(
     limit_bytes: int | None = None,
     max_chunks_per_stage: int = 2,
 ) -> tuple[Schedule, Timeline]:
-    """Returns the fastest schedule that holds at most ``limit_bytes`` on every stage, and its timeline.
+    """Returns the fastest schedule found that keeps each stage within ``limit_bytes``, and its simulated timeline.
 
-    ``times``, and ``memory`` if there is a limit, are those of the model cut into one chunk per stage; with several of
-    them, for other numbers of chunks, the search chooses how many chunks a stage holds. Of two equally fast schedules,
-    the one that holds fewer bytes on its fullest stage is returned.
+    ``times``, and ``memory`` if there is a limit, belong to the model cut into one chunk per stage; a sequence of them,
+    for cuts into other numbers of chunks, lets the search choose how many chunks a stage holds. Of two equally fast
+    schedules, the one with the lower peak bytes is returned.
 
     Raises: LayoutError: times for a number of chunks that the stages cannot share, or without their bytes.
         PlanError: nothing fits the limit.
@@ -68,7 +68,7 @@ def search(
 def _cuts(
     num_stages: int, times: ChunkTimes | Sequence[ChunkTimes], max_chunks_per_stage: int
 ) -> dict[int, ChunkTimes]:
-    """Returns the times by their number of chunks, fewest first."""
+    """Returns the given chunk times by number of chunks, fewest first."""
     given = [times] if isinstance(times, ChunkTimes) else list(times)
     cuts = {of_cut.num_chunks: of_cut for of_cut in given}
     allowed = [num_stages * per_stage for per_stage in range(1, max_chunks_per_stage + 1)]
@@ -85,7 +85,7 @@ def _cuts(
 def _bytes(
     cuts: Mapping[int, ChunkTimes], memory: ChunkMemory | Sequence[ChunkMemory] | None, limit_bytes: int | None
 ) -> dict[int, ChunkMemory]:
-    """Returns the bytes for each number of chunks; by default a microbatch has the same total in every cut."""
+    """Returns the chunks' bytes by number of chunks; without a limit, a microbatch has one total in every cut."""
     if memory is None and limit_bytes is None:
         microbatch_bytes = math.lcm(*cuts)
         return {num_chunks: ChunkMemory.equal(num_chunks, microbatch_bytes // num_chunks) for num_chunks in cuts}
@@ -119,7 +119,7 @@ def _candidates(
 def _preferences(
     num_stages: int, num_microbatches: int, per_stage: int
 ) -> Iterator[tuple[tuple[int, ...], Preferences]]:
-    """Yields the stages of chunks and the stages' preferences to try, the most promising first."""
+    """Yields pairs (stage of each chunk, preferences of the greedy scheduler) to try, most promising first."""
     most = per_stage * num_microbatches
     after = range(num_stages, 0, -1)  # for each stage, how many there are from it on
     full = per_stage * num_stages
@@ -144,14 +144,14 @@ def _preferences(
 
 
 def _makespan_and_peak(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory) -> tuple[float, int]:
-    """Returns the makespan, rounded so that equal ones tie, and the bytes of the fullest stage."""
+    """Returns the seconds of the simulated schedule, rounded so that equal ones tie, and the fullest stage's bytes."""
     timeline = simulate(schedule, times, memory)
     peak = max(timeline.peak_bytes(stage) for stage in range(schedule.num_stages))
     return float(f"{timeline.makespan_s:.9g}"), peak
 
 
 def _raise_too_much(num_stages: int, bytes_of: Mapping[int, ChunkMemory], limit: float) -> NoReturn:
-    """Raises PlanError: not even one microbatch at a time fits."""
+    """Raises PlanError with the bytes needed to run one microbatch at a time, which already exceed the limit."""
     least = {}
     for num_chunks, memory in bytes_of.items():
         per_stage = num_chunks // num_stages

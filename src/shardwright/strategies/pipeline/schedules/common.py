@@ -1,4 +1,4 @@
-"""What the pipeline schedules share: the stage of each chunk, and schedules cut down to fewer microbatches."""
+"""Helpers of the pipeline schedules: the stage of each chunk, numbered actions, and cuts to fewer microbatches."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ ScheduleStep = tuple[Kind, int]  # kind and chunk of an action whose microbatch 
 
 
 def round_robin(num_stages: int, num_chunks_per_stage: int) -> tuple[int, ...]:
-    """Returns the stage of each chunk where chunk ``c`` is on stage ``c % num_stages``."""
+    """Returns the stage of each chunk for interleaved schedules: chunk ``c`` is on stage ``c % num_stages``."""
     return tuple(range(num_stages)) * num_chunks_per_stage
 
 
 def v_shape(num_stages: int) -> tuple[int, ...]:
-    """Returns the stage of each chunk where stage s of p holds chunks s and 2p-1-s: down the stages, back up."""
+    """Returns the stage of each chunk for V-shaped schedules: of p stages, stage s holds chunks s and 2p-1-s."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
 def first_microbatches(
     name: str, lists: Sequence[Sequence[Action]], stage_of: Sequence[int], num_microbatches: int
 ) -> Schedule:
-    """Returns the schedule of these action lists, cut down to the first ``num_microbatches`` microbatches.
+    """Returns a schedule of these action lists without the microbatches from number ``num_microbatches`` on.
 
-    An action needs actions of its own microbatch only, so the others still run when a microbatch is left out, and hold
-    no more memory than before.
+    An action depends only on actions of its own microbatch, so the others still run when a microbatch is left out, and
+    need no more memory than before.
     """
     kept = tuple(tuple(action for action in actions if action.microbatch < num_microbatches) for actions in lists)
     return Schedule(name, kept, tuple(stage_of), num_microbatches)
 
 
 def number(steps: Iterable[ScheduleStep]) -> list[Action]:
-    """Turns (kind, chunk) steps into actions: F, and B or I, take microbatches in order, W that of the oldest I.
+    """Turns steps of a stage, (kind, chunk) pairs, into actions by giving each step its microbatch number.
+
+    The forwards F of a chunk take the microbatches in order, and so do its backwards, B or I. A W takes the microbatch
+    of the chunk's oldest I that has no W yet.
 
     >>> print(*map(str, number([("F", 0), ("F", 0), ("I", 0), ("B", 0), ("W", 0)])))
     0F0 0F1 0I0 0B1 0W0

@@ -23,9 +23,9 @@ from shardwright.strategies.pipeline.schedules.common import ScheduleStep, first
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the DualPipe-V schedule: of chunks s and 2p-1-s on stage s, F of one is paired with B of the other.
+    """Returns the DualPipe-V schedule: stage s of p holds chunks s and 2p-1-s; F of one is paired with B of the other.
 
-    For fewer than 2p microbatches the list for 2p is cut.
+    With fewer than 2p microbatches the schedule for 2p is cut down.
     """
     num_rounded = max(num_microbatches, 2 * num_stages)
     lists = [number(_steps(stage, num_stages, num_rounded)) for stage in range(num_stages)]
@@ -33,7 +33,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _steps(stage: int, num_stages: int, num_microbatches: int) -> list[ScheduleStep]:
-    """Returns the steps of one stage with its chunks of the way down and up, for 2p microbatches or more."""
+    """Returns the steps of one stage, with a chunk of the way down and one of the way up; at least 2p microbatches."""
     down, up = stage, 2 * num_stages - 1 - stage
     num_after, num_here = num_stages - stage - 1, stage + 1
     fill: list[ScheduleStep] = [("F", down)] * (2 * num_after)

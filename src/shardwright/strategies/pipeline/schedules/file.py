@@ -1,4 +1,4 @@
-"""Reads schedules from files and writes them: CSV, one row a stage, or JSON.
+"""Reads pipeline schedules from files and writes them: CSV, one row for each stage, or JSON.
 
 CSV, two stages and two microbatches; a cell is chunk, kind, microbatch, and an empty cell is idle time::
 
@@ -25,14 +25,14 @@ from shardwright.plan.schedule import Action, Kind, Schedule
 from shardwright.text_files import read_text
 
 MOST_BYTES = 2**24
-"""The longest file of a schedule that is read."""
+"""The size in bytes up to which a schedule file is read; a larger one is refused."""
 
 _CELL = re.compile(r"([0-9]{1,9})?([FBIW])([0-9]{1,9})")
 _FIX = "write chunk, kind, microbatch, like 0F3; leave a cell empty where the stage waits"
 
 
 class _Place(NamedTuple):
-    """A position in a file, counted from one as in editors."""
+    """A cell's position in a schedule file: row and column, counted from one as in editors."""
 
     path: Path
     row: int
@@ -43,16 +43,16 @@ class _Place(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """An action and its position."""
+    """An action of a schedule file, and its position."""
 
     action: Action
     place: _Place
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Returns the schedule in a file: JSON if the name ends in ``.json``, CSV otherwise.
+    """Returns the pipeline schedule in a file: JSON if the name ends in ``.json``, CSV otherwise.
 
-    The stage of a chunk follows from the actions. Whether the schedule can run is checked by
+    The stage of a chunk follows from the row of its actions. Whether the schedule can run is checked separately, by
     :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`.
 
     Raises: LayoutError: no such file, no text, a cell that is no action, a chunk on two stages, a stage without
@@ -86,9 +86,9 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule for :func:`read_schedule`: JSON if the name ends in ``.json``, CSV otherwise.
+    """Writes a pipeline schedule to a file: JSON if the name ends in ``.json``, CSV otherwise.
 
-    CSV has no place for the schedule's name: the name of the file takes its place.
+    :func:`read_schedule` reads it again. CSV does not keep the schedule's name: it becomes the name of the file.
     """
     path = Path(path)
     rows = [[str(action) for action in actions] for actions in schedule.actions]
@@ -106,7 +106,7 @@ def _refuse(what: str, *, given: object, fix: str = _FIX, allowed: str | None = 
 
 
 def _csv_rows(path: Path, text: str) -> list[list[str]]:
-    """Returns the cells of a CSV file, without the spaces around them."""
+    """Returns the rows of cells of a CSV file, without the spaces around each cell."""
     try:
         return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
     except csv.Error as error:
@@ -150,7 +150,7 @@ def _action(cell: str, place: _Place) -> Action:
 
 
 def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:
-    """Returns the number of chunks or microbatches, which are numbered without a gap."""
+    """Returns the number of chunks or microbatches. Raises LayoutError if one is missing."""
     found = {getattr(cell.action, what) for cell in cells}
     missing = next(number for number in range(len(found) + 1) if number not in found)
     if missing != len(found):
@@ -165,7 +165,7 @@ def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell])
 
 
 def _stages(path: Path, cells: list[_Cell]) -> tuple[int, ...]:
-    """Returns the stage of each chunk."""
+    """Returns the stage of each chunk. Raises LayoutError if a chunk is on two stages."""
     first: dict[int, _Cell] = {}
     for cell in cells:
         before = first.setdefault(cell.action.chunk, cell)

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards; and naive, its starting point: one microbatch at a time.
+"""The schedules GPipe (all forwards, then all backwards) and naive (one microbatch at a time).
 
 Three stages, three microbatches; F, I and W take time 1 each, so that B takes 2::
 
@@ -28,7 +28,7 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule in which each stage runs all its forwards, then all its backwards."""
+    """Returns the GPipe schedule: each stage runs the forwards of all microbatches, then all backwards."""
     lists = tuple(
         tuple(Action(kind, m, stage) for kind in ("F", "B") for m in range(num_microbatches))
         for stage in range(num_stages)
@@ -37,7 +37,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def naive(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule in which each microbatch runs forward and backward before the next begins."""
+    """Returns the naive schedule: each microbatch passes all stages forward and backward before the next begins."""
     lists = tuple(
         tuple(Action(kind, m, stage) for m in range(num_microbatches) for kind in ("F", "B"))
         for stage in range(num_stages)

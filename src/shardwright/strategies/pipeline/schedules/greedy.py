@@ -1,6 +1,6 @@
-"""Builds a schedule for given times by simulating it: a stage that is free takes the best action that is ready.
+"""A greedy pipeline scheduler (list scheduling): in a simulation, a stage that is free takes the best ready action.
 
-List scheduling after Graham 1966 (Bounds for certain multiprocessing anomalies). Which action is best is decided by
+The method is that of Graham 1966 (Bounds for certain multiprocessing anomalies). Which action is best is decided by
 :class:`Preferences`; :mod:`~shardwright.strategies.pipeline.schedules.auto` tries many of them.
 """
 
@@ -16,11 +16,11 @@ from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes
 
 @dataclass(frozen=True)
 class Preferences:
-    """How the greedy scheduler chooses which of the ready actions (F, I or W) a free stage runs.
+    """The rules by which the greedy scheduler chooses the action (F, I or W) that a free stage runs.
 
-    ``most_held[s]`` limits the microbatches, of all its chunks together, that stage ``s`` holds between F and I.
-    ``forward_first``: F before I, if both are ready. ``deep_first``: F of a later chunk before F of an earlier one.
-    W runs when neither is ready; ``patient``: only if it ends before the next one becomes ready.
+    ``most_held[s]`` is the most microbatches, of all its chunks together, whose activations stage ``s`` keeps between F
+    and I. ``forward_first``: F before I, if both are ready. ``deep_first``: F of a later chunk before F of an earlier
+    one. W runs when neither is ready; ``patient``: only if it ends before the next F or I becomes ready.
     """
 
     most_held: tuple[int, ...]
@@ -30,7 +30,7 @@ class Preferences:
 
 
 class _Pipeline:
-    """The state of the simulation: what each stage has run, holds, and waits for."""
+    """The state of the simulated stages: actions run, microbatches and bytes in memory, arrival times of inputs."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _Pipeline:
         self.lists: list[list[Action]] = [[] for _ in range(num_stages)]
 
     def pick(self, stage: int, now: float) -> Action | None:
-        """Returns the action that a free stage runs now; None if it waits."""
+        """Returns the action that a free stage runs at the time ``now``; None if it waits."""
         soonest = float("inf")
         backward: Action | None = None
         for chunk in reversed(self.chunks[stage]):
@@ -87,7 +87,7 @@ class _Pipeline:
         return Action("W", microbatch, chunk)
 
     def run(self, stage: int, action: Action, now: float) -> tuple[float, tuple[float, int] | None]:
-        """Runs an action; returns when its stage is free, and when the result arrives on which stage, if on any."""
+        """Runs an action; returns the time at which its stage is free, and (time, stage) of its result's arrival."""
         kind, microbatch, chunk = action
         times, memory = self.times, self.memory
         self.lists[stage].append(action)
@@ -113,7 +113,7 @@ class _Pipeline:
         return end, (arrivals[-1], target)
 
     def _has_room(self, stage: int, chunk: int) -> bool:
-        """Whether one more microbatch of a chunk fits, and one of each later chunk of the stage.
+        """Returns whether memory is left for a microbatch in this chunk and in each later chunk of the stage.
 
         Without room in the later chunks, the microbatch could never run its backward: a deadlock.
         """
@@ -136,7 +136,10 @@ def greedy(
     memory: ChunkMemory,
     limit_bytes: float = float("inf"),
 ) -> Schedule | None:
-    """Returns the schedule that a simulation with ``preferences`` gives; None if a stage cannot hold one microbatch.
+    """Returns the schedule that the greedy scheduler finds for these times; None if not one microbatch fits in memory.
+
+    ``stage_of`` gives the stage of each chunk; ``times`` and ``memory`` are those of the chunks. A stage holds at most
+    ``limit_bytes``. The backward is always split in I and W.
 
     >>> found = greedy((0, 1), 3, ChunkTimes.equal(2), Preferences(most_held=(2, 1)), ChunkMemory.equal(2))
     >>> [" ".join(map(str, actions)) for actions in found.actions]

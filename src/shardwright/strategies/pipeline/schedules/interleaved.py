@@ -20,9 +20,9 @@ from shardwright.strategies.pipeline.schedules.common import first_microbatches,
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks_per_stage: int = 2) -> Schedule:
-    """Returns the schedule in which groups of p microbatches (p stages) take turns on a stage's chunks, by 1F1B.
+    """Returns the interleaved 1F1B schedule of p stages: groups of p microbatches take turns on a stage's chunks.
 
-    If m is no multiple of p, the schedule for the next multiple is cut to m microbatches.
+    If the number of microbatches is no multiple of p, the schedule for the next multiple is cut down.
     """
     num_rounded = -(-num_microbatches // num_stages) * num_stages
     lists = [_actions(stage, num_stages, num_rounded, num_chunks_per_stage) for stage in range(num_stages)]
@@ -30,7 +30,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks_per_stage: in
 
 
 def _actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Returns the list of one stage, for a multiple of p microbatches."""
+    """Returns the actions of one stage; ``num_microbatches`` is a multiple of the number of stages."""
     chunks = range(stage, num_stages * num_chunks, num_stages)
     groups = [range(first, first + num_stages) for first in range(0, num_microbatches, num_stages)]
     forwards = [Action("F", m, chunk) for group in groups for chunk in chunks for m in group]

@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up, one forward and one backward by turns.
+"""The 1F1B schedule: after a warm-up, each stage alternates one forward and one backward.
 
 Three stages, five microbatches; F, I and W take time 1 each, so that B takes 2::
 
@@ -19,7 +19,7 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule in which a stage warms up with one forward for each stage after it, then alternates."""
+    """Returns the 1F1B schedule: stage s of p runs p - s forwards, then alternates one backward and one forward."""
     lists = tuple(_actions(stage, num_stages, num_microbatches) for stage in range(num_stages))
     return Schedule("1f1b", lists, tuple(range(num_stages)), num_microbatches)
 

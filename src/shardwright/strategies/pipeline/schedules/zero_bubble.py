@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: 1F1B with the backward split in I and W. Other stages wait for I only; W fills idle time.
+"""The schedules ZB-H1 and ZB-H2: 1F1B with the backward split in I and W; W, which no stage waits for, fills idle time.
 
 ZB-H1, three stages, five microbatches; F, I and W take time 1 each::
 
@@ -27,19 +27,19 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns ZB-H1: as many microbatches in flight as 1F1B; stage s runs W (weight gradients) s of them after I."""
+    """Returns the ZB-H1 schedule, with the memory of 1F1B: stage s runs W (weight gradients) s microbatches after I."""
     lists = tuple(_actions(s, num_microbatches, num_stages - s, s) for s in range(num_stages))
     return Schedule("zb-h1", lists, tuple(range(num_stages)), num_microbatches)
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns ZB-H2: 2p-1 microbatches in flight, so that none of p stages waits; stage s delays W by 2s of them."""
+    """Returns the ZB-H2 schedule, with nearly no bubble: 2p-1 microbatches in flight; on stage s W trails I by 2s."""
     lists = tuple(_actions(s, num_microbatches, 2 * (num_stages - s) - 1, 2 * s) for s in range(num_stages))
     return Schedule("zb-h2", lists, tuple(range(num_stages)), num_microbatches)
 
 
 def _actions(stage: int, num_microbatches: int, num_ahead: int, num_late: int) -> tuple[Action, ...]:
-    """Returns the list of one stage: F runs ``num_ahead`` microbatches before I, W ``num_late`` after it."""
+    """Returns the actions of one stage: F runs ``num_ahead`` microbatches before I, W ``num_late`` of them after it."""
     actions = [Action("F", m, stage) for m in range(min(num_ahead, num_microbatches))]
     for m in range(num_microbatches + num_late):
         if m < num_microbatches:

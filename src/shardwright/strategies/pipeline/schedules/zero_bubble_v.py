@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a stage, down the stages and back up, the backward split in I and W.
+"""The ZB-V schedule: two chunks on each stage, down the stages and back up, the backward split in I and W.
 
 Two stages, four microbatches; F, I and W of a chunk take time 1 each; stage 0 holds chunks 0 and 3::
 
@@ -19,9 +19,9 @@ from shardwright.strategies.pipeline.schedules.common import ScheduleStep, first
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns ZB-V: chunks s and 2p-1-s on stage s of p, W (weight gradients) run where a stage would wait.
+    """Returns the ZB-V schedule: stage s of p holds chunks s and 2p-1-s, and runs W where it would wait.
 
-    For fewer than 2p-1 microbatches the list for 2p-1 is cut.
+    With fewer than 2p-1 microbatches the schedule for 2p-1 is cut down.
     """
     num_rounded = max(num_microbatches, 2 * num_stages - 1)
     lists = [number(_steps(stage, num_stages, num_rounded)) for stage in range(num_stages)]
@@ -29,7 +29,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _steps(stage: int, num_stages: int, num_microbatches: int) -> list[ScheduleStep]:
-    """Returns the steps of one stage with its chunks of the way down and up, for 2p-1 microbatches or more."""
+    """Returns the steps of one stage, with a chunk of the way down and one of the way up; 2p-1 microbatches or more."""
     down, up = stage, 2 * num_stages - 1 - stage
     num_after = num_stages - stage
     turn: list[ScheduleStep] = [("F", up), ("I", up), ("W", up)]

@@ -1,0 +1,71 @@
+"""Checks, before a run takes an optimizer's saved state, that the optimizer can step with it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.saving import is_elementwise
+
+
+def check_steps(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any],
+    held: Mapping[str, tuple[nn.Parameter, dict[str, Any]]],
+) -> None:  # fmt: skip
+    """Raises ValueError if a step of a param group with its saved options and state would fail.
+
+    What an optimizer needs, only its own code knows. So another one of its kind steps a parameter of one element with
+    the state that was read, once for each kind of state. An optimizer that cannot step such a parameter with the
+    options that it has and without state, as one that needs a closure, is not checked. ``held`` are the group's
+    parameters by name, each with its new state, of which only shapes and scalars are used.
+
+    >>> weight = nn.Parameter(torch.ones(3))
+    >>> adam = torch.optim.AdamW([weight])
+    >>> check_steps(adam, adam.param_groups[0], {}, {"weight": (weight, {"step": torch.ones(())})})
+    Traceback (most recent call last):
+    ValueError: AdamW cannot step with the state of 'weight': KeyError: 'exp_avg'
+    """
+    kinds: dict[str, tuple[str, nn.Parameter, dict[str, Any]]] = {}
+    for name, (parameter, state) in held.items():
+        if any(isinstance(v, Tensor) and v.numel() > 1 and not is_elementwise(v, parameter) for v in state.values()):
+            continue  # as of Adafactor, which keeps sums of rows and columns: no state of one element is like it
+        small = {key: _small(value, parameter) for key, value in sorted(state.items())}
+        kinds.setdefault(f"{parameter.dim()} {parameter.dtype} {small}", (name, parameter, small))
+    for name, parameter, small in kinds.values():
+        failure = _failure(optimizer, {**group, **options}, parameter, small)
+        if failure is not None and _failure(optimizer, group, parameter, {}) is None:
+            why = f"the state of '{name}': {type(failure).__name__}: {failure}"
+            raise ValueError(f"{type(optimizer).__name__} cannot step with {why}") from failure
+
+
+def _small(value: Any, parameter: nn.Parameter) -> Any:
+    """Returns an entry of a parameter's state for a parameter of one element."""
+    if is_elementwise(value, parameter):
+        return torch.zeros((1,) * parameter.dim(), dtype=value.dtype, device=parameter.device)
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _failure(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: nn.Parameter, state: Mapping[str, Any]
+) -> Exception | None:
+    """Returns the error that a step of a parameter of one element raises, or None."""
+    one = nn.Parameter(torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
+    one.grad = torch.zeros_like(one)
+    try:
+        trial = type(optimizer).__new__(type(optimizer))  # as unpickling makes one: without hooks and later methods
+        own = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
+        trial.__setstate__(
+            {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": [{**own, "params": [one]}]}
+        )
+        if state:  # now, because __setstate__ mends some of what load would not
+            trial.state[one] = dict(state)
+        step = type(trial).step
+        getattr(step, "__wrapped__", step)(trial)  # without the hooks of all optimizers, which are the user's
+    except Exception as failure:  # any optimizer's code runs here
+        return failure
+    return None

@@ -1,0 +1,149 @@
+"""The command ``shardwright plan``: predicts what layouts cost on a cluster, before devices are rented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwright.cli import options as opt
+from shardwright.cli.options import emit, report_errors, with_shared
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
+from shardwright.rng import without_values
+
+if TYPE_CHECKING:
+    from shardwright.planner.explain import PriceDifference
+    from shardwright.planner.plans import Plans
+    from shardwright.train.config import TrainConfig
+
+
+def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
+    """Returns a global batch for the config's model, as meta tensors. Raises PlanError: its shape is unknown."""
+    found = replace(config, layout="single", batch=1).example_batch(model_config)
+    if found is None:
+        raise PlanError(
+            "a step of this model cannot be priced: the shape of its batches is unknown",
+            given=f"--model {config.model}",
+            allowed="the models mlp, attention, convnet and gpt",
+            fix="call shardwright.plan_layouts(model, cluster, batch, ...) with a batch of your own",
+        )
+    many: tuple[Any, Any] = tree_map_only(
+        Tensor, lambda t: torch.empty((config.batch, *t.shape[1:]), dtype=t.dtype, device="meta"), found
+    )
+    return many
+
+
+@report_errors
+@with_shared("layout", "model", "set_", "role", "batch", "seq", "config")
+def plan(
+    shared: opt.Shared,
+    cluster: Annotated[
+        str, typer.Option(help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.")
+    ] = "a100-80gb",
+    fix: Annotated[str, typer.Option(help="Parts of a line that must hold, such as 'tp8 dp/zero1'.")] = "",
+    without: Annotated[str, typer.Option(help="Axes and options to leave out, such as zb-v,offload.")] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 512,1024: the best for each.")] = "",
+    anchor: Annotated[
+        list[str] | None, typer.Option(help="LINE=SECONDS of a run on this cluster, which corrects prices; repeat.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="The most layouts to list.")] = 10,
+    most_priced: Annotated[int, typer.Option(min=1, help="The most layouts to rehearse and price.")] = 6,
+    memory_limit: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="The share of a device's memory that a layout may take.")
+    ] = 0.92,
+    explain: Annotated[
+        list[str] | None, typer.Option(help="A layout of which to say why it is not the best; repeat for more.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the priced layouts to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with all of it to this file.")] = None,
+    as_json: Annotated[bool, opt.JSON] = False,
+) -> None:
+    """Predicts what layouts cost on a cluster, and which is best: seconds part by part, memory by stage, traffic.
+
+    With --layout it prices that one alone. The exit code is 2 if none fits the device's memory.
+    """
+    from shardwright.cli.run_config import config_of
+    from shardwright.cost.cluster import Cluster
+    from shardwright.planner.anchors import parse_anchor
+    from shardwright.planner.plans import plan_layouts
+
+    config = config_of(shared)
+    layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None
+    numbers = ranks_in(ranks)
+    on = Cluster.parse(cluster, layout.num_ranks if layout else numbers[0] if numbers else None)
+    with without_values():
+        model, loss, model_config = config.build()
+    batch = batch_of(config, model_config)
+    if numbers and (explain or png or html):
+        raise PlanError(
+            "a picture, a page and an explanation are of one number of ranks",
+            given=f"--ranks {ranks} beside --explain, --png or --html",
+            allowed="one of them",
+            fix=f"write --cluster with {numbers[0]} ranks, and leave out --ranks",
+        )
+    price = partial(
+        plan_layouts, model, batch=batch, loss=loss, memory_limit=memory_limit, roles=config.roles,
+        anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
+        tokens=config.batch * (1 if batch[0].is_floating_point() else config.seq),
+    )  # fmt: skip
+    words = [word.strip() for word in without.split(",") if word.strip()]
+    found = [
+        price(cluster=each, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
+        for each in ([on.with_ranks(number) for number in numbers] or [on])
+    ]
+    said = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
+    texts = [plans.text() for plans in found]
+    compared: list[PriceDifference] = []
+    for line in explain or []:
+        text, row = _explained(line, found[0], partial(price, cluster=on), compared)
+        texts.append(text)
+        said.setdefault("explained", []).append(row)
+    emit(said, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
+    _draw(found[0], compared, png, html, title=f"Plan for {config.model}")
+    if not any(plans.fits(plans.best) for plans in found):
+        raise typer.Exit(opt.BAD_INPUT)
+
+
+def _draw(
+    plans: Plans, compared: Sequence[PriceDifference], png: Path | None, html: Path | None, *, title: str
+) -> None:
+    if png:
+        from shardwright.report.plan_picture import draw_plans
+
+        draw_plans(plans, png)
+    if html:
+        from shardwright.report.plan_page import write_plan_page
+
+        write_plan_page(html, plans, compared, title=title)
+
+
+def _explained(
+    line: str, plans: Plans, price: Callable[..., Plans], compared: list[PriceDifference]
+) -> tuple[str, dict[str, Any]]:
+    """Returns as text and as data why a layout is not the best, and adds the comparison to those ``compared``."""
+    try:
+        other = price(layout=line).best
+    except (LayoutError, PlanError) as problem:
+        return f"{line} cannot be: {problem}", {"layout": line, "why": str(problem), "fits": False}
+    compared.append(plans.compare(other))
+    return compared[-1].text(), compared[-1].to_dict()
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """Returns the numbers of ranks in text such as "512,1024". Raises PlanError: the text has something else.
+
+    >>> ranks_in("512,1024"), ranks_in("")
+    ((512, 1024), ())
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words):
+        raise PlanError("no such numbers of ranks", given=text, allowed="--ranks 512,1024", fix="write --ranks 8")
+    return tuple(map(int, words))

@@ -1,0 +1,80 @@
+"""The base class of channels over a ``torch.distributed`` process group, for gloo and for NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.failures import LostPartnerError
+
+T = TypeVar("T")
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class GroupTransport(Protocol):
+    """The methods of a transport that a :class:`GroupChannel` calls, for process groups, sent tensors and timeouts."""
+
+    rank: int
+
+    def group(self, ranks: tuple[int, ...], name: str = "") -> Any:
+        """Returns the ``torch.distributed`` group of these ranks. ``name`` tells groups of the same ranks apart."""
+
+    def channel_of(self, ranks: tuple[int, ...]) -> Channel:
+        """Returns a new channel over a group that holds this rank; all members make their channels in one order."""
+
+    def keep(self, work: Any, message: Tensor) -> None:
+        """Keeps a sent tensor alive until the send is done; the channel may be freed before that."""
+
+    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> None:
+        """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time."""
+
+
+class GroupChannel(Channel):
+    """The methods of :class:`~shardwright.comm.axis.Channel` that are the same for gloo and NCCL.
+
+    A subclass for each of torch's backends adds the other collectives.
+    """
+
+    def __init__(self, transport: GroupTransport, ranks: tuple[int, ...], begin: Callable[..., int]) -> None:
+        self.transport, self.ranks, self._begin = transport, ranks, begin
+        self.index = ranks.index(transport.rank)
+        self.group = transport.group(ranks) if len(ranks) > 1 else None
+
+    def subset(self, indices: tuple[int, ...]) -> Channel:
+        """Returns a channel over the members ``indices`` of this group."""
+        return self.transport.channel_of(tuple(self.ranks[i] for i in indices))
+
+    def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
+        """Broadcasts: overwrites ``tensor`` with that of member ``source``, by torch's broadcast."""
+        self._begin(call, tensor.nbytes)
+        work = dist.broadcast(tensor, group=self.group, group_src=self._place(source), async_op=True)
+        return self._pending(call, [work], lambda: tensor)
+
+    def _place(self, index: int) -> int:
+        """Returns a member's rank in torch's process group, whose ranks are in ascending order."""
+        return sorted(self.ranks).index(self.ranks[index])
+
+    def _pending(self, call: CollectiveCall, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
+        def finish() -> T:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as failure:
+                raise lost_partner(call, self.ranks, self.transport.rank, failure) from failure
+            return result()
+
+        return Pending(finish)
+
+
+def lost_partner(call: CollectiveCall, ranks: Sequence[int], rank: int, failure: object) -> LostPartnerError:
+    """Returns the error for a call that did not complete; ``failure`` is torch's error, or a text about the timeout."""
+    return LostPartnerError(
+        f"{call} did not complete\n  ranks: {', '.join(map(str, ranks))}, this is "
+        f"{rank}\n  torch reports: {str(failure).splitlines()[0]}\n"
+        "  fix:   see which rank stopped first; --debug names ranks that make different calls"
+    )

@@ -1,0 +1,63 @@
+"""The world that another program started this process in: ``torchrun``, Slurm's ``srun``, or MPI's ``mpirun``.
+
+All other code reads torch's names (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``); here they are
+filled in from the names that other launchers give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from shardwright.errors import PlanError
+
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_LAUNCHERS = {
+    "mpirun of Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+}
+"""Maps a launcher to its names for torch's four variables, innermost launcher first: ``srun`` may start ``mpirun``."""
+
+
+def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Returns the launcher that started this process as a rank, or ""; sets torch's variables from the launcher's.
+
+    Inside a batch script of Slurm, which has a task number but is no rank, the number of tasks counts only if
+    ``MASTER_ADDR`` is set.
+
+    >>> started = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    >>> started_by(started), started["RANK"], started["WORLD_SIZE"], started["LOCAL_RANK"]
+    ('srun', '5', '8', '1')
+    """
+    for launcher, names in _LAUNCHERS.items():
+        rank, size = (environment.get(name) for name in names[:2])
+        if rank is None or size is None or int(size) < 2 or (launcher == "Slurm" and "MASTER_ADDR" not in environment):
+            continue
+        if (environment.get("RANK", rank), environment.get("WORLD_SIZE", size)) == (rank, size):
+            for ours, name in zip(_TORCH, names, strict=True):
+                if name in environment:
+                    environment.setdefault(ours, environment[name])
+            return launcher
+    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        return "torchrun"
+    return ""
+
+
+def is_started(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Returns whether a launcher has started this process as a rank, so that ``launch`` must not start any.
+
+    Raises: PlanError: this process is a rank, but ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+    """
+    launcher = started_by(environment)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if launcher and name not in environment]
+    if missing:
+        raise PlanError(
+            f"ranks that {launcher} has started do not know where to meet",
+            given=f"no {' and no '.join(missing)} in the environment",
+            allowed="the name of the first rank's machine and a free port there, the same for all ranks",
+            fix="export MASTER_ADDR=HOST MASTER_PORT=29500; in Slurm HOST is the first name that "
+            "'scontrol show hostnames' prints",
+        )
+    return bool(launcher)

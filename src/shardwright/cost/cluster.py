@@ -1,0 +1,148 @@
+"""``Cluster``: nodes of equal accelerators, such as ``a100-80gb:128x8``, and the seconds of messages between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from shardwright.cost.constants import Constants, Source
+from shardwright.cost.device import NUMBERS, Device, device_of, profile, read_table
+from shardwright.errors import PlanError
+from shardwright.nodes import Nodes
+
+MOST_OVER = 1.5
+"""The factor by which a figure may exceed that of the profile that it replaces before a warning is given."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal accelerators with the constants of the time model, for which a layout is priced.
+
+    >>> cluster = Cluster.parse("a100-80gb:128x8")
+    >>> cluster.num_ranks, cluster.device.name, str(cluster)
+    (1024, 'a100-80gb', 'a100-80gb:128x8')
+    """
+
+    device: Device
+    nodes: Nodes
+    constants: Constants = field(default_factory=Constants)
+
+    @classmethod
+    def parse(cls, text: str, num_ranks: int | None = None) -> Cluster:
+        """Returns the cluster of a text: a profile's name or a TOML file, each alone or followed by ``:NODESxRANKS``.
+
+        Without nodes a profile has nodes of 8 ranks, for as many ranks as ``num_ranks``. A file may name a ``profile``,
+        replace its figures, give ``nodes = "128x8"`` and a table ``[constants]``. Raises: PlanError, LayoutError.
+        """
+        name, colon, nodes = text.partition(":")
+        table: Mapping[str, Any] = {}
+        if name.endswith(".toml"):
+            table = read_table(Path(name))
+            device, constants = _device_in(name, table), _constants_in(name, table)
+            nodes = nodes or str(table.get("nodes", ""))
+        else:
+            device, constants = profile(name), Constants()
+        if nodes:
+            return cls(device, Nodes.parse(nodes), constants)
+        if num_ranks is None or colon:
+            fix = f"write {name}:1x8"
+            raise PlanError(
+                "how many nodes the cluster has is not given", given=text, allowed="NAME:NODESxRANKS", fix=fix
+            )
+        in_node = next(size for size in (8, 4, 2, 1) if num_ranks % size == 0)
+        return cls(device, Nodes(num_ranks // in_node, in_node), constants)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of accelerators, each of which is one rank."""
+        return self.nodes.num_nodes * self.nodes.ranks_per_node
+
+    def with_ranks(self, num_ranks: int) -> Cluster:
+        """Returns the cluster with another number of ranks, on nodes as full as that number allows.
+
+        >>> str(Cluster.parse("a100-80gb:4x8").with_ranks(12))
+        'a100-80gb:2x6'
+        """
+        in_node = next(n for n in range(min(self.nodes.ranks_per_node, num_ranks), 0, -1) if num_ranks % n == 0)
+        return replace(self, nodes=Nodes(num_ranks // in_node, in_node))
+
+    def message_s(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Returns the seconds that a collective or send of ``num_bytes`` takes among ``ranks``.
+
+        All groups of the axis send at once. Ranks form a ring, node by node. Rings that cross between nodes share a
+        node's links with those of the other ranks of the node.
+
+        >>> cluster = Cluster.parse("a100-80gb:2x8")
+        >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in ((0, 1), (0, 8))]
+        [4.45, 66.69]
+        """
+        size = len(ranks)
+        if size < 2 or not num_bytes:
+            return 0.0
+        by_node = Counter(rank // self.nodes.ranks_per_node for rank in ranks)
+        constants = self.constants
+        bandwidth, hop_s = self.device.in_node_bytes_per_s * constants.in_node_efficiency, constants.in_node_hop_s
+        if len(by_node) > 1:
+            between = self.device.between_nodes_bytes_per_s * constants.between_efficiency * min(by_node.values())
+            bandwidth = between if min(by_node.values()) == 1 else min(bandwidth, between)
+            hop_s = constants.between_hop_s
+        share, hops = _shares(kind, size)
+        return share * num_bytes / bandwidth + hops * hop_s
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.nodes}"
+
+
+def _shares(kind: str, size: int) -> tuple[float, int]:
+    """Returns the share of a payload that one rank of a ring sends, and the number of hops."""
+    if kind in ("receive", "barrier"):
+        return 0.0, 0
+    if kind in ("send", "broadcast"):
+        return 1.0, 1
+    times = 2 if kind == "all_reduce" else 1
+    return times * (size - 1) / size, times * (size - 1)
+
+
+def _device_in(path: str, table: Mapping[str, Any]) -> Device:
+    base = table.get("profile")
+    if base is None:
+        return device_of(path, table)
+    known = profile(str(base))
+    figures: dict[str, Any] = {
+        "type": known.type, "source": f"{base}, changed in {path}",
+        "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in known.peaks},
+        "memory_GB": known.memory_bytes / 1e9, "memory_GB_per_s": known.memory_bytes_per_s / 1e9,
+        "num_multiprocessors": known.num_multiprocessors, "in_node_GB_per_s": known.in_node_bytes_per_s / 1e9,
+        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9,
+    }  # fmt: skip
+    found = device_of(str(base), {**figures, **table})
+    notes = [
+        f"{path}: {key} = {table[key]:g} is more than {MOST_OVER} times that of {base}, {figures[key]:g}: "
+        "is it with sparsity, or of both ways?"
+        for key in NUMBERS if isinstance(table.get(key), int | float) and table[key] > MOST_OVER * figures[key]
+    ]  # fmt: skip
+    own = dict(known.peaks)
+    notes += [
+        f"{path}: a peak of {peak / 1e12:g} TFLOP/s in {name} is more than {MOST_OVER} times that of {base}: "
+        "is it with sparsity?"
+        for name, peak in found.peaks if peak > MOST_OVER * own.get(name, peak)
+    ]  # fmt: skip
+    return replace(found, notes=tuple(notes))
+
+
+def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:
+    given = table.get("constants", {})
+    if not isinstance(given, Mapping) or not all(
+        isinstance(each, int | float) and not isinstance(each, bool) for name, each in given.items() if name != "source"
+    ):
+        allowed = "a table [constants] of numbers, such as matmul_efficiency = 0.8"
+        raise PlanError(f"the constants in '{path}' are no numbers", given=given, allowed=allowed, fix="correct them")
+    source, numbers = given.get("source", "guess"), {n: value for n, value in given.items() if n != "source"}
+    if source not in get_args(Source):
+        allowed = ", ".join(get_args(Source))
+        fix = 'write source = "measured", or leave it out'
+        raise PlanError(f"the constants in '{path}' have no such source", given=source, allowed=allowed, fix=fix)
+    return Constants().with_values(source, **numbers)

@@ -1,0 +1,128 @@
+"""``Device``: the datasheet figures of one accelerator, read from a profile."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import PlanError, nearest
+from shardwright.text_files import read_text
+
+MOST_TOML_BYTES = 2**14
+DENSE = (60, 350)
+"""The range, in FLOPs per byte of memory bandwidth, of bf16 or fp16 peaks that datasheets give without sparsity."""
+
+NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_per_s", "between_nodes_GB_per_s")
+
+
+@dataclass(frozen=True)
+class Device:
+    """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
+
+    Memory is in bytes, and each bandwidth in bytes per second one way. :func:`profile` returns one by name.
+
+    >>> device = profile("a100-80gb")
+    >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
+    (True, True, ())
+    """
+
+    name: str
+    type: str
+    source: str
+    peaks: tuple[tuple[str, float], ...]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    num_multiprocessors: int
+    in_node_bytes_per_s: float
+    between_nodes_bytes_per_s: float
+    notes: tuple[str, ...] = ()
+
+    def peak(self, precision: str) -> float:
+        """Returns the peak FLOP/s in a precision (fp32, bf16, fp16), or that in fp32 if the device lacks it."""
+        peaks = dict(self.peaks)
+        return peaks.get(precision, peaks["fp32"])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about figures that are unlikely, such as a peak with sparsity or a bandwidth of both ways."""
+        narrow = [peak for name, peak in self.peaks if name != "fp32"]
+        intensity = max(narrow, default=0.0) / self.memory_bytes_per_s
+        if not narrow or DENSE[0] <= intensity <= DENSE[1]:
+            return self.notes
+        return (
+            *self.notes,
+            f"{self.name}: a peak of {max(narrow) / 1e12:.0f} TFLOP/s is {intensity:.0f} FLOP for each byte of memory "
+            f"bandwidth; accelerators have {DENSE[0]} to {DENSE[1]}: is it with sparsity, or a bandwidth both ways?",
+        )
+
+
+def profiles() -> dict[str, Any]:
+    """Returns the TOML files of all profiles that come with the library, by accelerator name."""
+    folder = resources.files("shardwright.cost") / "profiles"
+    return {each.name.removesuffix(".toml"): each for each in folder.iterdir() if each.name.endswith(".toml")}
+
+
+def profile(name: str) -> Device:
+    """Returns the :class:`Device` of a profile by name, such as ``a100-80gb``.
+
+    >>> profile("a100-80")
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: no such accelerator
+      given:   a100-80
+      allowed: a100-40gb, a100-80gb, b200, h100-80gb, h200-141gb, v100-32gb, or a TOML file
+      fix:     write a100-80gb
+    """
+    known = profiles()
+    if name not in known:
+        allowed = f"{', '.join(sorted(known))}, or a TOML file"
+        raise PlanError("no such accelerator", given=name, allowed=allowed, fix=f"write {nearest(name, sorted(known))}")
+    return device_of(name, tomllib.loads(known[name].read_text(encoding="utf-8")))
+
+
+def device_of(name: str, table: Mapping[str, Any]) -> Device:
+    """Returns the device that a parsed TOML table describes. Raises: PlanError: a figure is missing or no number."""
+    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS}
+    for key in table.keys() - known:
+        raise PlanError(
+            f"the profile '{name}' has a key that means nothing",
+            given=key,
+            allowed=", ".join(sorted(known)),
+            fix=f"write {nearest(key, sorted(known))}",
+        )
+    peaks = table.get("peak_TFLOP_per_s")
+    if not isinstance(peaks, Mapping) or "fp32" not in peaks or not all(map(_is_positive, peaks.values())):
+        raise _wrong(name, "peak_TFLOP_per_s", peaks, "a table [peak_TFLOP_per_s] with fp32 = 19.5 and others")
+    for key in NUMBERS:
+        if not _is_positive(table.get(key)):
+            raise _wrong(name, key, table.get(key), f"{key} = a number above zero")
+    return Device(
+        name, str(table.get("type", "cpu")), str(table.get("source", "")),
+        tuple((key, value * 1e12) for key, value in peaks.items()), table["memory_GB"] * 1e9,
+        table["memory_GB_per_s"] * 1e9, int(table["num_multiprocessors"]), table["in_node_GB_per_s"] * 1e9,
+        table["between_nodes_GB_per_s"] * 1e9,
+    )  # fmt: skip
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Returns the parsed TOML file of a cluster or device. Raises: PlanError: it cannot be read, or is not TOML."""
+    try:
+        return tomllib.loads(read_text(path, MOST_TOML_BYTES))
+    except OSError as failure:
+        fix = "check the path"
+        raise PlanError(f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix=fix) from failure
+    except (ValueError, RecursionError) as failure:
+        fix = "correct that line"
+        raise PlanError(f"'{path}' is not TOML", given=str(failure), allowed="key = value", fix=fix) from failure
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
+
+
+def _wrong(name: str, key: str, given: Any, allowed: str) -> PlanError:
+    fix = f"write {key} into the file"
+    return PlanError(f"the profile '{name}' has no '{key}' that can be used", given=given, allowed=allowed, fix=fix)

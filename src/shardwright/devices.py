@@ -1,0 +1,214 @@
+"""The only file that queries the accelerator: number, names, memory, timing, and the precision of float32 products.
+
+It uses ``torch.accelerator`` and the module of the device type, so every accelerator of torch that has a backend like
+NCCL is used as CUDA is. The rest of the library names no device type: a test checks that. Ranks on an accelerator
+without such a backend (``mps``) run on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import backends, distributed
+
+HOST = ("cpu", "meta")
+"""Device types on which an operator is done when its call returns: tensors are in host memory, or have no values."""
+
+NATIVE = ("nccl", "xccl")
+"""torch's backends that send between accelerators directly, and that have the same interface."""
+
+OPTION = "SHARDWRIGHT_DEVICE"
+"""The environment variable for the device of ranks, "cpu", "cuda" or "cuda/gloo", if the caller does not say."""
+
+Moment: TypeAlias = Any
+"""A point in time on a device: seconds of the host's clock, or a CUDA-like event in the device's current stream."""
+
+
+def accelerator() -> str:
+    """Returns the device type of this process's accelerator, such as "cuda", or "cpu" if ranks can use none.
+
+    >>> accelerator() in ("cpu", "cuda", "xpu")
+    True
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and backend_of(found.type) in NATIVE else "cpu"
+
+
+def backend_of(kind: str) -> str:
+    """Returns the name of torch's collective backend for a device type, such as "nccl"; "gloo" if it has no own one.
+
+    >>> backend_of("cuda"), backend_of("cpu"), backend_of("mps")
+    ('nccl', 'gloo', 'gloo')
+    """
+    return (
+        str(distributed.Backend.default_device_backend_map.get(kind, "gloo")) if distributed.is_available() else "gloo"
+    )
+
+
+def has_backend(kind: str) -> bool:
+    """Returns whether this build of torch contains the collective backend of a device type.
+
+    >>> has_backend("cpu")
+    True
+    """
+    return distributed.is_available() and distributed.is_backend_available(backend_of(kind))
+
+
+def count() -> int:
+    """Returns the number of accelerators that this process sees, or 0 if ranks run on the CPU."""
+    return torch.accelerator.device_count() if accelerator() != "cpu" else 0
+
+
+def default() -> torch.device:
+    """Returns the accelerator that is current in this process, or the CPU if there is none."""
+    kind = accelerator()
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def wanted() -> str:
+    """Returns the device type that ranks run on: that of the variable SHARDWRIGHT_DEVICE, or else the accelerator's."""
+    found = os.environ.get(OPTION, "auto").partition("/")[0]
+    return accelerator() if found == "auto" else found
+
+
+def select(index: int) -> torch.device:
+    """Makes a visible accelerator the current one of this process, and returns it as a device."""
+    torch.accelerator.set_device_index(index)
+    return default()
+
+
+def names() -> list[str]:
+    """Returns the name of each accelerator that this process sees."""
+    return [str(getattr(_properties(index), "name", accelerator())) for index in range(count())]
+
+
+def total_bytes() -> int:
+    """Returns the memory of all accelerators that this process sees, in bytes."""
+    return sum(int(getattr(_properties(index), "total_memory", 0)) for index in range(count()))
+
+
+def generation() -> int | None:
+    """Returns the first accelerator's major compute capability (9 for Hopper), or None if it has no such number."""
+    return getattr(_properties(0), "major", None) if count() else None
+
+
+def identity(device: torch.device) -> str:
+    """Returns the UUID of an accelerator, by which ranks notice that they share one; "" if its type has none."""
+    return str(getattr(_properties(device.index), "uuid", ""))
+
+
+def _properties(index: int) -> Any:
+    """Returns torch's properties of an accelerator, or None if it has none; nothing is allocated on the device."""
+    ask = getattr(module_of(torch.device(accelerator())), "get_device_properties", None)
+    return ask(index) if ask is not None else None
+
+
+def module_of(device: torch.device) -> Any:
+    """Returns torch's module for a device type, such as ``torch.cuda``, with its streams and events."""
+    return torch.get_device_module(device.type)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has finished all queued work; returns at once for the CPU."""
+    if device.type not in HOST:
+        torch.accelerator.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this process's tensors on an accelerator, as torch's allocator counts it, in bytes."""
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def moment(device: torch.device) -> Moment:
+    """Returns the present point in time on ``device``, for :func:`seconds_between`, without making the host wait.
+
+    On an accelerator it is an event in the current stream, so that it is the time at which queued work runs. Only on a
+    device type whose events take no times does the host wait for the queued work.
+    """
+    if device.type in HOST:
+        return perf_counter()
+    kind = getattr(module_of(device), "Event", None)
+    if kind is None:
+        synchronize(device)
+        return perf_counter()
+    event = kind(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Returns the seconds between two moments of one device; the host waits until the device has reached the later one.
+
+    >>> cpu = torch.device("cpu")
+    >>> start = moment(cpu)
+    >>> 0 <= seconds_between(start, moment(cpu)) < 1
+    True
+    """
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+_LEGACY: tuple[tuple[Any, Any, Any], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    (lambda: backends.cudnn.allow_tf32, lambda value: setattr(backends.cudnn, "allow_tf32", value), False),
+)
+"""For each of torch's older settings of float32 products: functions to read and write it, and its exact value."""
+
+_CUDNN, _MKLDNN = cast(Any, backends.cudnn), cast(Any, backends.mkldnn)  # torch's stubs lack what stands below
+_PRECISIONS: tuple[Any, ...] = (
+    *(backends, _CUDNN, backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
+)
+"""The objects with torch's newer setting of float32 products; one without a value of its own shows an earlier one's."""
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Returns a context in which float32 products have full float32 precision on every device, without TF32 or bf16.
+
+    It is for the whole process, and all settings are restored after it. torch has an older and a newer set of them and
+    raises where the two disagree, so both are written. Inside of another such context it does nothing, so that ranks
+    that are threads may enter one each.
+
+    >>> with exact_float32():
+    ...     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
+    (False, 'ieee')
+    """
+    if all(each.fp32_precision == "ieee" for each in _PRECISIONS):
+        yield
+        return
+    legacy: list[tuple[Any, Any]] = []
+    for read, write, _ in _LEGACY:
+        with suppress(RuntimeError):  # the user has set the newer ones, differently
+            legacy.append((write, read()))
+    precisions = []
+    for each in _PRECISIONS:
+        precisions.append(each.fp32_precision)
+        each.fp32_precision = "none"  # so that those after it show what they have of their own
+    for _, write, exact in _LEGACY:
+        write(exact)
+    for each in _PRECISIONS:
+        each.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for write, value in legacy:
+            write(value)
+        for each, value in zip(_PRECISIONS, precisions, strict=True):
+            each.fp32_precision = value
+
+
+def use_deterministic_kernels() -> None:
+    """Makes this process use only kernels that are deterministic to the bit; torch raises for operators without one.
+
+    It sets cuBLAS's workspace to a fixed size, which cuBLAS reads before its first product, because only then do its
+    sums repeat.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,82 @@
+"""Runs that a user already has: their seconds a step correct the prices of all layouts on the same cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.axes import layout_axes
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+from shardwright.planner.price import Price
+
+WIDTH = 0.3
+"""How far apart, in the scale of one, operators and messages are expected to be off."""
+
+NOISE = 0.1
+"""The relative error of a measured step that is expected, of which a price knows nothing."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """By what factors operators and messages take longer than predicted.
+
+    >>> Scale(2.0, 1.0).operators
+    2.0
+    """
+
+    operators: float = 1.0
+    messages: float = 1.0
+
+    def of(self, price: Price) -> Price:
+        """Returns a price with its seconds corrected."""
+        axes = layout_axes()
+        waterfall = {n: s * (self.messages if n in axes else self.operators) for n, s in price.waterfall.items()}
+        step_s = sum(waterfall.values())
+        return price._replace(waterfall=waterfall, step_s=step_s, bubble=waterfall["bubble"] / step_s)
+
+
+def parse_anchor(text: str) -> tuple[Layout, float]:
+    """Returns the layout and the seconds of a step that ``LINE=SECONDS`` gives.
+
+    >>> layout, seconds = parse_anchor("dp2 tp2 bf16=0.5s")
+    >>> str(layout), seconds
+    ('dp2 tp2 bf16', 0.5)
+    """
+    line, _, seconds = text.rpartition("=")
+    try:
+        measured = float(seconds.strip().removesuffix("s"))
+    except ValueError:
+        measured = 0.0
+    if not line or not 0 < measured < 1e9:
+        raise PlanError(
+            "an anchor is a layout and the seconds of its step",
+            given=text,
+            allowed="LINE=SECONDS, such as 'dp8 tp8 bf16=2.5'",
+            fix="write --anchor 'dp8 tp8 bf16=2.5'",
+        )
+    return Layout.parse(line), measured
+
+
+def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
+    """Returns the factors that make priced layouts take their measured seconds: one for both from a single run.
+
+    With more, operators and messages have factors of their own: least squares of relative errors, near the common one.
+    """
+    if not anchors:
+        return Scale()
+    common = sum(measured / price.step_s for price, measured in anchors) / len(anchors)
+    if len(anchors) == 1:
+        return Scale(common, common)
+    axes = layout_axes()
+    aa = bb = (NOISE / WIDTH / common) ** 2  # the pull towards the common factor
+    ab, ra, rb = 0.0, aa * common, bb * common
+    for price, measured in anchors:
+        messages = sum(seconds for name, seconds in price.waterfall.items() if name in axes)
+        a, b = (price.step_s - messages) / measured, messages / measured
+        aa, ab, bb, ra, rb = aa + a * a, ab + a * b, bb + b * b, ra + a, rb + b
+    det = aa * bb - ab * ab
+    operators, each = (ra * bb - rb * ab) / det, (rb * aa - ra * ab) / det
+    if min(operators, each) <= 0:
+        return Scale(common, common)
+    return Scale(operators, each)

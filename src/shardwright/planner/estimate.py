@@ -1,0 +1,281 @@
+"""Estimates of layouts in closed form: from one rehearsal for each way to cut operators, and from plans of few blocks.
+
+No axis and no option is named here. What an option saves of the memory at rest is read from the plan that its strategy
+makes of a short model; how long stages stand idle under a schedule, and how many microbatches they hold, from the
+schedule that the plan of a toy model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.axes import layout_axes
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Factor, Layout, Option, Precision
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.plan.option import StrategyOption
+from shardwright.plan.plan import Plan
+from shardwright.planner.extended import extended
+from shardwright.planner.memory import held_at_rest, kept_bytes
+from shardwright.planner.price import Price, Pricing
+from shardwright.strategies import STRATEGIES
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
+
+MOMENTS_BYTES = 8
+"""The optimizer state of one element that estimates take: two moments in fp32."""
+
+FEW_RANKS, TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), 4, (8, 16), 0.1
+"""The sizes from which shares of state and costs of schedules are extended to others; a toy's passes take a second."""
+
+FEW_SAMPLES = (1, 8)
+"""The samples of a microbatch at which the ranks that compute operators together are priced."""
+
+
+class Estimate(NamedTuple):
+    """A layout's seconds and bytes in closed form, before its own records are made."""
+
+    layout: Layout
+    step_s: float
+    memory_bytes: float
+
+    def over(self, limit: float) -> float:
+        """Returns the seconds, made longer by as much as the memory exceeds ``limit``."""
+        return self.step_s * max(1.0, self.memory_bytes / max(limit, 1.0))
+
+
+class StateShares(NamedTuple):
+    """What one rank holds between steps and does to its state, in bytes, or as shares of what it is without options."""
+
+    parameters: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    updated: float = 1.0
+    """What the optimizer updates."""
+    gathered: float = 0.0
+    """The parameters that are gathered at each use."""
+    moved: float = 0.0
+    """The state that lies elsewhere than on the device."""
+
+
+class ScheduleCost(NamedTuple):
+    """How long stages stand idle, in passes of a microbatch for each stage but one, and what they hold and wait for."""
+
+    idle: float = 1.0
+    held_by_stage: float = 1.0
+    held_by_microbatch: float = 0.0
+    waits_by_stage: float = 2.0
+    """The transfers between stages that are waited for, for each stage but one."""
+    waits_by_microbatch: float = 0.0
+    chunks: int = 1
+    """The chunks of the model on each stage."""
+
+    def held(self, num_stages: int, num_microbatches: int) -> float:
+        """Returns the microbatches whose activations the fullest stage holds at once."""
+        held = self.held_by_stage * num_stages + self.held_by_microbatch * num_microbatches
+        return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
+
+
+def state_of(plan: Plan) -> StateShares:
+    """Returns the bytes of state at rest on the first rank of a plan, and what is gathered and moved.
+
+    >>> job = job_for(nn.Linear(4, 4, bias=False), CrossEntropy(), Layout.parse("dp2"))
+    >>> state_of(make_plan(job, Layout.parse("dp2"))[0])[:3]
+    (64, 64, 128)
+    """
+    coord = dict.fromkeys(plan.mesh.axes, 0)
+    trained = {name: each for name, each in plan.state.items() if name not in plan.frozen}
+    here = {name: each for name, each in trained.items() if name not in plan.offloaded}
+    updated = {name: each.optimizer.num_elements(coord) for name, each in trained.items()}
+    return StateShares(
+        sum(plan.parameter_bytes(name, coord) for name in plan.state),
+        sum(each.gradient.num_elements(coord) * plan.stored_dtypes[name].itemsize for name, each in here.items()),
+        sum(updated[name] * MOMENTS_BYTES for name in here),
+        sum(updated.values()),
+        sum(plan.compute[n].num_elements(coord) * plan.compute_dtypes[n].itemsize for n in plan.unsharded_on_use),
+        sum(updated[name] * MOMENTS_BYTES for name in trained if name not in here),
+    )
+
+
+def declared_options(axis: str) -> Iterator[Option]:
+    """Yields the options that strategies declare for an axis, in the spelling of their examples."""
+    for strategy in sorted(STRATEGIES.values(), key=lambda each: each.default):  # what is asked for by a word first
+        if strategy.axis != axis:
+            continue
+        for name, option in strategy.options.items():
+            text = _spelling(name, option)
+            if text is not None:
+                yield Option(*text.split(":", 1))
+
+
+def _spelling(name: str, option: StrategyOption) -> str | None:
+    if option.of_one_model:
+        return None
+    words = [word for each in option.written(name) for word in each.split("/") if word.partition(":")[0] == name]
+    return words[0] if words else None
+
+
+def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None:
+    """Returns what a schedule of pipeline stages costs, from those that it makes for a toy model; None if it cannot.
+
+    >>> found = schedule_cost("pp", (Option("1f1b"),)), schedule_cost("pp", (Option("gpipe"),))
+    >>> [(each.idle, each.held(4, 32)) for each in found if each is not None]
+    [(1.0, 4.0), (1.0, 32)]
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(TOY_STAGES * 8)))
+    idle, held, waits, chunks = list[float](), list[float](), list[float](), TOY_STAGES
+    for number in TOY_MICROBATCHES:
+        try:
+            layout = Layout((Factor(axis, (TOY_STAGES,), options),), number)
+            plan, _ = make_plan(job_for(model, CrossEntropy(), layout), layout)
+            assert plan.schedule is not None, "of stages"
+            chunks, share = plan.schedule.num_chunks, TOY_STAGES / plan.schedule.num_chunks
+            times = ChunkTimes.equal(chunks, share, share, share)
+            # half of what is kept is needed until the gradients of weights are computed
+            found = simulate(plan.schedule, times, ChunkMemory.equal(chunks, 1, 1))
+            later = simulate(plan.schedule, replace(times, transfer_s=TOY_TRANSFER_S))
+        except (LayoutError, PlanError):
+            return None
+        idle.append((found.makespan_s - 3 * number) / 3 / (TOY_STAGES - 1))
+        held.append(max(found.peak_bytes(stage) for stage in range(TOY_STAGES)) * share / 2)
+        waits.append((later.makespan_s - found.makespan_s) / TOY_TRANSFER_S)
+    few, more = TOY_MICROBATCHES
+    growth = [(each[1] - each[0]) / (more - few) for each in (held, waits)]
+    rest = [each[0] - part * few for each, part in zip((held, waits), growth, strict=True)]
+    by_stage = rest[0] / TOY_STAGES, rest[1] / (TOY_STAGES - 1)
+    return ScheduleCost(idle[-1], by_stage[0], growth[0], by_stage[1], growth[1], chunks // TOY_STAGES)
+
+
+@dataclass
+class Estimator:
+    """Estimates layouts of one model on one cluster; ``alone`` prices samples on the ranks that cut operators.
+
+    ``sent_bytes`` are those of a sample that a stage sends to the next; a model has ``most_chunks`` alike
+    blocks (0: unknown).
+    ``plan`` returns the plan of a model of few blocks; without it the options that strategies declare are unknown.
+    """
+
+    pricing: Pricing
+    batch: int
+    precision: Precision
+    alone: Callable[[tuple[Factor, ...], int], Price | None]
+    plan: Callable[[Layout], Plan] | None = None
+    sent_bytes: int = 0
+    most_chunks: int = 0
+    _alone: dict[tuple[Factor, ...], tuple[Price, ...]] = field(default_factory=dict)
+    _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
+    _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
+
+    def estimate(self, layout: Layout) -> Estimate | None:
+        """Returns a layout's seconds and bytes in closed form; None if the model, or a strategy, refuses it."""
+        kinds = {name: axis.kind for name, axis in layout_axes().items()}
+        plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
+        alone = self._priced(tuple(Factor(f.axis, (f.size,)) for f in plain["operators"]))
+        schedule, share = self._schedule(plain["stages"]), StateShares()
+        for factor in layout.factors:
+            if kinds[factor.axis] == "copies" and factor.options:
+                found = self._share(factor)
+                if found is None:
+                    return None
+                share = found
+        stages = prod(f.size for f in plain["stages"])
+        if not alone or schedule is None or 0 < self.most_chunks < stages * schedule.chunks:
+            return None
+        return self._put_together(layout, alone, share, schedule, stages)
+
+    def saving_options(self, axis: str) -> list[Option]:
+        """Returns the declared options of an axis that lessen what a rank holds between steps."""
+        if self.plan is None:
+            return []
+        shares = ((each, self._share(Factor(axis, FEW_RANKS[-1:], (each,)))) for each in declared_options(axis))
+        return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
+
+    def _put_together(
+        self, layout: Layout, prices: Sequence[Price], share: StateShares, schedule: ScheduleCost, stages: int
+    ) -> Estimate:
+        number, copies = layout.num_microbatches, num_shares(layout) // layout.num_microbatches
+        samples = -(-self.batch // (copies * number))
+        around = ("optimizer", "bubble", "other")
+        known = [sum(s for name, s in each.waterfall.items() if name not in around) for each in prices]
+        alone = prices[0]
+        (pass_s,) = extended(samples, known[:1], known[-1:], *FEW_SAMPLES) if known[1:] else (known[0] * samples,)
+        by_kind = held_at_rest(alone.records, 0)
+        kinds = ("parameters", "gradients", "optimizer")
+        state = sum(by_kind[kind] * part for kind, part in zip(kinds, share[:3], strict=True))
+        under_way, held = schedule.held(stages, number), kept_bytes(alone.records, 0) * samples / stages
+        activations = held * under_way
+        if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
+            blocks = max(1, self.most_chunks)
+            pass_s, inputs = pass_s * 4 / 3, self.sent_bytes * samples * blocks / stages
+            activations = min(held, inputs) * under_way + held * stages / blocks
+        passes_s = (number + schedule.idle * (stages - 1)) * pass_s / stages
+        cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
+        transfers = schedule.waits_by_stage * (stages - 1) + schedule.waits_by_microbatch * number
+        if stages > 1:
+            passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples, next_stage)
+        stride = max(1, layout.num_ranks // (copies * stages))
+        ranks = range(0, copies * stride, stride)
+        gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
+        # gradients that are kept in shards are summed after every microbatch
+        kind, times = ("reduce_scatter", number) if share.gradients < 1 else ("all_reduce", 1)
+        sums_s = times * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
+        moved_s = 2 * by_kind["optimizer"] * share.moved / stages / cluster.device.in_node_bytes_per_s
+        update_s = alone.waterfall["optimizer"] / stages * share.updated
+        step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
+        return Estimate(layout, step_s, state / stages + activations)
+
+    def _priced(self, operators: tuple[Factor, ...]) -> tuple[Price, ...]:
+        """Returns the prices of one sample and of more; none if the model refuses the factors."""
+        if operators not in self._alone:
+            sizes = [each for each in FEW_SAMPLES if each <= self.batch]
+            found = [self.alone(operators, sizes[0])]
+            found += [self.alone(operators, each) for each in sizes[1:] if found[0] is not None]
+            self._alone[operators] = tuple(each for each in found if each is not None)
+        return self._alone[operators]
+
+    def _schedule(self, factors: tuple[Factor, ...]) -> ScheduleCost | None:
+        if not factors or self.plan is None:
+            return ScheduleCost()
+        key = factors[0].axis, factors[0].options
+        if key not in self._schedules:
+            self._schedules[key] = schedule_cost(*key)
+        return self._schedules[key]
+
+    def _share(self, factor: Factor) -> StateShares | None:
+        """Returns the shares of state under a factor's options: affine in one rank's part of the copies."""
+        if self.plan is None:
+            return StateShares()
+        key = factor.axis, factor.options
+        if key not in self._shares:
+            self._shares[key] = self._shares_of_few(factor)
+        known = self._shares[key]
+        if known is None:
+            return None
+        few, more = (1 / size for size in FEW_RANKS)
+        at = (1 / factor.size - few) / (more - few)
+        return StateShares(*(max(0.0, a + (b - a) * at) for a, b in zip(*known, strict=True)))
+
+    def _shares_of_few(self, factor: Factor) -> tuple[StateShares, ...] | None:
+        assert self.plan is not None, "asked for options alone"
+        found = []
+        for size in FEW_RANKS:
+            states = []
+            for options in ((), factor.options):
+                layout = Layout((Factor(factor.axis, (size,), options),), 1, self.precision)
+                with suppress(LayoutError, PlanError):
+                    states.append(state_of(self.plan(layout)))
+            if len(states) < 2:
+                return None
+            plain, own = states
+            wholes = (*plain[:4], plain.parameters, plain.optimizer)
+            found.append(StateShares(*(a / b if b else 1.0 for a, b in zip(own, wholes, strict=True))))
+        return tuple(found)

@@ -1,0 +1,146 @@
+"""Why a step takes as long as it does, and what one layout loses against another, part by part.
+
+The parts are those of :attr:`~.price.Price.waterfall`, so a column adds up to the step, and the differences between two
+layouts add up to the difference of their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import floor, log10
+from typing import Any, NamedTuple
+
+from shardwright.axes import layout_axes
+from shardwright.cost.operators import PARTS
+from shardwright.formatting import format_bytes
+from shardwright.planner.price import Price
+
+NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "constant of a step"}
+"""Parts of a step whose names in text differ from those in data."""
+
+
+_LEAST = 5e-4
+"""Text leaves out parts of a smaller share of the step; data have all."""
+
+
+def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns the names of the parts that take any time in one of the waterfalls, in the order in which they are shown.
+
+    >>> parts_of_step({"bubble": 1.0, "matmul": 3.0}, {"dp": 1.0, "bubble": 0.0})
+    ('matmul', 'dp', 'bubble')
+    """
+    order = [*PARTS, "launch", *layout_axes(), "bubble", "optimizer", "other"]
+    names = dict.fromkeys([*order, *(name for each in waterfalls for name in each)])
+    return tuple(name for name in names if any(each.get(name) for each in waterfalls))
+
+
+def name_of_part(name: str) -> str:
+    """Returns what tables call a part of a step.
+
+    >>> name_of_part("matmul"), name_of_part("dp"), name_of_part("bubble")
+    ('matrix products', 'dp not hidden', 'bubble')
+    """
+    return f"{name} not hidden" if name in layout_axes() else NAMES.get(name, name)
+
+
+def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
+    """Returns the parts of a step as lines, which add up to it.
+
+    >>> print(*waterfall_lines({"matmul": 3.0, "dp": 1.0}, 4.0), sep="\\n")
+      matrix products          3 s  75.0 %
+      dp not hidden            1 s  25.0 %
+      step                     4 s
+    """
+    lines = []
+    for name in parts_of_step(waterfall):
+        seconds = waterfall[name]
+        if abs(seconds) < _LEAST * step_s:
+            continue
+        lines.append(f"  {name_of_part(name):20} {seconds:>7.3g} s {seconds / step_s:>6.1%}".replace("%", " %"))
+    return [*lines, f"  {'step':20} {step_s:>7.3g} s"]
+
+
+class StepPart(NamedTuple):
+    """One part of a step under two layouts: seconds of the best, seconds of the other, and by how many it is slower."""
+
+    part: str
+    best_s: float
+    other_s: float
+
+    @property
+    def more_s(self) -> float:
+        """The seconds by which the other layout takes longer in this part; negative where it is faster."""
+        return self.other_s - self.best_s
+
+
+def differences(best: Price, other: Price) -> tuple[StepPart, ...]:
+    """Returns the parts of two layouts' steps side by side; their ``more_s`` add up to the difference of the steps."""
+    names = parts_of_step(best.waterfall, other.waterfall)
+    return tuple(StepPart(name, best.waterfall.get(name, 0.0), other.waterfall.get(name, 0.0)) for name in names)
+
+
+def loses(best: Price, other: Price) -> tuple[str, float]:
+    """Returns the part of the step in which a layout loses most against the best, and by how many seconds."""
+    most = max(differences(best, other), key=lambda each: each.more_s)
+    return most.part, most.more_s
+
+
+class PriceDifference(NamedTuple):
+    """Why a layout is not the best: its memory beside the limit, and its step beside the best layout's."""
+
+    best: Price
+    other: Price
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout stays below the limit of memory."""
+        return self.other.memory_bytes <= self.limit_bytes
+
+    def differences(self) -> tuple[StepPart, ...]:
+        """Returns the parts of both steps side by side, as :func:`differences`."""
+        return differences(self.best, self.other)
+
+    def why(self) -> str:
+        """Returns one sentence: that it does not fit and by how much, or how much slower it is and where."""
+        other, best = self.other, self.best
+        if not self.fits:
+            heaviest = max(other.memory, key=lambda each: each.num_bytes)
+            kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
+            return (
+                f"{other.layout} does not fit: {format_bytes(other.memory_bytes)} on the fullest device, of "
+                f"{format_bytes(self.limit_bytes)} that it may take; most of it {kind}, "
+                f"{format_bytes(heaviest.by_kind[kind])}"
+            )
+        slower = other.step_s / best.step_s - 1
+        if other.layout == best.layout:
+            return f"{other.layout} is the best layout found"
+        if best.memory_bytes > self.limit_bytes:
+            return f"{other.layout} fits, and {best.layout}, the nearest to fit of those that were priced, does not"
+        if slower < 0:
+            return f"{other.layout} is {-slower:.1%} faster than {best.layout}, which a longer search may find too"
+        where, seconds = loses(best, other)
+        return (
+            f"{other.layout} is {slower:.1%} slower than {best.layout}, "
+            f"most of it {name_of_part(where)} ({seconds:+.3g} s)"
+        )
+
+    def text(self) -> str:
+        """Returns the sentence of :meth:`why`, and a table of both steps part by part."""
+        rows = [(name_of_part(each.part), each.best_s, each.other_s) for each in self.differences()]
+        rows.append(("step", self.best.step_s, self.other.step_s))
+        head = f"  {'seconds':20} {'best':>9} {'this':>9} {'more':>9}"
+        shown = [row for row in rows if max(row[1:]) >= _LEAST * self.best.step_s]
+        digits = 3 - floor(log10(self.best.step_s))  # what is less than a thousandth of a step is rounding
+        more = [round(b - a, digits) + 0.0 for _, a, b in shown]
+        lines = (f"  {n:20} {a:>9.3g} {b:>9.3g} {m:>+9.3g}" for (n, a, b), m in zip(shown, more, strict=True))
+        return "\n".join([self.why(), head, *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the comparison as plain data for JSON."""
+        return {
+            "layout": str(self.other.layout), "against": str(self.best.layout), "why": self.why(), "fits": self.fits,
+            "step_s": self.other.step_s, "memory_bytes": self.other.memory_bytes,
+            "parts": [{"part": each.part, "best_s": each.best_s, "this_s": each.other_s, "more_s": each.more_s}
+                      for each in self.differences()],
+        }  # fmt: skip

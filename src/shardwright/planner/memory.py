@@ -1,0 +1,80 @@
+"""The memory of each stage over a step, from the records of a layout: the ledger's, without rehearsing all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardwright.ledger.tracking import KINDS
+from shardwright.planner.extended import at_blocks, shapes_of, span_of
+from shardwright.planner.records import Held, LayoutRecords, Place, places
+
+
+class StageMemory(NamedTuple):
+    """The most bytes of tensors that a rank of a stage holds, by kind at that moment, and what is held beside them."""
+
+    by_kind: Mapping[str, int]
+    beside: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes of the device that are taken."""
+        return sum(self.by_kind.values()) + self.beside
+
+
+def stage_memory(records: LayoutRecords, stage: int) -> StageMemory:
+    """Returns the peak of one stage's memory: its actions in the schedule's order, each as it was rehearsed."""
+    held = peak = _base(records, stage)
+    shapes: dict[object, tuple[Held, Held]] = {}
+    where = places(records.schedule, stage)
+    for action in records.schedule.actions[stage]:
+        place = where[action]
+        if place not in shapes:
+            shapes[place] = _most(records, stage, place)
+        most, net = shapes[place]
+        reached = tuple(a + b for a, b in zip(held, most, strict=True))
+        peak = max(peak, reached, key=sum)
+        held = tuple(a + b for a, b in zip(held, net, strict=True))
+    most, _ = _most(records, stage, None)
+    peak = max(peak, tuple(a + b for a, b in zip(held, most, strict=True)), key=sum)
+    beside = sum(size for name, size in records.stages[stage].fewer.beside.items() if name in ("workspace", "nccl"))
+    return StageMemory(dict(zip(KINDS, map(round, peak), strict=True)), beside)
+
+
+def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
+    """Returns the bytes by kind that a stage holds before a step; gradients are those of the step before."""
+    return dict(zip(KINDS, _base(records, stage), strict=True))
+
+
+def kept_bytes(records: LayoutRecords, stage: int) -> int:
+    """Returns the bytes that the first forward of a stage keeps for its backward."""
+    place = next(each for each in records.stages[stage].fewer.actions if each.kind == "F")
+    _, left = _most(records, stage, place)
+    # the gradients of the step before are freed meanwhile
+    return max(0, sum(size for name, size in zip(KINDS, left, strict=True) if name != "gradients"))
+
+
+def _base(records: LayoutRecords, stage: int) -> Held:
+    kind = records.stages[stage]
+    rehearsed = [each.base for each in (kind.fewer, kind.more) if each is not None]
+    base = tuple(map(round, at_blocks(span_of(records, stage, None), rehearsed)))
+    batch, number = KINDS.index("batch"), records.schedule.num_microbatches
+    return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])
+
+
+def _most(records: LayoutRecords, stage: int, place: Place | None) -> tuple[Held, Held]:
+    """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind.
+
+    Moments of the first half are matched from the start, those of the second from the end: between the two stand
+    blocks alike, of which the first or the last holds most.
+    """
+    fewer, *others = shapes_of(records.stages[stage], place)
+    if not others:
+        return max(fewer.moments, key=sum), fewer.net
+    (more,), span = others, span_of(records, stage, place)
+    half = len(fewer.moments) // 2
+    pairs = [*zip(fewer.moments[:half], more.moments[:half], strict=True)]
+    pairs += zip(fewer.moments[half:], more.moments[len(more.moments) - len(fewer.moments) + half :], strict=True)
+    moments = [at_blocks(span, pair) for pair in pairs]
+    net = at_blocks(span, (fewer.net, more.net))
+    return tuple(map(round, max(moments, key=sum))), tuple(map(round, net))

@@ -1,0 +1,327 @@
+"""``plan_layouts``: what layouts of a model cost on a cluster, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import process_time
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.cluster import Cluster
+from shardwright.errors import LayoutError
+from shardwright.formatting import format_bytes, format_duration
+from shardwright.layout import Layout
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.auto import num_shares, tokens_of
+from shardwright.parallelize.planning import job_for, num_rows
+from shardwright.planner.anchors import Scale, scale_of
+from shardwright.planner.explain import PriceDifference, loses, name_of_part, waterfall_lines
+from shardwright.planner.price import LEFT, Price, Pricing
+from shardwright.planner.records import LayoutRecords, first_rows, record_layout
+from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, precision_of, search
+from shardwright.planner.short import ShortModel
+
+INTERVAL = 0.21
+"""The error, relative to the measured time, of nine in ten published runs of a model size that was held out
+(``benchmarks/planner``); constants were fitted to the other runs, so of unknown machines it is more."""
+
+MOST_WHOLE = 4
+"""The most stages that a search rehearses one by one, where they are not alike."""
+
+UTILISATION = 0.4
+"""The share of the peak that the baseline takes every layout to reach."""
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Priced layouts, the best first, on a cluster."""
+
+    cluster: Cluster
+    layouts: tuple[Price, ...]
+    batch: int
+    tokens: int
+    memory_limit: float = LEFT
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    found: Found = field(default_factory=Found)
+    """What the search looked at and left out; empty for one layout alone."""
+    scale: Scale = field(default_factory=Scale)
+    """By what factors runs that the user has correct the prices."""
+
+    @property
+    def best(self) -> Price:
+        """The price of the best layout; its ``layout`` is what ``parallelize`` takes."""
+        return self.layouts[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain data for JSON."""
+        rest = self.layouts[1:]
+        return {
+            "cluster": str(self.cluster),
+            "layouts": [self.row(each) for each in self.layouts],
+            "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
+            "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
+            "simulated": self.found.priced or len(self.layouts),
+            "fit": len(self.found.fit) if self.found.searched else sum(map(self.fits, self.layouts)),
+            "rejected": self.rejected(),
+            "seconds": dict(self.seconds), "baseline_step_s": self.baseline_s(self.best),
+            "constants": self.constants(), "warnings": self.warnings(),
+        }  # fmt: skip
+
+    def rejected(self) -> list[dict[str, Any]]:
+        """Returns why layouts were left out, the most frequent reason first.
+
+        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it.
+        """
+        counts = self.found.rejected.most_common()
+        return [{"reason": why, "count": n, "nearest": self.found.nearest[why]} for why, n in counts]
+
+    def fits(self, price: Price) -> bool:
+        """Whether a layout stays below the limit of memory."""
+        return price.fits(self.cluster.device.memory_bytes, self.memory_limit)
+
+    def baseline_s(self, price: Price) -> float:
+        """Returns the seconds of a step if every layout reached the same share of the peak."""
+        return price.flops / (self.cluster.device.peak(price.layout.precision) * UTILISATION)
+
+    def utilisation(self, price: Price) -> float:
+        """Returns the share of the peak that a step's FLOPs reach, recomputed ones not counted."""
+        return price.flops / (self.cluster.device.peak(price.layout.precision) * price.step_s)
+
+    def row(self, price: Price) -> dict[str, Any]:
+        """Returns one layout's price as plain data."""
+        heaviest = max(price.memory, key=lambda each: each.num_bytes)
+        stage = price.memory.index(heaviest)
+        axes = [axis for axis in layout_axes() if axis in price.waterfall]
+        return {
+            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": price.step_s / (1 + INTERVAL),
+            "step_s_high": price.step_s / (1 - INTERVAL), "tokens_per_s": self.tokens / price.step_s,
+            "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
+            "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
+            "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
+            "memory_by_stage": [each.num_bytes for each in price.memory],
+            "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),
+            "exposed_s_by_axis": {axis: price.waterfall[axis] for axis in axes}, "bubble": price.bubble,
+            "waterfall": dict(price.waterfall), "limit": self.limit(price), "fits": self.fits(price),
+            "why": self.why(price), "rehearsals": price.records.num_rehearsals,
+        }  # fmt: skip
+
+    def compare(self, price: Price) -> PriceDifference:
+        """Returns why another layout is not the best one, such as that of ``plan_layouts(..., layout=LINE).best``."""
+        return PriceDifference(self.best, price, self.cluster.device.memory_bytes * self.memory_limit)
+
+    def limit(self, price: Price) -> str:
+        """Returns which part of the waterfall takes the most of a step, or "memory" if the layout does not fit."""
+        if not self.fits(price):
+            return "memory"
+        return max(price.waterfall, key=lambda name: price.waterfall[name])
+
+    def why(self, price: Price) -> str:
+        """Returns one sentence about a layout."""
+        low, high = price.step_s / (1 + INTERVAL), price.step_s / (1 - INTERVAL)
+        measured = {row["source"] for row in self.constants()} & {"measured", "fitted"}
+        known = (
+            "some constants measured or from your runs"
+            if measured
+            else "constants from the datasheet and guesses, not measured"
+        )
+        nothing = "" if self.fits(price) else "does not fit: "
+        return (
+            f"{nothing}{price.layout}: {price.step_s:.3g} s a step ({low:.3g} to {high:.3g}), "
+            f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
+            f"{self.utilisation(price):.0%} of peak; {known}"
+        )
+
+    def constants(self) -> list[dict[str, Any]]:
+        """Returns every constant behind the prices as a row, those of the device's profile included."""
+        device = self.cluster.device
+        figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
+        figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
+                    ("in_node", device.in_node_bytes_per_s, "B/s"),
+                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s")]  # fmt: skip
+        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": "datasheet"}
+                for n, v, u in figures]  # fmt: skip
+        scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
+                  "source": "fitted"} for name, value in vars(self.scale).items() if value != 1.0]  # fmt: skip
+        return [*rows, *self.cluster.constants.rows(), *scale]
+
+    def warnings(self) -> list[str]:
+        """Returns what a reader should know before trusting the prices."""
+        notes = [each.records.note for each in self.layouts if each.records.note]
+        notes += [
+            f"{each.layout}: memory of several chunks on a stage is 3 % off at most where it was compared"
+            for each in self.layouts
+            if each.records.schedule.num_chunks > each.records.schedule.num_stages
+        ]
+        return [*self.cluster.device.warnings, *dict.fromkeys(notes)]
+
+    def text(self) -> str:
+        """Returns the prices as text: a sentence, the waterfall of the best, its memory, traffic and baseline."""
+        best = self.best
+        nearest = f"nothing that was priced fits {self.memory_limit:.0%} of the memory; the nearest is"
+        lines = [
+            *([] if self.fits(best) else [nearest]),
+            self.why(best),
+            *self._table(),
+            "",
+            *waterfall_lines(best.waterfall, best.step_s),
+            "",
+        ]
+        stages = ", ".join(f"{each.num_bytes / 1e9:.3g}" for each in best.memory)
+        limit = self.cluster.device.memory_bytes * self.memory_limit / 1e9
+        lines.append(f"memory by stage   {stages} GB; limit {limit:.3g}")
+        heaviest = max(best.memory, key=lambda each: each.num_bytes)
+        kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
+        lines.append(f"  the most        {kinds}, beside tensors {format_bytes(heaviest.beside)}")
+        sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in best.traffic_by_axis.items())
+        lines.append(f"traffic by axis   {sent or 'nothing'}")
+        lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
+        lines += self._rest()
+        lines += [f"warning: {each}" for each in self.warnings()]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        if len(self.layouts) < 2:
+            return []
+        width = max(len(str(each.layout)) for each in self.layouts)
+        rows = []
+        for each in self.layouts:
+            said = f"mostly {name_of_part(self.limit(each))}" if self.fits(each) else "does not fit"
+            rows.append(
+                f"  {each.layout!s:{width}}  {each.step_s:>8.3g} s  {each.memory_bytes / 1e9:>6.3g} GB  "
+                f"{self.utilisation(each):>4.0%}  {said}"
+            )
+        return ["", *rows]
+
+    def _rest(self) -> list[str]:
+        """Returns lines about the runner-up, and what was left out and why."""
+        lines = []
+        if len(self.layouts) > 1 and self.fits(self.layouts[1]):
+            second = self.layouts[1]
+            where, lost_s = loses(self.best, second)
+            lines.append(f"runner-up         {second.layout}: {second.step_s / self.best.step_s - 1:+.0%}, "
+                         f"most of it {name_of_part(where)} ({lost_s:+.3g} s)")  # fmt: skip
+        for each in self.rejected():
+            lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}")
+        return lines
+
+
+def plan_layouts(
+    model: nn.Module, cluster: Cluster | str, batch: tuple[Any, Any], *, loss: nn.Module | None = None,
+    layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
+    most_priced: int = MOST_PRICED, anchors: Mapping[str, float] = MappingProxyType({}), tokens: int = 0,
+    memory_limit: float = LEFT,
+    roles: Mapping[str, str] = MappingProxyType({}),
+) -> Plans:  # fmt: skip
+    """Returns what layouts of a model cost on a cluster, the best first; with ``layout``, what that one costs.
+
+    ``cluster`` may be text such as "a100-80gb:128x8". Of the global ``batch`` (inputs, targets) only shapes and dtypes
+    matter. ``loss`` is by default the cross entropy. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1")
+    and no axis or option in ``without``. ``most_priced`` layouts are rehearsed: more find better ones, and take longer.
+    A search leaves layouts out of which more than four stages, that are not alike, would be rehearsed one by one.
+    ``anchors`` are runs on this cluster with this batch, seconds of a step by layout line: they correct all prices.
+
+    Raises: LayoutError: the layout is for another number of ranks than the cluster, or does not fit the model; or no
+        layout can be. PlanError: no such accelerator.
+
+    >>> import torch
+    >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    >>> batch = torch.ones(16, 64), torch.zeros(16, dtype=torch.int64)
+    >>> plans = plan_layouts(model, "a100-80gb:1x2", batch, layout="dp2 bf16")
+    >>> sum(plans.best.waterfall.values()) == plans.best.step_s, plans.best.traffic_by_axis
+    (True, {'dp': 49920})
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
+    loss = CrossEntropy() if loss is None else loss
+    began = process_time()
+    spent = [0.0]
+
+    def record(each: Layout, samples: int, most_whole: int | None = None) -> LayoutRecords:
+        start = process_time()
+        rows = first_rows(batch, samples)
+        job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
+        records = record_layout(job, each, rows, cluster.device.type, most_whole=most_whole)
+        spent[0] += process_time() - start
+        return records
+
+    num_samples = num_rows(batch)
+    known = [(_priced_anchor(line, cluster, num_samples, record), s) for line, s in anchors.items()]
+    scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
+    if layout is not None:
+        _check_ranks(layout, cluster)
+        check_samples(layout, num_samples)
+        records = record(layout, num_samples)
+        layouts, found = [Pricing(cluster).price(records.plan.layout, records)], Found()
+    else:
+        short = ShortModel(model, loss, batch, cluster.device.type, roles)
+        most_stages = short.blocks.number if short.blocks is not None else 0
+        wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, most_stages)
+        found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
+        layouts = [*found.fit, *found.misfits]
+        if not layouts:
+            raise _none_found(cluster, found, fix, without)
+    seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
+    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))[:top]
+    num_tokens = tokens or _num_tokens(batch[0])
+    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale)
+
+
+def _num_tokens(inputs: Any) -> int:
+    """The tokens of a batch whose inputs are numbers of tokens, (samples, tokens); else its samples."""
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return first.numel() if first.dim() == 2 and not first.is_floating_point() else len(first)
+
+
+def _rank(price: Price, limit: float) -> tuple[bool, float]:
+    """Returns what prices are sorted by: those that fit by their seconds, then the others by their memory."""
+    fits = price.memory_bytes <= limit
+    return not fits, price.step_s if fits else price.memory_bytes
+
+
+def _priced_anchor(line: str, cluster: Cluster, batch: int, record: Recorder) -> Price:
+    """Returns the price of a layout that has run. Raises LayoutError: it cannot be on this cluster with this batch."""
+    layout = Layout.parse(line)
+    _check_ranks(layout, cluster)
+    check_samples(layout, batch)
+    return Pricing(cluster).price(layout, record(layout, batch))
+
+
+def _check_ranks(layout: Layout, cluster: Cluster) -> None:
+    if layout.num_ranks != cluster.num_ranks:
+        raise LayoutError(
+            "the cluster has another number of ranks than the layout",
+            given=f"{layout}: {layout.num_ranks} ranks on {cluster}: {cluster.num_ranks}",
+            allowed=f"layouts for {cluster.num_ranks} ranks",
+            fix=f"name a cluster with nodes x ranks that multiply to {layout.num_ranks}",
+        )
+
+
+def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]) -> LayoutError:
+    reasons = "; ".join(f"{n:,}: {why}" for why, n in found.rejected.most_common(3))
+    return LayoutError(
+        f"no layout can be on {cluster}",
+        given=f"fix '{fix}', without '{','.join(without)}'" if fix or without else f"{cluster.num_ranks} ranks",
+        allowed=f"layouts of the axes that strategies declare; left out were {reasons}"
+        if reasons
+        else "layouts of the axes that strategies declare",
+        fix="fix less, leave out less, or take a larger batch",
+    )
+
+
+def check_samples(layout: Layout, batch: int) -> None:
+    """Raises LayoutError for a batch with fewer samples than model copies times microbatches."""
+    shares = num_shares(layout)
+    if batch < shares:
+        raise LayoutError(
+            "the batch is smaller than the parts that it is cut into",
+            given=f"{batch} samples under {layout}: {shares // layout.num_microbatches} model copies, "
+            f"{layout.num_microbatches} microbatches each",
+            allowed=f"{shares} samples or more, or fewer copies and microbatches",
+            fix=f"write --batch {shares}",
+        )

@@ -1,0 +1,257 @@
+"""The price of a layout on a cluster: its step's seconds part by part, each stage's memory, and the bytes it sends.
+
+An action's operators and messages are run through in program order: a message starts when it is begun and its axis is
+free, and what is waited for beyond the operators until then is exposed. Each part is affine in blocks, so it is
+extended to the stage's blocks; then the schedule is simulated. Pure arithmetic: nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.operators import PARTS, OperatorRecord, operator_s, smooth_max
+from shardwright.layout import Layout
+from shardwright.mesh import Mesh
+from shardwright.planner.extended import at_blocks, shapes_of, span_of
+from shardwright.planner.memory import StageMemory, stage_memory
+from shardwright.planner.records import ActionShape, LayoutRecords, Place, StageRecords, places
+from shardwright.planner.rehearse import MessageRecord
+from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
+
+P2P = ("send", "receive")
+UNSTATED = ("core", "loss")
+"""Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
+
+LEFT = 0.92
+"""The share of a device's memory that a layout may take by default."""
+
+
+class Price(NamedTuple):
+    """What a layout costs on a cluster. ``waterfall`` adds up to ``step_s``."""
+
+    layout: Layout
+    step_s: float
+    waterfall: Mapping[str, float]
+    bubble: float
+    memory: tuple[StageMemory, ...]
+    traffic_by_axis: Mapping[str, int]
+    flops: float
+    """The FLOPs of one rank's step at the mean over stages, recomputed ones left out."""
+    records: LayoutRecords
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most bytes that any rank takes of its device."""
+        return max(each.num_bytes for each in self.memory)
+
+    def fits(self, memory_bytes: float, limit: float = LEFT) -> bool:
+        """Whether every rank stays below the share ``limit`` of its device's memory."""
+        return self.memory_bytes <= memory_bytes * limit
+
+
+@dataclass(frozen=True)
+class ActionTime:
+    """The seconds of one action by part; ``launches`` counts the operators that the host starts."""
+
+    parts: tuple[float, ...]
+    launches: float
+    axes: tuple[str, ...]
+
+    def waterfall(self, launch_s: float) -> dict[str, float]:
+        """Returns the seconds by name; "launch" is what the host's starts add to the device's time."""
+        operators = self.parts[: len(PARTS)]
+        device_s = sum(operators)
+        found = dict(zip(PARTS, operators, strict=True))
+        found["launch"] = smooth_max(device_s, self.launches * launch_s) - device_s
+        return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
+
+
+class Pricing:
+    """Prices layouts on one cluster, and keeps the seconds of operators, messages and actions that it has met."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._operators: dict[OperatorRecord, float] = {}
+        self._messages: dict[tuple[object, ...], float] = {}
+        self._actions: dict[tuple[int, bool], tuple[ActionShape, ActionTime]] = {}
+        self._axes = (*layout_axes(),)
+        self._of_mesh = {mesh: name for name, axis in layout_axes().items() for mesh in axis.all_mesh_axes}
+
+    def price(self, layout: Layout, records: LayoutRecords) -> Price:
+        """Returns the price of a layout of which the records are known."""
+        schedule, mesh = records.schedule, layout.mesh
+        stages = [_StageTimes(self, records, stage) for stage in range(schedule.num_stages)]
+        by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
+                    for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
+
+        def seconds(kind: str) -> tuple[float, ...]:
+            where = (by_chunk[chunk] for chunk in range(schedule.num_chunks))
+            return tuple(stages[stage].usual_s(slot, kind) for stage, slot in where)
+
+        # where a chunk has whole and split backwards, a whole one is simulated as its two parts
+        inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
+        transfers = self._transfers(records, mesh)
+        times = [ChunkTimes(seconds("F"), inputs, seconds("W"), each) for each in (transfers, 0.0)]
+        sent, unsent = (simulate(schedule, each) for each in times)
+        ends = [spans[-1].end_s + stages[stage].rest_s for stage, spans in enumerate(sent.spans)]
+        last = max(range(len(ends)), key=ends.__getitem__)
+        waterfall: dict[str, float] = dict(stages[last].waterfall)
+        alone_s = unsent.spans[last][-1].end_s
+        bubble_s = alone_s - unsent.busy_s(last)
+        pipeline = next((name for name, axis in layout_axes().items() if axis.kind == "stages"), "pp")
+        waterfall[pipeline] = waterfall.get(pipeline, 0.0) + sent.spans[last][-1].end_s - alone_s
+        waterfall["bubble"] = bubble_s
+        waterfall["other"] = self.cluster.constants.step_s
+        step_s = sum(waterfall.values())
+        memory = tuple(stage_memory(records, stage) for stage in range(schedule.num_stages))
+        traffic = [self._traffic(records, stage) for stage in range(schedule.num_stages)]
+        most = max(traffic, key=lambda each: each.total())
+        flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
+        return Price(layout, step_s, waterfall, bubble_s / step_s, memory, dict(most), flops, records)
+
+    # ---- actions
+
+    def action_time(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
+        """Returns the seconds of an action by part; ``is_last``: what is still under way at its end is waited for."""
+        key = (id(shape.records), is_last)
+        if key not in self._actions:
+            self._actions[key] = (shape, self._walk(shape, is_last=is_last))
+        return self._actions[key][1]
+
+    def _walk(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
+        parts, exposed = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self._axes, 0.0)
+        clock, launches = 0.0, 0
+        ends: dict[int, tuple[str, float]] = {}
+        free: dict[str, float] = {}
+        for number, record in enumerate(shape.records):
+            if isinstance(record, OperatorRecord):
+                seconds = self.operator_s(record)
+                parts[record.part] += seconds
+                clock += seconds
+                launches += record.launches
+            elif isinstance(record, MessageRecord):
+                if record.kind not in P2P:
+                    end = max(clock, free.get(record.axis, 0.0)) + self.message_s(record)
+                    free[record.axis] = end
+                    ends[number] = (self.axis_of(record.axis), end)
+            elif record.began in ends:
+                axis, end = ends.pop(record.began)
+                exposed[axis] += max(0.0, end - clock)
+                clock = max(clock, end)
+        for axis, end in ends.values() if is_last else ():
+            exposed[axis] += max(0.0, end - clock)
+            clock = max(clock, end)
+        return ActionTime((*parts.values(), *exposed.values()), launches, self._axes)
+
+    def operator_s(self, record: OperatorRecord) -> float:
+        """Returns the seconds of one operator on the cluster's device."""
+        if record not in self._operators:
+            self._operators[record] = operator_s(record, self.cluster.device, self.cluster.constants)
+        return self._operators[record]
+
+    def message_s(self, record: MessageRecord) -> float:
+        """Returns the seconds of one message over the cluster's links."""
+        key = record.kind, record.num_bytes, record.ranks
+        if key not in self._messages:
+            self._messages[key] = self.cluster.message_s(*key)
+        return self._messages[key]
+
+    def axis_of(self, name: str) -> str:
+        """Returns the axis of the layout that a message is counted under: of several together the slowest."""
+        return self._of_mesh.get(name.partition("+")[0], self._axes[0])
+
+    # ---- messages
+
+    def _transfers(self, records: LayoutRecords, mesh: Mesh) -> float | dict[tuple[int, int], float]:
+        """Returns the seconds from the end of a forward to the arrival of what it sends, by pair of stages."""
+        found: dict[tuple[int, int], float] = {}
+        schedule = records.schedule
+        for source in range(schedule.num_chunks - 1):
+            pair = schedule.stage_of[source], schedule.stage_of[source + 1]
+            slot = schedule.chunks_of(pair[0]).index(source)
+            ranks = tuple(mesh.first_rank(mesh_axes("stages"), stage) for stage in pair)
+            for place, shape in records.stages[pair[0]].fewer.actions.items():
+                if place.slot == slot and place.kind == "F" and pair[0] != pair[1]:
+                    sent = (r.num_bytes for r in shape.records if isinstance(r, MessageRecord) and r.kind == "send")
+                    seconds = sum(self.cluster.message_s("send", num_bytes, ranks) for num_bytes in sent)
+                    found[pair] = max(found.get(pair, 0.0), seconds)
+        return found or 0.0
+
+    def _traffic(self, records: LayoutRecords, stage: int) -> Counter[str]:
+        """Returns the payload bytes of all messages of a rank's step, by axis of the mesh."""
+        kind, total = records.stages[stage], Counter[str]()
+        times = Counter(places(records.schedule, stage).values())
+        for place, number in times.items():
+            for axis, size in self._bytes(records, kind, stage, place).items():
+                total[axis] += round(number * size)
+        total.update({axis: round(size) for axis, size in self._bytes(records, kind, stage, None).items()})
+        return +total
+
+    def _bytes(self, records: LayoutRecords, kind: StageRecords, stage: int, place: Place | None) -> dict[str, float]:
+        counts = [_sent_bytes(each) for each in shapes_of(kind, place)]
+        axes = sorted({axis for each in counts for axis in each})
+        values = at_blocks(span_of(records, stage, place), [[float(each[axis]) for axis in axes] for each in counts])
+        return dict(zip(axes, values, strict=True))
+
+
+def _sent_bytes(shape: ActionShape) -> Counter[str]:
+    sent: Counter[str] = Counter()
+    for record in shape.records:
+        if isinstance(record, MessageRecord) and record.source not in UNSTATED:
+            sent[record.axis] += record.num_bytes
+    return sent
+
+
+class _StageTimes:
+    """The seconds of one stage's actions, extended to its blocks."""
+
+    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int) -> None:
+        self._pricing, self._records, self._stage = pricing, records, stage
+        self._kind = records.stages[stage]
+        launch_s = pricing.cluster.constants.launch_s
+        times = Counter(places(records.schedule, stage).values())
+        by_place = {place: self._time(place) for place in times}
+        found = {place: time.waterfall(launch_s) for place, time in by_place.items()}
+        seconds = {place: sum(each.values()) for place, each in found.items()}
+        self._usual: dict[tuple[int, str], float] = {}
+        for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
+            self._usual[place.slot, place.kind] = seconds[place]  # the commonest one, which comes last
+        self.waterfall: dict[str, float] = {}
+        for place, number in times.items():
+            for name, s in found[place].items():
+                self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
+        update = self._time(None).waterfall(launch_s)
+        self.waterfall["optimizer"] = sum(update.values())
+        done_s = sum(number * seconds[place] for place, number in times.items())
+        usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
+        self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
+        self.forward_flops = sum(number * self._flops(place) for place, number in times.items() if place.kind == "F")
+
+    def usual_s(self, slot: int, kind: str) -> float:
+        """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
+        return self._usual.get((slot, kind), 0.0)
+
+    def _time(self, place: Place | None) -> ActionTime:
+        is_last = place is None or place.order in ("last", "only")
+        times = [self._pricing.action_time(each, is_last=is_last) for each in shapes_of(self._kind, place)]
+        span = span_of(self._records, self._stage, place)
+        few, more = times[0].parts, times[-1].parts
+        # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
+        parts = tuple(
+            part if number < len(PARTS) or b >= a else b
+            for number, (part, a, b) in enumerate(
+                zip(at_blocks(span, [each.parts for each in times]), few, more, strict=True)
+            )
+        )
+        (launches,) = at_blocks(span, [[each.launches] for each in times])
+        return ActionTime(parts, launches, times[0].axes)
+
+    def _flops(self, place: Place) -> float:
+        counts = [[sum(r.flops for r in each.records if isinstance(r, OperatorRecord))]
+                  for each in shapes_of(self._kind, place)]  # fmt: skip
+        return float(at_blocks(span_of(self._records, self._stage, place), counts)[0])

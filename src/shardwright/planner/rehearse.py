@@ -1,0 +1,193 @@
+"""One rank's step rehearsed on the meta device: its operators, messages and memory, by action, in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shardwright.analysis.operator_results import run_on_meta, tensors_of
+from shardwright.comm.axis import CollectiveCall
+from shardwright.cost.operators import OperatorRecord
+from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.schedule import Action
+from shardwright.runtime.executor import Events
+
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class MessageRecord(NamedTuple):
+    """A collective or p2p message that a rank began: kind, axis, strategy, payload, and the ranks of its group."""
+
+    kind: str
+    axis: str
+    source: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+
+
+class WaitRecord(NamedTuple):
+    """The moment at which a rank waits for the message that it began as number ``began`` of the same action."""
+
+    began: int
+
+
+Record = OperatorRecord | MessageRecord | WaitRecord
+
+
+@dataclass
+class ActionRecord:
+    """What one action of a schedule does on a rank: its records in program order, and the bytes held after each."""
+
+    records: list[Record] = field(default_factory=list)
+    moments: list[tuple[int, ...]] = field(default_factory=list)
+    """The bytes of each kind of memory, as :data:`shardwright.ledger.tracking.KINDS`, at each moment."""
+
+
+class RankRecord(NamedTuple):
+    """One rank's rehearsed step: its plan, and by action what it does. "begin" and "optimizer" stand around the rest.
+
+    ``beside`` are the bytes that the device holds beside tensors, by what holds them.
+    """
+
+    plan: Plan
+    by_action: Mapping[str, ActionRecord]
+    beside: Mapping[str, int]
+
+
+def rehearse(
+    job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
+) -> RankRecord:
+    """Rehearses one rank's second step; see :func:`shardwright.ledger.account.predict_memory`."""
+    layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type}
+    with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
+        by_action: dict[str, ActionRecord] = {}
+        follower = _Follower(by_action)
+        recorder = run.world.recorder
+        recorder.follower = follower
+        try:
+            with run.observed(Events(before_action=follower.begin, before_sync=follower.sync)), follower:
+                account = measure_memory(run, microbatch, steps, device_type)
+        finally:
+            recorder.follower = None
+    for moment in account.moments:
+        by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
+    _move_update(by_action)
+    return RankRecord(run.plan, by_action, account.beside)
+
+
+def _move_update(by_action: dict[str, ActionRecord]) -> None:
+    """Moves what the optimizer's step did, which no event begins, from the records after the sync into its own."""
+    after = by_action.pop("sync", ActionRecord())
+    update = by_action.setdefault("optimizer", ActionRecord())
+    update.records = [*after.records, *update.records]
+
+
+class _Follower(TorchDispatchMode):
+    """Notes each operator, and each message that begins or is waited for, under the action that is running."""
+
+    def __init__(self, by_action: dict[str, ActionRecord]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_action = by_action
+        self._now = by_action.setdefault("begin", ActionRecord())
+        self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}
+
+    def begin(self, action: Action) -> None:
+        self._now = self._by_action.setdefault(str(action), ActionRecord())
+
+    def sync(self) -> None:
+        self._now = self._by_action.setdefault("sync", ActionRecord())
+
+    def began(self, call: CollectiveCall, num_bytes: int, ranks: tuple[int, ...]) -> None:
+        self._under_way[id(call)] = (call, self._now, len(self._now.records))
+        self._now.records.append(MessageRecord(call.kind, call.axis, call.source, num_bytes, ranks))
+
+    def awaited(self, call: CollectiveCall) -> None:
+        _, action, number = self._under_way.pop(id(call))
+        # a message of an earlier action has had the time since: what is left of it is taken to be nothing
+        if action is self._now:
+            action.records.append(WaitRecord(number))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = run_on_meta(function, args, kwargs or {})  # of equal calls the meta kernel runs once: it is slow
+        record = operator_record(function, args, kwargs or {}, out)
+        if record is not None:
+            self._now.records.append(record)
+        return out
+
+
+def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any) -> OperatorRecord | None:
+    """Returns the record of one call of an operator, from the shapes that it reads and writes; None of a view."""
+    packet = function._overloadpacket
+    if function.is_view or packet in _FREE:
+        return None
+    operands, results = tensors_of((args, named)), tensors_of(out)
+    written = {id(each) for each in operands}
+    num_bytes = sum(each.numel() * each.element_size() for each in operands)
+    num_bytes += sum(each.numel() * each.element_size() for each in results if id(each) not in written)
+    if function._schema.is_mutable and not function._schema.name.endswith("_out"):
+        changed = results or _written(function._schema, args, named)
+        num_bytes += sum(each.numel() * each.element_size() for each in changed)
+    attention = _ATTENTION.get(packet)
+    if attention is not None:
+        return OperatorRecord("attention", attention(*args, **named), num_bytes, _precision(operands))
+    count = flop_registry.get(packet)
+    if count is None:
+        return OperatorRecord("memory", 0, num_bytes, _precision(operands)) if num_bytes else None
+    flops = int(count(*args, **named, out_val=out))
+    return OperatorRecord("matmul", flops, num_bytes, _precision(operands), _dims(operands, results, flops))
+
+
+def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator without results writes to, as those do that take lists of tensors."""
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(named)
+    writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for name in writes for leaf in tensors_of(given.get(name))]
+
+
+def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int) -> tuple[int, int, int, int]:
+    """The dims (batch, m, n, k) of a product; of a convolution, those of the product that it is."""
+    shape = results[0].shape
+    *batch, m, n = shape if len(shape) in (2, 3) else (1, shape[0] * shape[2:].numel(), shape[1])
+    size = max(1, m * n * (batch[0] if batch else 1))
+    return (batch[0] if batch else 1, m, n, max(1, flops // (2 * size)))
+
+
+def _precision(operands: Sequence[Tensor]) -> str:
+    floats = [each.dtype for each in operands if each.dtype.is_floating_point]
+    return PRECISIONS.get(floats[0], "fp32") if floats else "fp32"
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
+    *outer, tokens, width = query.shape
+    pairs = tokens * key.shape[-2]
+    flops = 2 * torch.Size(outer).numel() * pairs * (width + value.shape[-1])
+    return flops // 2 if is_causal else flops
+
+
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+                   **_: Any) -> int:  # fmt: skip
+    return _attention_flops(query, key, value, is_causal)
+
+
+def _backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor,
+                    dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:  # fmt: skip
+    return 5 * _attention_flops(query, key, value, is_causal) // 2  # five products where the forward has two
+
+
+_aten = torch.ops.aten
+_ATTENTION: Mapping[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
+"""The fused attention that a rehearsal runs: torch's table of FLOPs lacks it."""
+
+_FREE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.detach,
+         _aten.set_, _aten.resize_, _aten.lift_fresh, _aten.is_same_size, _aten._unsafe_view, _aten.alias}  # fmt: skip
+"""Operators that move no bytes, though torch does not call them views."""

@@ -1,0 +1,340 @@
+"""Searches the layouts of a model on a cluster: candidates from the registry of strategies, estimated, then priced.
+
+No axis and no option is named here: axes, sizes and options come from what strategies declare, so a new file is
+searched by itself. Every division of the ranks is estimated in closed form, with the options of copies and stages. The
+best estimates are priced from their own records, then what differs from the best by one option, as long as ``most``
+prices last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product, zip_longest
+from math import prod
+
+from shardwright.axes import layout_axes
+from shardwright.cost.cluster import Cluster
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Factor, Layout, Option, Precision
+from shardwright.parallelize.auto import num_shares
+from shardwright.planner.estimate import Estimate, Estimator, declared_options
+from shardwright.planner.price import Price, Pricing
+from shardwright.planner.records import LayoutRecords
+from shardwright.planner.short import ShortModel
+from shardwright.strategies import STRATEGIES, choose
+
+MOST_PRICED = 6
+"""The layouts that a search prices by default; each takes seconds of rehearsals."""
+
+LARGEST_MICROBATCH = 8
+
+MOST_SCHEDULED = 24
+"""The best estimates that are estimated with every schedule of stages too."""
+
+FAR = 1.1
+"""How many times the best price a layout may be estimated at, to be priced."""
+
+MOST_NODES = 1
+"""The nodes over which the ranks that compute operators together may lie: messages between nodes take far longer."""
+
+RECOMPUTE = (None, "full")
+
+Recorder = Callable[[Layout, int], LayoutRecords]
+"""Returns the records of a layout on a global batch of so many samples."""
+
+
+@dataclass
+class Found:
+    """What a search has found: prices that fit, best first, those that do not, and why others were left out."""
+
+    fit: list[Price] = field(default_factory=list)
+    misfits: list[Price] = field(default_factory=list)
+    searched: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    nearest: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def priced(self) -> int:
+        """The number of layouts that were priced."""
+        return len(self.fit) + len(self.misfits)
+
+    def reject(self, reason: str, layout: Layout | str) -> None:
+        """Counts a layout that was left out, under the constraint that left it out."""
+        self.rejected[reason] += 1
+        self.nearest.setdefault(reason, str(layout))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a search may choose: parts of a line that must hold, words that must not be there, precision and memory."""
+
+    fix: str = ""
+    without: tuple[str, ...] = ()
+    precision: Precision = "bf16"
+    limit_bytes: float = 0.0
+    most: int = MOST_PRICED
+    most_stages: int = 0
+    """The alike blocks of the model: more stages would begin inside of them. 0: unknown."""
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether a layout has all fixed parts, and none of the words left out."""
+        items = str(layout).split()
+        words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
+        words |= {word.partition(":")[0] for word in words}
+        if words & set(self.without) or any(axis in self.without for axis in (f.axis for f in layout.factors)):
+            return False
+        return all(any(_has(item, part) for item in items) for part in self.fix.split())
+
+
+def _has(item: str, part: str) -> bool:
+    """Whether an item of a line has all that a part asks for: its axis with the size, and its options.
+
+    >>> _has("dp8/zero1", "dp8"), _has("dp8/zero1", "dp/zero1"), _has("dp8", "dp4"), _has("tp8", "tp/sp")
+    (True, True, False, False)
+    """
+    head, *options = part.split("/")
+    own, *others = item.split("/")
+    return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
+
+
+def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
+    """Returns the best layouts for a global batch of so many samples on a cluster; none of them may fit.
+
+    ``short`` rehearses and plans a model of few blocks for the estimates; without it they rehearse the model itself.
+    """
+    found, pricing = Found(), Pricing(cluster)
+
+    def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
+        layout = Layout(operators, 1, wanted.precision)
+        try:
+            return pricing.price(layout, (short.record if short is not None else record)(layout, samples))
+        except (LayoutError, PlanError) as error:
+            found.reject(error.what, layout)
+            return None
+
+    known = (short.plan, short.sent_bytes, wanted.most_stages) if short is not None else ()
+    estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
+    search_from = _Search(estimator, record, wanted, found)
+    search_from.price_estimates()
+    search_from.price_beside()
+    return search_from.result()
+
+
+class _Search:
+    """The layouts of one search: their estimates, which of them were tried, and the prices found."""
+
+    def __init__(self, estimator: Estimator, record: Recorder, wanted: Wanted, found: Found) -> None:
+        self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
+        self.estimates = self._sorted(_estimates(estimator, wanted, found))
+        self.tried: set[str] = set()
+
+    def price_estimates(self) -> None:
+        """Prices the best estimates, each division of the ranks once, as long as half of the prices last."""
+        seen: set[object] = set()
+        for each in self.estimates:
+            if self.found.priced >= max(1, self.wanted.most // 2) or self._is_done():
+                return
+            division = tuple((factor.axis, factor.sizes) for factor in each.layout.factors)
+            if division not in seen and not self._is_hopeless(each):
+                seen.add(division)
+                self._price(each.layout)
+
+    def price_beside(self) -> None:
+        """Prices what differs from the best by one option, the best estimates first, then other estimates."""
+        while self.found.priced < self.wanted.most and not self._is_done() and (self.found.fit or self.found.misfits):
+            best = _best(self.found)
+            moves = [
+                each
+                for each in options_beside(best.layout)
+                if str(each) not in self.tried and self.wanted.allows(each) and num_shares(each) <= self.estimator.batch
+            ]
+            beside = self._sorted(filter(None, map(self.estimator.estimate, moves)))
+            others = (each for each in (*beside, *self.estimates) if str(each.layout) not in self.tried)
+            following = next(others, None)
+            if following is None:
+                return
+            self._price(following.layout)
+
+    def result(self) -> Found:
+        """Returns what was found, sorted, with all that was left out."""
+        found = self.found
+        for left in self.estimates:
+            if str(left.layout) not in self.tried:
+                found.reject("its estimate is not among the best", left.layout)
+        found.searched = found.priced + found.rejected.total()
+        found.fit.sort(key=lambda each: each.step_s)
+        found.misfits.sort(key=lambda each: each.memory_bytes)
+        for misfit in found.misfits:
+            found.reject("memory: more than the limit", misfit.layout)
+        return found
+
+    def _sorted(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        return sorted(estimates, key=lambda each: each.over(self.wanted.limit_bytes))
+
+    def _is_done(self) -> bool:
+        return len(self.tried) >= 3 * self.wanted.most  # refused ones take time too
+
+    def _is_hopeless(self, each: Estimate) -> bool:
+        """Whether an estimate is far from the best price, were it as much too high as none of those before."""
+        known = [price.step_s / self._step_s(price) for price in self.found.fit]
+        return bool(known) and each.step_s * min(known) > FAR * _best(self.found).step_s
+
+    def _step_s(self, price: Price) -> float:
+        estimate = self.estimator.estimate(price.layout)
+        return estimate.step_s if estimate is not None else price.step_s
+
+    def _price(self, layout: Layout) -> None:
+        self.tried.add(str(layout))
+        try:
+            priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
+        except (LayoutError, PlanError) as error:
+            self.found.reject(error.what, layout)
+            return
+        fits = priced.memory_bytes <= self.wanted.limit_bytes
+        (self.found.fit if fits else self.found.misfits).append(priced)
+
+
+def _best(found: Found) -> Price:
+    if found.fit:
+        return min(found.fit, key=lambda each: each.step_s)
+    return min(found.misfits, key=lambda each: each.memory_bytes)
+
+
+def options_beside(layout: Layout) -> Iterator[Layout]:
+    """Yields the layouts beside one: other recomputation, other microbatches, and options that strategies declare.
+
+    An option is added, or put in another's place; the axes of the layout take turns.
+
+    >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
+    ['dp2 recompute:full', 'mb2 dp2', 'dp2/zero3']
+    """
+    for recompute in RECOMPUTE:
+        if recompute != layout.recompute:
+            yield replace(layout, recompute=recompute)
+    for number in (2 * layout.num_microbatches, layout.num_microbatches // 2):
+        if number:
+            with suppress(LayoutError):
+                yield replace(layout, num_microbatches=number)
+    turns = zip_longest(*(_with_options(layout, place) for place in range(len(layout.factors))))
+    yield from (found for turn in turns for found in turn if found is not None)
+
+
+def _with_options(layout: Layout, place: int) -> Iterator[Layout]:
+    factor = layout.factors[place]
+    for option in declared_options(factor.axis):
+        kept = [(*factor.options, option), *_replaced(factor.options, option)]
+        for options in kept if option.name not in {each.name for each in factor.options} else ():
+            with suppress(LayoutError):
+                changed = Factor(factor.axis, factor.sizes, options)
+                factors = (*layout.factors[:place], changed, *layout.factors[place + 1 :])
+                found = replace(layout, factors=factors)
+                choose(found)
+                yield found
+
+
+def _replaced(options: tuple[Option, ...], option: Option) -> Iterator[tuple[Option, ...]]:
+    for place in range(len(options)):
+        yield (*options[:place], option, *options[place + 1 :])
+
+
+def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, int]]:
+    """Yields the ways to divide ranks over axes: the size of each axis.
+
+    >>> [each for each in divisions(4, {"dp": "copies", "tp": "operators"})]
+    [{'dp': 1, 'tp': 4}, {'dp': 2, 'tp': 2}, {'dp': 4, 'tp': 1}]
+    """
+    axes = list(kinds)
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    for sizes in product(divisors, repeat=len(axes)):
+        if prod(sizes) == num_ranks:
+            yield dict(zip(axes, sizes, strict=True))
+
+
+def _estimates(estimator: Estimator, wanted: Wanted, found: Found) -> list[Estimate]:
+    """Returns the estimates of every division of the ranks that the words of the search allow.
+
+    Each is estimated with every option of copies that saves memory, the best then with every schedule of stages.
+    """
+    built = {each.axis for each in STRATEGIES.values() if each.default}
+    kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in built}
+    cluster, saving = estimator.pricing.cluster, dict[str, list[Option]]()
+    estimates: list[Estimate] = []
+    for sizes in divisions(cluster.num_ranks, kinds):
+        for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node):
+            first = estimator.estimate(layout)
+            if first is None:
+                break  # refused for its operators, whatever the microbatches
+            estimates.append(first)
+            for place, factor in enumerate(layout.factors):
+                if kinds[factor.axis] == "copies" and not factor.options:
+                    if factor.axis not in saving:
+                        saving[factor.axis] = estimator.saving_options(factor.axis)
+                    estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted)
+    estimates.sort(key=lambda each: each.over(wanted.limit_bytes))
+    for each in estimates[:MOST_SCHEDULED] if estimator.plan is not None else ():
+        for place, factor in enumerate(each.layout.factors):
+            if kinds[factor.axis] == "stages" and not factor.options:
+                estimates += _with_each(estimator, each.layout, place, [*declared_options(factor.axis)], wanted)
+    return estimates
+
+
+def _with_each(
+    estimator: Estimator, layout: Layout, place: int, options: Iterable[Option], wanted: Wanted
+) -> Iterator[Estimate]:
+    """Yields the estimates of a layout with each of the options of one factor."""
+    for option in options:
+        factor = replace(layout.factors[place], options=(option,))
+        tried = replace(layout, factors=(*layout.factors[:place], factor, *layout.factors[place + 1 :]))
+        if wanted.allows(tried):
+            found = estimator.estimate(tried)
+            if found is not None:
+                yield found
+
+
+def _layouts(
+    sizes: Mapping[str, int], kinds: Mapping[str, str], batch: int, wanted: Wanted, found: Found, in_node: int
+) -> Iterator[Layout]:
+    """Yields the layouts of one division of the ranks: each microbatch size, with and without recomputation."""
+    factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
+    copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
+    stages = prod(size for axis, size in sizes.items() if kinds[axis] == "stages")
+    together = prod(size for axis, size in sizes.items() if kinds[axis] == "operators")
+    if together > MOST_NODES * in_node:
+        found.reject(f"operators cut over more than {MOST_NODES} node", Layout(factors))
+        return
+    if 0 < wanted.most_stages < stages:
+        found.reject("more stages than alike blocks", Layout(factors))
+        return
+    if copies > batch:
+        found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
+        return
+    local = batch // copies
+    for samples in (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0):
+        for recompute in RECOMPUTE:
+            number = local // samples
+            layout = Layout(factors, number, wanted.precision, recompute)
+            if number < stages:
+                found.reject("fewer microbatches than stages", layout)
+            elif not wanted.allows(layout):
+                found.reject("--fix or --without", layout)
+            else:
+                yield layout
+
+
+def _fixed(factor: Factor, wanted: Wanted) -> Factor:
+    """Returns the factor with the options that must hold for its axis."""
+    for part in wanted.fix.split():
+        head, *options = part.split("/")
+        if options and head.rstrip("0123456789x") == factor.axis:
+            with suppress(LayoutError):
+                return Factor(factor.axis, factor.sizes, tuple(Option(*each.split(":", 1)) for each in options))
+    return factor
+
+
+def precision_of(cluster: Cluster) -> Precision:
+    """Returns the narrowest precision of which a device's profile has a peak of its own: bf16, else fp16, else fp32."""
+    known = dict(cluster.device.peaks)
+    return "bf16" if "bf16" in known else "fp16" if "fp16" in known else "fp32"

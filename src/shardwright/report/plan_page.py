@@ -1,0 +1,144 @@
+"""Prices of layouts as a page: one HTML file with the picture, the parts of the best step, and every constant."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from html import escape
+from io import BytesIO
+from pathlib import Path
+
+from shardwright.formatting import format_bytes, format_seconds
+from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
+from shardwright.planner.plans import UTILISATION, Plans
+from shardwright.report.assets import fill_template, read_asset
+from shardwright.report.page import html_table, section
+from shardwright.report.plan_picture import plans_figure
+
+
+def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference] = (), *, title: str = "Plan") -> Path:
+    """Writes a page about priced layouts, the best first, and about those ``compared`` with it; returns the path.
+
+    The file opens without a network and follows the reader's light or dark setting.
+    """
+    rest = [each for each in plans.layouts[1:2] if plans.fits(each)]
+    sections = [
+        _summary(plans), _picture(plans), _layouts(plans), _waterfall(plans),
+        *(_comparison("The runner-up", plans.compare(each)) for each in rest),
+        *(_comparison(f"Why not {each.other.layout}?", each) for each in compared),
+        _memory(plans), *_left_out(plans), _constants(plans),
+    ]  # fmt: skip
+    page = fill_template(
+        "page.html",
+        title=escape(title),
+        style=read_asset("page.css"),
+        under=f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step",
+        sections="\n".join(sections),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _summary(plans: Plans) -> str:
+    best = plans.row(plans.best)
+    low, high = format_seconds(best["step_s_low"]), format_seconds(best["step_s_high"])
+    facts = [
+        ("best layout", best["layout"], "" if best["fits"] else "does not fit; the nearest that was priced"),
+        ("step", format_seconds(best["step_s"]), f"{low} to {high}"),
+        ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
+        ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
+        ("memory", format_bytes(best["memory_bytes"]), f"of {format_bytes(plans.cluster.device.memory_bytes)}"),
+        ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
+    ]
+    cells = "\n".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(words)}</small></dd></div>"
+        for name, value, words in facts
+    )
+    warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())
+    return f"<section>\n<dl>\n{cells}\n</dl>\n{warnings}</section>"
+
+
+def _picture(plans: Plans) -> str:
+    written = BytesIO()
+    plans_figure(plans).savefig(written, format="png")
+    data = base64.b64encode(written.getvalue()).decode()
+    words = f"Bars of the seconds and the memory of {len(plans.layouts)} layouts; the tables below have the numbers."
+    image = f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
+    return f'<section class="picture">\n<figure>{image}</figure>\n</section>'
+
+
+def _layouts(plans: Plans) -> str:
+    heads = ["layout", "step", "of peak", "memory", "sent by a rank", "bubble", "most of it"]
+    body = []
+    for price in plans.layouts:
+        sent, most = sum(price.traffic_by_axis.values()), name_of_part(plans.limit(price))
+        body.append([
+            f"<code>{escape(str(price.layout))}</code>", format_seconds(price.step_s),
+            f"{plans.utilisation(price):.0%}", format_bytes(price.memory_bytes), format_bytes(sent),
+            f"{price.bubble:.1%}", escape(most) if plans.fits(price) else "does not fit",
+        ])  # fmt: skip
+    return section("Layouts", html_table(heads, body, numbers_from=1))
+
+
+def _waterfall(plans: Plans) -> str:
+    best = plans.best
+    body = [
+        [escape(name_of_part(name)), format_seconds(best.waterfall[name]), f"{best.waterfall[name] / best.step_s:.1%}"]
+        for name in parts_of_step(best.waterfall)
+    ]
+    body.append(["<b>step</b>", format_seconds(best.step_s), ""])
+    note = "Messages count as far as no computation hides them. The parts add up to the step."
+    table = html_table(["part", "time", "share"], body, numbers_from=1)
+    return section(f"Where the time of {best.layout} goes", table, note)
+
+
+def _comparison(heading: str, compared: PriceDifference) -> str:
+    steps = compared.best.step_s, compared.other.step_s
+    rows = [(name_of_part(p), a, b) for p, a, b in compared.differences()] + [("step", *steps)]
+    body = [[escape(name), format_seconds(a), format_seconds(b), _signed(b - a)] for name, a, b in rows]
+    return section(heading, html_table(["part", "best", "this", "more"], body, numbers_from=1), compared.why())
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds > 0 else "") + format_seconds(seconds)
+
+
+def _memory(plans: Plans) -> str:
+    stages = plans.best.memory
+    kinds = [kind for kind in stages[0].by_kind if any(each.by_kind[kind] for each in stages)]
+    body = []
+    for first, last in _alike(stages):
+        stage = stages[first]
+        sizes = [*(stage.by_kind[kind] for kind in kinds), stage.beside, stage.num_bytes]
+        body.append([f"{first}" if first == last else f"{first} to {last}", *map(format_bytes, sizes)])
+    heads = ["stage", *kinds, "beside tensors", "all"]
+    limit = format_bytes(plans.cluster.device.memory_bytes * plans.memory_limit)
+    note = f"At the moment at which a rank of the stage holds most. Limit: {limit}."
+    return section(f"Memory of {plans.best.layout}", html_table(heads, body, numbers_from=1), note)
+
+
+def _alike(stages: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last number of each run of equal stages."""
+    first = 0
+    for number in range(1, len(stages) + 1):
+        if number == len(stages) or stages[number] != stages[first]:
+            yield first, number - 1
+            first = number
+
+
+def _left_out(plans: Plans) -> Iterator[str]:
+    body = [[f"{row['count']:,}", escape(row["reason"]), f"<code>{escape(str(row['nearest']))}</code>"]
+            for row in plans.rejected()]  # fmt: skip
+    if body:
+        yield section("What was left out", html_table(["layouts", "because", "such as"], body))
+
+
+def _constants(plans: Plans) -> str:
+    body = [
+        [f"<code>{escape(row['name'])}</code>", f"{row['value']:.4g}", escape(row["unit"]), escape(row["source"]),
+         escape(row["meaning"])]
+        for row in plans.constants()
+    ]  # fmt: skip
+    note = "A prediction is as good as these: datasheets and guesses are replaced by runs of your own, with --anchor."
+    return section("Constants", html_table(["name", "value", "unit", "source", "meaning"], body), note)

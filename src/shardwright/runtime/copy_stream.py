@@ -1,0 +1,94 @@
+"""Copies between an accelerator and pinned host memory on a stream of their own, which never block the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwright import devices
+
+T = TypeVar("T")
+Made = TypeVar("Made")
+
+
+def arrival(device: torch.device) -> Callable[[], None]:
+    """Returns a function that blocks the host until all work queued so far on the current stream is done."""
+    if device.type in devices.HOST:
+        return lambda: None
+    wait: Callable[[], None] = devices.module_of(device).current_stream().record_event().synchronize
+    return wait
+
+
+class CopyStream:
+    """A stream of an accelerator on which copies run beside the computation, in the order in which they are started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = devices.module_of(device)
+        self._stream = self._module.Stream(device)
+        self._under_way: deque[tuple[Any, Tensor]] = deque()  # a source may be used anew once its copy is over
+
+    def start(self, to: Tensor, source: Tensor) -> None:
+        """Starts copying ``source`` into ``to``, after the work that is queued on the current stream.
+
+        The host does not wait.
+
+        ``source`` is kept alive until the copy is over.
+        """
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        self._under_way.append((self._stream.record_event(), source))
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for all copies started so far; the host does not wait."""
+        self._module.current_stream().wait_stream(self._stream)
+
+    def arrival(self) -> Callable[[], None]:
+        """Returns a function that makes the current stream, not the host, wait for the copies started so far."""
+        event = self._stream.record_event()
+        return lambda: self._module.current_stream().wait_event(event)
+
+    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Returns a copy of a tensor on the device; it may be used after a call of :meth:`arrival`'s function.
+
+        Its memory is allocated on the current stream, so that it may be freed there. A tensor that is on the device
+        already is copied too, since the code that made it may write into it for the next batch.
+        """
+        if tensor.device.type != "cpu":
+            return tensor.to(device, copy=True)
+        found = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+        self.start(found, tensor.contiguous().pin_memory())
+        return found
+
+
+def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream) -> Iterator[Made]:
+    """Yields ``make(each)`` for each item of ``given``, made one item ahead: copies overlap the use of the item before.
+
+    So one item more is read from ``given`` than was yielded. An error is raised after all items made before it.
+    """
+    ahead: list[tuple[Made, Callable[[], None]]] = []
+    iterator, failure = iter(given), None
+    while failure is None:
+        try:
+            made = make(next(iterator))
+        except StopIteration:
+            break
+        except Exception as error:  # of any batch: raised where the caller comes to it, after those before it
+            failure = error
+        else:
+            ahead.append((made, copies.arrival()))
+        if len(ahead) > 1:
+            made, wait = ahead.pop(0)
+            wait()
+            yield made
+    for made, wait in ahead:
+        wait()
+        yield made
+    if failure is not None:
+        raise failure

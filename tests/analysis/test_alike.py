@@ -1,0 +1,50 @@
+"""Modules that are alike share a trace and a cost; those that only look alike do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright import MeanSquaredError, verify
+from shardwright.analysis.alike import signature
+
+
+class Mixing(nn.Module):
+    """Under a setting of its own, the inner features of a sample are mixed, so they cannot be cut."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self._mixes = mixes
+
+    def forward(self, x):
+        inner = self.up(x)
+        return self.down(inner.softmax(-1) if self._mixes else functional.gelu(inner))
+
+
+def made_by_a_function(mixes):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            inner = self.up(x)
+            return self.down(inner.softmax(-1) if mixes else functional.gelu(inner))
+
+    return Mixing()
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+@pytest.mark.parametrize("make", [Mixing, made_by_a_function])
+def test_blocks_that_differ_in_a_private_setting_or_a_closure_are_cut_each_by_its_own_code(make, order):
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
+    assert verify(nn.Sequential(*map(make, order)), "tp2", [batch], loss=MeanSquaredError()).equal
+
+
+@pytest.mark.parametrize("make", [Mixing, made_by_a_function])
+def test_a_signature_tells_a_private_setting_and_a_closure(make):
+    assert signature(make(True)) != signature(make(False))
+    assert signature(Mixing(True)) == signature(Mixing(True))

@@ -1,0 +1,192 @@
+"""The library's transport and channels under the rules of NCCL (``tests/pretend_nccl.py``), and that the rules bite."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from comm.scenarios import SCENARIOS
+from nccl_rules import Variant
+from pretend_nccl import over_nccl
+from shardwright.comm.backends import nccl
+from shardwright.comm.backends.nccl import NcclChannel
+from shardwright.comm.launch import run_threads
+from shardwright.errors import RankFailedError
+
+STRICTEST = Variant()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removeprefix("scenario_"))
+def test_channels_over_nccl_do_what_every_backend_must(scenario, num_ranks):
+    with over_nccl(STRICTEST):
+        run_threads(scenario, num_ranks)
+
+
+# ---- types that NCCL does not have
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.complex64, torch.bool])
+def test_tensors_of_any_type_are_moved(dtype):
+    def work(world):
+        axis = world.everyone()
+        mine = torch.arange(4).add(world.rank).to(torch.int16).to(dtype)
+        whole, (back, _) = axis.all_gather(mine), axis.all_to_all([mine, mine], [(4,), (4,)])
+        return whole, axis.broadcast(mine.clone(), 1), back
+
+    with over_nccl(STRICTEST):
+        for whole, second, first in run_threads(work, 2):
+            assert whole.dtype == second.dtype == first.dtype == dtype
+            assert whole.tolist() == [*first.tolist(), *second.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.complex64])
+def test_tensors_of_types_without_sums_are_summed(dtype):
+    def work(world):
+        axis = world.everyone()
+        total = axis.all_reduce(torch.full((4,), 3 + world.rank).to(dtype))
+        return (
+            total,
+            axis.reduce_scatter(torch.ones(2, dtype=dtype)),
+            axis.reduce_scatter(torch.ones(3, dtype=dtype), 0, [1, 2]),
+        )
+
+    with over_nccl(STRICTEST):
+        for rank, (total, even, uneven) in enumerate(run_threads(work, 2)):
+            assert total.tolist() == [7] * 4
+            assert total.dtype == even.dtype == dtype
+            assert (even.tolist(), uneven.tolist()) == ([2], [2] * (1 + rank))
+
+
+# ---- messages
+
+
+def messages_both_ways(world):
+    """Each asks for the other's message, sends its own and only then waits: as stages of a pipeline do."""
+    axis = world.everyone()
+    axis.connect([(0, 1)])
+    other = 1 - axis.index
+    coming = axis.receive_async((2,), torch.float32, other)
+    axis.send(torch.full((2,), float(world.rank)), other)
+    return coming.wait().tolist()
+
+
+def test_receives_that_are_posted_before_sends_do_not_wait_for_each_other():
+    with over_nccl(STRICTEST):
+        assert run_threads(messages_both_ways, 2) == [[1, 1], [0, 0]]
+
+
+def test_with_one_communicator_for_both_directions_they_would(monkeypatch):
+    between = NcclChannel._group_between
+    monkeypatch.setattr(
+        NcclChannel, "_group_between", lambda self, call, member, upwards: between(self, call, member, True)
+    )
+    with pytest.raises(Exception, match="every rank waits and none can go on") as failure, over_nccl(STRICTEST):
+        run_threads(messages_both_ways, 2)
+    assert "receive from 1 of (2,), then send to 1 of (2,)" in str(failure.value)
+
+
+def test_a_pair_that_was_not_connected_is_refused_by_name():
+    def work(world):
+        axis = world.everyone()
+        axis.connect([(0, 1)])
+        if axis.index == 2:
+            axis.send(torch.ones(1), 1)
+
+    with pytest.raises(Exception, match="nothing connects members 2 and 1"), over_nccl(STRICTEST):
+        run_threads(work, 3)
+
+
+# ---- torch itself
+
+
+def test_torch_takes_every_call_as_it_is_made():
+    """The backend of torch that sends nothing has NCCL's calls: names and arguments are those of torch."""
+    program = Path(__file__).with_name("calls_of_torch.py")
+    found = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+
+
+# ---- the rules
+
+
+def test_members_that_make_different_calls_are_told():
+    def work(world):
+        group = nccl.dist.group.WORLD
+        size = 2 + world.rank
+        nccl.dist.all_reduce(torch.ones(size), group=group)
+
+    with pytest.raises(Exception, match=r"different calls.*rank 0 all_reduce"), over_nccl(STRICTEST):
+        run_threads(work, 2)
+
+
+def test_bytes_that_change_under_way_are_told():
+    def work(world):
+        group, mine = nccl.dist.group.WORLD, torch.ones(2)
+        if world.rank == 1:
+            has_changed.wait(10)
+        call = nccl.dist.broadcast(mine, group, 0, True)
+        if world.rank == 0:
+            mine.add_(1)
+            has_changed.set()
+        call.wait()
+
+    has_changed = threading.Event()
+    with pytest.raises(Exception, match="changed while it was under way"), over_nccl(Variant(made_beforehand=True)):
+        run_threads(work, 2)
+
+
+def test_what_is_received_is_nan_until_the_wait():
+    def work(world):
+        axis = world.everyone()
+        pending = axis.all_reduce_async(mine := torch.ones(2))
+        before = mine.isnan().all().item()
+        pending.wait()
+        return before, mine.tolist()
+
+    with over_nccl(STRICTEST):
+        assert run_threads(work, 2) == [(True, [2, 2])] * 2
+
+
+def test_a_result_that_nothing_waits_for_is_told():
+    def work(world):
+        world.everyone().all_reduce_async(torch.ones(2))
+
+    with pytest.raises(Exception, match=r"nothing waited for .*all_reduce"), over_nccl(STRICTEST):
+        run_threads(work, 2)
+
+
+def test_a_message_that_completed_alone_comes_before_the_next():
+    small, large = torch.ones(2), torch.full((4,), 2.0)
+
+    def work(world):
+        group = nccl.dist.group.WORLD
+        if world.rank == 0:
+            sends = [nccl.dist.isend(each, group, 1) for each in (small, large)]
+            has_sent.set()
+            return [send.wait() for send in sends]
+        has_sent.wait(10)
+        into = [torch.zeros(2), torch.zeros(4)]
+        for each in into:
+            nccl.dist.irecv(each, group, 0).wait()
+        return [each.tolist() for each in into]
+
+    has_sent = threading.Event()
+    with over_nccl(Variant(eager_bytes=small.nbytes, made_beforehand=True)):
+        assert run_threads(work, 2)[1] == [small.tolist(), large.tolist()]
+
+
+def test_ranks_that_wait_for_one_that_has_ended_are_told():
+    def work(world):
+        if world.rank == 0:
+            world.everyone().barrier()
+        time.sleep(0.2)  # so that rank 0 waits already
+
+    with over_nccl(STRICTEST), pytest.raises(RankFailedError, match="every rank waits and none can go on"):
+        run_threads(work, 2)

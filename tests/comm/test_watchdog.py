@@ -1,0 +1,80 @@
+"""The watchdog: a call that does not complete is named, and the process ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from shardwright.comm.axis import CollectiveCall
+from shardwright.comm.backends.watchdog import Watchdog
+
+CALL = CollectiveCall("all_gather", "dp", "zero", (8, 2), torch.bfloat16)
+
+
+class Work:
+    """What torch gives for a call under way."""
+
+    def __init__(self, done=False):
+        self.done = done
+
+    def is_completed(self):
+        return self.done
+
+
+def test_a_call_that_does_not_complete_is_named_with_its_axis_and_ranks():
+    told, come = [], threading.Event()
+    watchdog = Watchdog(3, 0.2, lambda failure: (told.append(str(failure)), come.set()))
+    watchdog.add(CALL, (1, 3), [Work(done=True)])
+    watchdog.add(CALL, (1, 3, 5), [Work(done=True), Work()])
+    assert come.wait(10)
+    assert "all_gather of [8, 2] bfloat16 over axis 'dp' for zero did not complete" in told[0]
+    assert "ranks: 1, 3, 5, this is 3" in told[0]
+
+
+def test_calls_that_complete_one_after_the_other_are_in_time():
+    told = []
+    watchdog = Watchdog(0, 0.5, told.append)
+    works = [Work() for _ in range(6)]
+    for work in works:
+        watchdog.add(CALL, (0, 1), [work])
+    for work in works:  # all together they take longer than the timeout
+        time.sleep(0.2)
+        work.done = True
+    time.sleep(0.2)
+    watchdog.close()
+    assert not told
+
+
+def test_after_its_end_nothing_is_reported():
+    told = []
+    watchdog = Watchdog(0, 0.1, told.append)
+    watchdog.add(CALL, (0, 1), [Work()])
+    watchdog.close()
+    time.sleep(0.3)
+    assert not told
+
+
+def test_a_process_whose_main_thread_waits_for_the_card_ends_with_the_text():
+    program = (
+        "import threading\n"
+        "from comm.test_watchdog import CALL, Work\n"
+        "from shardwright.comm.backends.watchdog import Watchdog\n"
+        "Watchdog(0, 0.1).add(CALL, (0, 1), [Work()])\n"
+        "threading.Event().wait()\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=_with_tests(), capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 1
+    assert "all_gather of [8, 2]" in found.stderr
+    assert "see which rank stopped first" in found.stderr
+
+
+def _with_tests():
+    return {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}

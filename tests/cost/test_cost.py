@@ -1,0 +1,108 @@
+"""Seconds of operators and messages, profiles, constants."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.constants import Constants
+from shardwright.cost.device import profile, profiles
+from shardwright.cost.operators import OperatorRecord, operator_s
+from shardwright.errors import LayoutError, PlanError
+
+BIG = OperatorRecord("matmul", 2 * 4096**3, 6 * 4096**2, "bf16", (1, 4096, 4096, 4096))
+
+
+@pytest.mark.parametrize("name", sorted(profiles()))
+def test_each_profile_has_dense_figures_and_names_its_source(name):
+    device = profile(name)
+    assert not device.warnings
+    assert "datasheet" in device.source
+
+
+def test_a_peak_with_sparsity_is_warned_of(tmp_path):
+    path = tmp_path / "card.toml"
+    path.write_text('profile = "a100-80gb"\n[peak_TFLOP_per_s]\nfp32 = 19.5\nbf16 = 1979\n')
+    warnings = Cluster.parse(f"{path}:1x8").device.warnings
+    assert len(warnings) == 2
+    assert all("sparsity" in each for each in warnings)
+
+
+def test_figures_far_over_those_of_the_profile_are_warned_of(tmp_path):
+    path = tmp_path / "card.toml"
+    path.write_text('profile = "a100-80gb"\nin_node_GB_per_s = 600\n[peak_TFLOP_per_s]\nfp32 = 19.5\nbf16 = 624\n')
+    found = Cluster.parse(f"{path}:1x8").device.warnings
+    assert ["in_node_GB_per_s" in each or "bf16" in each for each in found] == [True, True]
+
+
+@pytest.mark.parametrize("text", ["memory_GBs = 94", '[constants]\nsource = "hearsay"', "[constants]\nlaunch_s = true"])
+def test_a_file_with_keys_or_values_that_mean_nothing_is_refused(tmp_path, text):
+    path = tmp_path / "card.toml"
+    path.write_text(f'profile = "a100-80gb"\n{text}\n')
+    with pytest.raises(PlanError):
+        Cluster.parse(f"{path}:1x8")
+
+
+def test_a_file_gives_nodes_figures_and_constants(tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(
+        'profile = "h100-80gb"\nnodes = "2x4"\nmemory_GB = 94\n[constants]\nsource = "measured"\nlaunch_s = 4e-6\n'
+    )
+    cluster = Cluster.parse(str(path))
+    assert (cluster.num_ranks, cluster.device.memory_bytes, cluster.constants.launch_s) == (8, 94e9, 4e-6)
+    assert {row["name"]: row["source"] for row in cluster.constants.rows()}["launch_s"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a100:1x8", "write a100-"),
+        ("a100-80gb:0x8", "no such nodes"),
+        ("a100-80gb", "how many nodes"),
+        ("missing.toml:1x8", "cannot read"),
+    ],
+)
+def test_clusters_of_nonsense_are_refused_with_a_fix(text, error):
+    with pytest.raises((PlanError, LayoutError), match=re.escape(error)):
+        Cluster.parse(text)
+
+
+def test_constants_outside_of_their_bounds_and_unknown_ones_are_refused():
+    with pytest.raises(PlanError, match="out of bounds"):
+        Constants(matmul_efficiency=1.17)
+    with pytest.raises(PlanError, match="write launch_s"):
+        Constants().with_values("measured", lanch_s=1.0)
+
+
+def test_faster_figures_never_make_anything_slower():
+    cluster = Cluster.parse("a100-80gb:4x8")
+    for field in ("memory_bytes_per_s", "in_node_bytes_per_s", "between_nodes_bytes_per_s"):
+        faster = replace(cluster.device, **{field: 2 * getattr(cluster.device, field)})
+        for part in ("matmul", "attention", "memory"):
+            record = BIG._replace(part=part)
+            assert operator_s(record, faster, Constants()) <= operator_s(record, cluster.device, Constants())
+        for ranks in ((0, 1), (0, 8), tuple(range(32))):
+            for kind in ("all_reduce", "all_gather", "send"):
+                sent = replace(cluster, device=faster).message_s(kind, 1e8, ranks)
+                assert sent <= cluster.message_s(kind, 1e8, ranks)
+
+
+def test_a_last_wave_of_few_tiles_costs_as_much_as_a_full_one():
+    device = profile("a100-80gb")  # 108 multiprocessors: 109 tiles take two waves
+    one, two = (
+        operator_s(
+            OperatorRecord("matmul", 2 * 128 * n * 128 * 4096, 0, "bf16", (1, 128, n * 128, 4096)), device, Constants()
+        )
+        for n in (108, 109)
+    )
+    assert two == pytest.approx(2 * one)
+
+
+def test_rings_between_nodes_share_the_links_of_a_node():
+    cluster = Cluster.parse("a100-80gb:2x8")
+    alone = cluster.message_s("all_gather", 1e9, (0, 8))
+    together = cluster.message_s("all_gather", 1e9, tuple(range(16)))
+    assert together < alone, "eight links carry one ring of sixteen, each of eight rings of two has one"

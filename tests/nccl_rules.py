@@ -1,0 +1,300 @@
+"""NCCL's rules without a card, for ranks that are threads: which call runs when, and who waits for whom.
+
+A *communicator* is a set of members with one queue for each. A call enters the queue of its rank, and runs when it is
+at the head there and its partners are at the heads of theirs. The rules are NCCL's:
+
+- The first call of a communicator holds the host until all its members have come. One group of ranks has one
+  communicator; a single send or receive has one for its *pair* of ranks, with both directions in one queue; several of
+  them as one group (``batch_isend_irecv``) belong to the communicator of all ranks.
+- Members make the same calls in the same order: kind, size, dtype, root.
+- Tensors are contiguous, on the ranks' device, of a type that NCCL has.
+- Bytes under way must not change: they are compared when the call runs. What is received is NaN until ``wait``.
+
+Where every rank waits and nothing can run, each is told with its place. Variants: sends of few bytes complete before
+their receiver comes, as NCCL's own buffers let some; communicators are there from the beginning.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = {
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+}  # fmt: skip
+
+
+class NcclRuleError(RuntimeError):
+    """A rule that was broken, or ranks that wait for each other."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which liberties NCCL takes: how many bytes a send may hold to complete alone, and which communicators exist."""
+
+    eager_bytes: int = 0
+    made_beforehand: bool = False
+
+
+class Part(NamedTuple):
+    """One message of a p2p call, as it enters the queue."""
+
+    sends: bool
+    peer: int
+    tensor: Tensor
+    bytes_then: Tensor | None
+
+
+@dataclass(eq=False)
+class Call:
+    """A call in a queue, and torch's handle on it (``Work``)."""
+
+    nccl: Nccl
+    rank: int
+    what: str
+    key: object
+    signature: tuple[Any, ...] = ()
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    run: Callable[[list[Call]], None] | None = None
+    members: list[int] = field(default_factory=list)  # those whose tensors the outputs of a gather become
+    bytes_then: list[Tensor] = field(default_factory=list)
+    results: dict[int, Tensor] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    is_done: bool = False
+    was_waited: bool = False
+
+    def is_completed(self) -> bool:
+        """Whether the call has run."""
+        return self.is_done
+
+    def wait(self) -> bool:
+        """Holds this rank until the call has run, and gives its results."""
+        self.nccl.hold(self.rank, f"waits for {self.what}", lambda: self.is_done)
+        if not self.was_waited:
+            self.was_waited = True
+            for place, tensor in enumerate(self.outputs):
+                tensor.copy_(self.results[place])
+        return True
+
+
+@dataclass(eq=False)
+class Communicator:
+    """The queues of some ranks, and what sends that completed alone have left for their receivers."""
+
+    members: tuple[int, ...]
+    came: set[int] = field(default_factory=set)
+    queues: dict[int, deque[Call]] = field(default_factory=dict)
+    early: dict[tuple[int, int], deque[Tensor]] = field(default_factory=dict)
+
+
+class Group(NamedTuple):
+    """A process group: its ranks in ascending order and its name."""
+
+    ranks: tuple[int, ...]
+    name: str
+
+
+class Nccl:
+    """All communicators of one run of ranks that are threads."""
+
+    def __init__(self, num_ranks: int, variant: Variant, device: str = "cpu") -> None:
+        self.variant, self.device, self.num_ranks = variant, device, num_ranks
+        self._changed = threading.Condition()
+        self._communicators: dict[object, Communicator] = {}
+        self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._live = set(range(num_ranks))
+        self._calls: list[Call] = []
+        self.failure: BaseException | None = None
+
+    # ---- ranks
+
+    def hold(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
+        """Holds a rank until it can go on; raises where no rank can."""
+        with self._changed:
+            self._waiting[rank] = what, ready
+            try:
+                while not ready():
+                    self._check()
+                    self._find_circle()
+                    self._changed.wait(1.0)
+            finally:
+                del self._waiting[rank]
+
+    def leave(self, rank: int) -> None:
+        """Notes that a rank has ended."""
+        with self._changed:
+            self._live.discard(rank)
+            self._find_circle(raises=False)
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends every rank that waits."""
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def check_all_done(self) -> None:
+        """Raises where something is still in flight, or a result was never waited for."""
+        for key, communicator in self._communicators.items():
+            queued = [call.what for queue in communicator.queues.values() for call in queue]
+            kept = [pair for pair, queue in communicator.early.items() if queue]
+            if queued or kept:
+                raise NcclRuleError(f"still in flight over {key}: {queued} {kept}")
+        never = [call for call in self._calls if call.outputs and not call.was_waited]
+        if never:
+            raise NcclRuleError(f"nothing waited for {[f'rank {call.rank}: {call.what}' for call in never[:5]]}")
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise NcclRuleError(f"another rank failed: {self.failure}")
+
+    def _find_circle(self, raises: bool = True) -> None:
+        if not self._live or len(self._waiting) < len(self._live) or self.failure is not None:
+            return
+        if any(ready() for _, ready in self._waiting.values()):
+            return
+        lines = ["every rank waits and none can go on"]
+        for rank, (what, _) in sorted(self._waiting.items()):
+            lines.append(f"  rank {rank} {what}")
+            for key, communicator in self._communicators.items():
+                queue = communicator.queues.get(rank)
+                if queue:
+                    lines.append(f"    {key}: {', then '.join(call.what for call in list(queue)[:4])}")
+        self.failure = NcclRuleError("\n".join(lines))
+        self._changed.notify_all()
+        if raises:
+            raise self.failure
+
+    # ---- calls
+
+    def enter(self, key: object, members: tuple[int, ...], call: Call) -> Call:
+        """Puts a call into its rank's queue, and runs what can run now."""
+        for tensor in (*call.inputs, *call.outputs, *(part.tensor for part in call.parts)):
+            self._check_tensor(tensor, call)
+        with self._changed:
+            self._check()
+            communicator = self._communicators.setdefault(key, Communicator(members))
+            if call.rank not in communicator.came:
+                communicator.came.add(call.rank)
+                if not self.variant.made_beforehand:
+                    self._changed.notify_all()
+                    self.hold(call.rank, f"makes {key}, first for {call.what}",
+                              lambda: communicator.came >= set(members))  # fmt: skip
+            call.bytes_then = [tensor.clone() for tensor in call.inputs]
+            call.left = set(range(len(call.parts)))
+            for tensor in call.outputs:
+                call.results[len(call.results)] = tensor.clone()
+                _spoil(tensor)
+            communicator.queues.setdefault(call.rank, deque()).append(call)
+            self._calls.append(call)
+            while self._step(key, communicator):
+                pass
+            self._changed.notify_all()
+        return call
+
+    def _check_tensor(self, tensor: Tensor, call: Call) -> None:
+        if tensor.device.type != self.device or not tensor.is_contiguous() or tensor.dtype not in TYPES:
+            raise NcclRuleError(
+                f"rank {call.rank}: {call.what} was given a tensor that NCCL does not take: {tensor.device}, "
+                f"{tensor.dtype}, strides {tensor.stride()} of {tuple(tensor.shape)}"
+            )
+
+    def _step(self, key: object, communicator: Communicator) -> bool:
+        """Runs one thing that can run; returns whether there was one."""
+        heads = {rank: queue[0] for rank, queue in communicator.queues.items() if queue}
+        together = [heads[rank] for rank in communicator.members if rank in heads and heads[rank].run is not None]
+        for first, other in pairwise(together):
+            if first.signature != other.signature:
+                self.failure = NcclRuleError(
+                    f"members of {key} make different calls: rank {first.rank} {first.what} {first.signature}, "
+                    f"rank {other.rank} {other.what} {other.signature}"
+                )
+                raise self.failure
+        if len(together) == len(communicator.members):
+            for call in together:
+                self._compare(call, call.inputs, call.bytes_then)
+            assert together[0].run is not None
+            together[0].run(together)
+            for call in together:
+                self._finish(communicator, call)
+            return True
+        return any(self._step_messages(communicator, heads, call) for call in heads.values() if call.run is None)
+
+    def _step_messages(self, communicator: Communicator, heads: dict[int, Call], call: Call) -> bool:
+        """Moves one message of a p2p call at the head of its queue."""
+        for place in sorted(call.left):
+            part = call.parts[place]
+            if not part.sends:
+                continue
+            other = heads.get(part.peer)
+            match = _awaiting(other, call.rank)
+            if match is not None and communicator.early.get((call.rank, part.peer)):
+                continue  # what this rank sent before comes first
+            small = len(call.parts) == 1 and part.tensor.nbytes <= self.variant.eager_bytes
+            if match is None and not small:
+                continue
+            assert part.bytes_then is not None
+            self._compare(call, [part.tensor], [part.bytes_then])
+            if match is None:
+                communicator.early.setdefault((call.rank, part.peer), deque()).append(part.bytes_then)
+            else:
+                assert other is not None
+                self._deliver(communicator, other, match, part.bytes_then)
+            call.left.discard(place)
+            if not call.left:
+                self._finish(communicator, call)
+            return True
+        for place in sorted(call.left):
+            part = call.parts[place]
+            early = communicator.early.get((part.peer, call.rank))
+            if not part.sends and early:
+                self._deliver(communicator, call, place, early.popleft())
+                return True
+        return False
+
+    def _deliver(self, communicator: Communicator, call: Call, place: int, values: Tensor) -> None:
+        into = call.parts[place].tensor
+        if (values.numel(), values.dtype) != (into.numel(), into.dtype):
+            self.failure = NcclRuleError(
+                f"rank {call.rank}: {call.what} expects {into.numel()} of {into.dtype} from rank "
+                f"{call.parts[place].peer}, which sends {values.numel()} of {values.dtype}"
+            )
+            raise self.failure
+        index = next(i for i, tensor in enumerate(call.outputs) if tensor is into)
+        call.results[index] = values.view(into.shape)
+        call.left.discard(place)
+        if not call.left:
+            self._finish(communicator, call)
+
+    def _compare(self, call: Call, tensors: list[Tensor], then: list[Tensor]) -> None:
+        for tensor, before in zip(tensors, then, strict=True):
+            if not torch.equal(tensor.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)):
+                self.failure = NcclRuleError(f"rank {call.rank}: bytes of {call.what} changed while it was under way")
+                raise self.failure
+
+    def _finish(self, communicator: Communicator, call: Call) -> None:
+        communicator.queues[call.rank].popleft()
+        call.is_done = True
+        call.inputs, call.parts, call.bytes_then = [], [], []
+
+
+def _awaiting(call: Call | None, source: int) -> int | None:
+    """The first message of a p2p call that a rank sends to it; None if there is none."""
+    if call is None or call.run is not None:
+        return None
+    return next((i for i in sorted(call.left) if not call.parts[i].sends and call.parts[i].peer == source), None)
+
+
+def _spoil(tensor: Tensor) -> None:
+    """Overwrites what is not there yet."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 93)

@@ -1,0 +1,91 @@
+"""Why a layout is not the best: parts that add up, a sentence about memory or time, and errors as they are."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwright.cli.main import app
+from shardwright.planner.plans import plan_layouts
+
+TINY = ["--set", "num_layers=3", "--set", "width=32", "--set", "num_heads=4", "--set", "max_tokens=16", "--seq", "16"]
+PLAN = ["plan", *TINY, "--batch", "16", "--cluster", "a100-80gb:1x2"]
+
+
+@cache
+def priced(line, memory_limit=0.92):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    batch = torch.ones(16, 64), torch.zeros(16, dtype=torch.int64)
+    return plan_layouts(model, "a100-80gb:1x2", batch, layout=line, memory_limit=memory_limit)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "pp2/1f1b mb4", "dp2 recompute:full"])
+def test_what_a_layout_loses_part_by_part_adds_up_to_the_difference_of_the_steps(line):
+    best, other = priced("dp2 bf16"), priced(f"{line} bf16").best
+    compared = best.compare(other)
+    assert sum(each.more_s for each in compared.differences()) == pytest.approx(
+        other.step_s - best.best.step_s, rel=1e-9
+    )
+    assert {each.part for each in compared.differences()} >= {"matmul", "optimizer", "other"}
+    said = compared.to_dict()
+    assert sum(row["this_s"] for row in said["parts"]) == pytest.approx(said["step_s"], rel=1e-9)
+    assert json.loads(json.dumps(said)) == said
+
+
+def test_the_sentence_names_how_much_slower_a_layout_is_and_where_it_loses_most():
+    best, other = priced("dp2 bf16"), priced("pp2/1f1b mb4 bf16").best
+    most = max(best.compare(other).differences(), key=lambda each: each.more_s)
+    assert best.compare(other).why() == (
+        f"pp2/1f1b mb4 bf16 is {other.step_s / best.best.step_s - 1:.1%} slower than dp2 bf16, "
+        f"most of it {most.part} ({most.more_s:+.3g} s)"
+    )
+    assert priced("pp2/1f1b mb4 bf16").compare(best.best).why().startswith("dp2 bf16 is ")
+    assert "faster than pp2/1f1b mb4 bf16" in priced("pp2/1f1b mb4 bf16").compare(best.best).why()
+    assert best.compare(best.best).why() == "dp2 bf16 is the best layout found"
+
+
+def test_the_sentence_about_a_layout_that_does_not_fit_names_its_memory_and_most_of_it():
+    said = priced("dp2 bf16", memory_limit=1e-6).compare(priced("dp2").best).why()
+    assert said.startswith("dp2 does not fit: ")
+    assert "on the fullest device, of 78.1 KiB that it may take; most of it " in said
+
+
+def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_and_a_page(tmp_path):
+    files = ["--png", str(tmp_path / "new" / "p.png"), "--html", str(tmp_path / "p.html")]
+    words = [*PLAN, "--layout", "dp2 bf16", "--explain", "tp2 bf16", "--explain", "dp3", *files]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert "tp2 bf16 is " in found.stdout
+    assert "dp3 cannot be: the cluster has another number of ranks" in found.stdout
+    assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "Why not tp2 bf16?" in (tmp_path / "p.html").read_text()
+    said = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["explained"]
+    assert [row["layout"] for row in said] == ["tp2 bf16", "dp3"]
+    assert not said[1]["fits"]
+    assert "another number of ranks" in said[1]["why"]
+
+
+def test_pictures_of_several_numbers_of_ranks_are_refused(tmp_path):
+    found = CliRunner().invoke(app, [*PLAN, "--ranks", "1,2", "--png", str(tmp_path / "p.png")])
+    assert found.exit_code == 2
+    assert "leave out --ranks" in found.stderr
+
+
+def test_a_layout_that_fits_is_not_called_slower_than_a_nearest_one_that_does_not():
+    best, other = priced("dp2", memory_limit=0.0033), priced("dp2/zero3 bf16").best
+    best = best if best.best.memory_bytes > other.memory_bytes else priced("dp2")
+    limit = (best.best.memory_bytes + other.memory_bytes) / 2
+    found = best.compare(other)._replace(limit_bytes=limit)
+    assert found.why() == "dp2/zero3 bf16 fits, and dp2, the nearest to fit of those that were priced, does not"
+
+
+def test_a_file_that_cannot_be_written_loses_no_prices(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = CliRunner().invoke(app, [*PLAN, "--layout", "dp2 bf16", "--html", str(tmp_path / "file" / "p.html")])
+    assert found.exit_code == 2
+    assert "dp2 bf16: " in found.stdout

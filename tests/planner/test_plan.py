@@ -1,0 +1,170 @@
+"""Prices of layouts: equal to the ledger's memory, to the traffic that is stated, and to full rehearsals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwright.cli.main import app
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.ledger import predict_memory
+from shardwright.models import MODELS
+from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
+from shardwright.planner import records as recording
+from shardwright.planner.plans import plan_layouts
+from shardwright.planner.price import Pricing
+from shardwright.planner.records import record_layout
+from shardwright.rng import without_values
+
+CLUSTER = {1: "a100-80gb:1x1", 2: "a100-80gb:1x2", 4: "a100-80gb:1x4", 8: "a100-80gb:2x4"}
+
+
+@cache
+def recorded(line, num_layers, *, whole=False):
+    layout = Layout.parse(line)
+    job, batch = gpt(layout, num_layers=num_layers)
+    return layout, job, batch, record_layout(job, layout, batch, "cuda", whole=whole)
+
+
+def priced(line, num_layers, **given):
+    layout, _, _, records = recorded(line, num_layers, **given)
+    return Pricing(plan_cluster(layout)).price(layout, records)
+
+
+def gpt(layout, samples=2, **settings):
+    entry = MODELS["gpt"]
+    with without_values():
+        model = entry.factory(entry.config(width=32, max_tokens=16, vocabulary=40, **settings))
+    rows = num_shares(layout) * samples
+    tokens, targets = (torch.empty(rows, 16, dtype=torch.long, device="meta") for _ in range(2))
+    return job_for(model, entry.loss(), layout, tokens), (tokens, targets)
+
+
+def stage_coord(plan, stage):
+    return {axis: stage if axis == "pp" else 0 for axis in plan.mesh.axes}
+
+
+def ledger_bytes(job, layout, batch, stage):
+    rank = layout.mesh.rank(stage_coord(make_plan(job, layout)[0], stage))
+    return predict_memory(job, layout, rank, batch, device="cuda").peak_bytes
+
+
+LINES = ["dp2 bf16", "dp2 bf16 recompute:full", "pp2/1f1b mb5 dp2 bf16"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger(line):
+    layout, job, batch, records = recorded(line, 6)
+    price = Pricing(plan_cluster(layout)).price(layout, records)
+    assert not records.note, "extended from few blocks"
+    plan, strategies = make_plan(job, layout)
+    stated = StepTraffic(job, plan, strategies, batch[0])
+    for stage in range(records.schedule.num_stages):
+        by_axis: dict[str, int] = {}
+        for traffic in stated.at(stage_coord(plan, stage)).values():
+            for each in traffic:
+                by_axis[each.axis] = by_axis.get(each.axis, 0) + each.num_bytes * each.times
+        assert dict(Pricing(plan_cluster(layout))._traffic(records, stage)) == by_axis
+        memory = sum(price.memory[stage].by_kind.values())
+        assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
+
+
+def plan_cluster(layout):
+    from shardwright.cost.cluster import Cluster
+
+    return Cluster.parse(CLUSTER[layout.num_ranks])
+
+
+def test_a_price_from_few_blocks_equals_the_price_by_full_rehearsal():
+    a, b = (priced("pp2/1f1b mb5 dp2 bf16", 6, whole=whole) for whole in (False, True))
+    assert a.step_s == pytest.approx(b.step_s, rel=1e-9)
+    assert a.waterfall == pytest.approx(b.waterfall, rel=1e-9, abs=1e-12)
+    assert a.traffic_by_axis == b.traffic_by_axis
+
+
+def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
+    counted = []
+    rehearse = recording.rehearse
+
+    def counting(*given):
+        counted.append(given)
+        return rehearse(*given)
+
+    monkeypatch.setattr(recording, "rehearse", counting)
+    for line, layers in (("single", 3), ("dp8", 24)):
+        layout = Layout.parse(line)
+        job, batch = gpt(layout, num_layers=layers)
+        before = len(counted)
+        assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == 2
+
+
+def test_a_model_of_unlike_blocks_is_rehearsed_whole_and_says_so():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 24), nn.Linear(24, 4))
+    batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
+    plans = plan_layouts(model, CLUSTER[2], batch, layout="pp2 mb2")
+    assert "rehearsed whole: no two blocks of the model are alike" in plans.text()
+    assert len(plans.best.memory) == 2
+
+
+def test_recomputed_blocks_take_a_forward_more():
+    once, twice = (priced(f"dp2 bf16{words}", 6).waterfall for words in ("", " recompute:full"))
+    assert 1.15 < (twice["matmul"] + twice["attention"]) / (once["matmul"] + once["attention"]) < 1.45
+
+
+def test_fused_attention_counts_its_flops():
+    assert priced("dp2 bf16", 6).waterfall["attention"] > 0
+
+
+def test_faster_links_never_make_a_step_slower():
+    layout, _, _, records = recorded("pp2/1f1b mb5 dp2 bf16", 6)
+    cluster = plan_cluster(layout)
+    faster = replace(cluster, device=replace(cluster.device, in_node_bytes_per_s=1e12))
+    assert Pricing(faster).price(layout, records).step_s < Pricing(cluster).price(layout, records).step_s
+
+
+def test_the_waterfall_of_the_command_adds_up_to_the_step_exactly():
+    line = "plan --model mlp --layout dp2 --cluster h100-80gb:1x2 --batch 8 --json"
+    found = CliRunner().invoke(app, line.split())
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads(found.stdout)["layouts"]
+    assert sum(row["waterfall"].values()) == row["step_s"]
+    assert len(row["memory_by_stage"]) == 1
+    assert row["traffic_by_axis"]["dp"] > 0
+
+
+def test_a_cluster_of_other_ranks_and_a_batch_smaller_than_its_parts_are_refused():
+    model, batch = nn.Linear(4, 4), (torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(LayoutError, match="another number of ranks"):
+        plan_layouts(model, CLUSTER[4], batch, layout="dp2")
+    with pytest.raises(LayoutError, match="write --batch 4"):
+        plan_layouts(model, CLUSTER[4], batch, layout="dp4")
+
+
+def test_a_layout_that_does_not_fit_ends_with_exit_code_2():
+    line = "plan --model mlp --layout dp2 --cluster a100-80gb:1x2 --memory-limit 0.0001"
+    assert CliRunner().invoke(app, line.split()).exit_code == 2
+
+
+def test_blocks_in_one_sharded_param_group_are_rehearsed_whole_and_equal_the_ledger():
+    layout, job, batch, records = recorded("dp2/zero1 fp16 mb3", 4)
+    assert "several blocks are one param group" in records.note
+    memory = Pricing(plan_cluster(layout)).price(layout, records).memory[0]
+    assert sum(memory.by_kind.values()) == pytest.approx(ledger_bytes(job, layout, batch, 0), rel=1e-3)
+
+
+def test_messages_between_stages_take_the_link_that_their_ranks_have():
+    blocks = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    batch = torch.ones(64, 512), torch.zeros(64, dtype=torch.long)
+    line = "pp4/1f1b mb8 tp2"
+    inside, between = (plan_layouts(blocks, f"a100-80gb:{nodes}", batch, layout=line).best for nodes in ("1x8", "4x2"))
+    assert between.step_s > inside.step_s
+    two = plan_layouts(blocks, "a100-80gb:2x4", batch, layout=line).best  # half of the stages' messages stay inside
+    assert inside.step_s < two.step_s < between.step_s

@@ -1,0 +1,155 @@
+"""The search of layouts: what it tries comes from the registry, and what it says of the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from contract.test_a_toy_axis import XP, Samples
+from shardwright.cli.main import app
+from shardwright.cost.cluster import Cluster
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout, Option
+from shardwright.models.losses import CrossEntropy
+from shardwright.planner.estimate import Estimator, schedule_cost
+from shardwright.planner.plans import plan_layouts
+from shardwright.planner.price import Pricing
+from shardwright.planner.search import Wanted, divisions, options_beside, search
+from shardwright.planner.short import ShortModel
+from shardwright.strategies import registered
+
+BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+
+
+def model():
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def test_a_search_prices_the_best_estimates_and_says_what_it_left_out():
+    plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, most_priced=3)
+    assert len(plans.layouts) == 3
+    assert [each.step_s for each in plans.layouts] == sorted(each.step_s for each in plans.layouts)
+    found = plans.to_dict()
+    assert found["searched"] > found["priced"] == found["fit"] == 3
+    assert found["searched"] == found["priced"] + sum(each["count"] for each in found["rejected"])
+    assert sum(each["count"] for each in found["rejected"]) > 0
+    assert found["runner_up"] == found["layouts"][1]["layout"]
+    assert "runner-up" in plans.text()
+
+
+def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():
+    with registered(Samples(), XP):
+        plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, most_priced=2, fix="xp2")
+        assert all(each.layout.factor("xp") is not None for each in plans.layouts)
+        assert plans.best.traffic_by_axis["xp"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "fix", "without", "allowed"),
+    [
+        ("dp8/zero1 tp2", "tp2 dp/zero1", (), True),
+        ("dp8 tp2", "dp/zero1", (), False),
+        ("dp8 tp2", "tp4", (), False),
+        ("pp2/zb-v mb4", "", ("zb-v",), False),
+        ("pp2 mb4", "", ("pp",), False),
+        ("dp2/zero3/offload:disk", "", ("offload",), False),
+    ],
+)
+def test_what_is_fixed_must_hold_and_what_is_left_out_must_not(line, fix, without, allowed):
+    assert Wanted(fix, without).allows(Layout.parse(line)) is allowed
+
+
+def test_a_search_ends_however_many_layouts_are_refused():
+    tried = []
+
+    def record(layout, samples):
+        tried.append(layout)
+        raise LayoutError("not this one")
+
+    cluster = Cluster.parse("a100-80gb:8x8")
+    found = search(cluster, 64, record, Wanted(limit_bytes=8e10, most=4))
+    assert found.priced == 0
+    assert len(tried) <= 3 * 4 + 4  # one more for each way to cut operators
+
+
+def test_stages_of_less_than_a_block_are_left_out():
+    plans = plan_layouts(model(), "a100-80gb:1x8", BATCH, most_priced=1)
+    assert "more stages than alike blocks" in [each["reason"] for each in plans.rejected()]
+
+
+def test_every_division_of_the_ranks_is_tried_once():
+    found = list(divisions(8, {"pp": "stages", "dp": "copies", "tp": "operators"}))
+    assert len(found) == len({tuple(each.values()) for each in found}) == 10
+
+
+def test_options_come_from_what_strategies_declare():
+    beside = {str(each) for each in options_beside(Layout.parse("pp2 mb4 dp2"))}
+    assert {"pp2/interleaved:v2 mb4 dp2", "pp2 mb4 dp2/zero1", "pp2 mb4 dp2 recompute:full"} <= beside
+
+
+def test_nothing_that_fits_ends_with_exit_code_2_and_the_nearest():
+    line = "plan --model mlp --cluster a100-80gb:1x2 --memory-limit 0.0001 --most-priced 2 --fix dp2 --json"
+    found = CliRunner().invoke(app, line.split())
+    assert found.exit_code == 2
+    said = json.loads(found.stdout)
+    assert said["fit"] == 0
+    assert "memory: more than the limit" in [each["reason"] for each in said["rejected"]]
+    assert not said["layouts"][0]["fits"]
+
+
+def test_a_fix_that_no_layout_has_is_refused():
+    with pytest.raises(LayoutError, match="no layout can be on a100-80gb:1x2"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
+
+
+def test_each_number_of_ranks_gets_its_best_layout():
+    line = "plan --model mlp --cluster a100-80gb:1x8 --ranks 1,2 --most-priced 1 --json"
+    found = CliRunner().invoke(app, line.split())
+    assert found.exit_code == 0, found.output
+    assert [each["cluster"] for each in json.loads(found.stdout)["by_ranks"]] == ["a100-80gb:1x1", "a100-80gb:1x2"]
+
+
+def test_operators_are_not_cut_over_several_nodes():
+    plans = plan_layouts(model(), "a100-80gb:2x1", BATCH, most_priced=1)
+    assert "operators cut over more than 1 node" in [each["reason"] for each in plans.to_dict()["rejected"]]
+    assert all(each.layout.factor("tp") is None for each in plans.layouts)
+
+
+def test_layouts_left_out_before_are_no_reason_to_price_none():
+    batch = torch.ones(64, 16), torch.zeros(64, dtype=torch.long)
+    plans = plan_layouts(model(), "a100-80gb:64x1", batch, most_priced=1)
+    assert sum(each["count"] for each in plans.to_dict()["rejected"]) > 30
+    assert len(plans.layouts) == 1
+
+
+def test_the_best_of_a_search_is_the_best_of_all_prices_where_candidates_are_few():
+    cluster, batch = "a100-80gb:1x2", (torch.ones(4, 16), torch.zeros(4, dtype=torch.long))
+    found = plan_layouts(model(), cluster, batch, without=["pp", "tp"], most_priced=4)
+    lines = [f"mb{number} dp2{option} bf16" for number in (1, 2) for option in ("", "/zero1", "/zero2", "/zero3")]
+    every = [plan_layouts(model(), cluster, batch, layout=line).best for line in lines]
+    assert found.best.step_s <= min(each.step_s for each in every)
+
+
+def test_what_options_save_and_what_schedules_cost_comes_from_plans():
+    interleaved, plain = (schedule_cost("pp", (Option(*words),)) for words in (("interleaved", "v2"), ("1f1b",)))
+    assert interleaved is not None
+    assert plain is not None
+    assert interleaved.idle == pytest.approx(plain.idle / 2)
+    assert (interleaved.chunks, plain.chunks) == (2, 1)
+    short = ShortModel(model(), CrossEntropy(), BATCH, "cuda", {})
+    cluster = Cluster.parse("a100-80gb:1x2")
+    estimator = Estimator(Pricing(cluster), 8, "bf16", lambda *_: None, short.plan)
+    saving = {option.name for option in estimator.saving_options("dp")}
+    assert {"zero1", "zero2", "zero3"} <= saving
+    assert not saving & {"ahead", "bucket", "fp32-sums"}
+
+
+def test_a_schedule_that_rehearsals_with_few_microbatches_do_not_show_is_rehearsed_with_more():
+    batch = torch.ones(96, 16), torch.zeros(96, dtype=torch.long)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(9)))
+    plans = plan_layouts(blocks, "a100-80gb:1x4", batch, layout="pp4/dualpipe-v mb8")
+    assert plans.best.step_s > 0

@@ -1,0 +1,124 @@
+"""The contract's layouts on the pretend accelerator: loss, gradients, parameters and buffers equal to the CPU's.
+
+Every option of every strategy, on as many ranks as all its axes need; of 2.5D and 3D, which need eight, on four but for
+the plainest. Every pair of strategies and every model of the contract, on the fewest ranks. Models of operators and of
+events, and models that draw, under a few lines each.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contract import test_draws as draws
+from contract.cases import (
+    CASES,
+    CONVNET,
+    DEEP,
+    GPT2,
+    GPT2_APART,
+    OPTION_CASES,
+    STRATEGIES,
+    further_sizes,
+    lays_out,
+    line_of,
+    one_device_once,
+    pairs,
+    spelling,
+    spellings,
+    whole_size,
+)
+from contract.test_on_parts import CASES as OF_OPERATORS
+from contract.test_pipeline_of_events import CASES as OF_EVENTS
+from shardwright.comm.launch import run_threads
+from shardwright.layout import Layout
+from shardwright.models import CrossEntropy
+from shardwright.verify import verify
+
+
+def check(accelerator, line, case):
+    def on_the_device(work, *args):
+        return run_threads(work, Layout.parse(line).num_ranks, *args, device=accelerator.device)
+
+    with one_device_once(case):
+        verdict = verify(case.model, line, case.batches, loss=case.loss, launcher=on_the_device)
+    assert verdict.equal, str(verdict)
+
+
+def every_factor():
+    for strategy in STRATEGIES.values():
+        size = whole_size(strategy)
+        written = spellings(strategy, min(size, 4)) + further_sizes(strategy, 4)
+        yield from ([spelling(strategy, size)] if size > 4 else []) + written
+
+
+@pytest.mark.parametrize("factor", list(every_factor()))
+def test_every_option_equals_the_cpu(accelerator, factor):
+    cases = (GPT2, CONVNET, DEEP, GPT2_APART)  # the last two in three microbatches
+    fitting = (case for case in cases if (case.has_sequences or "/seq" not in factor))
+    case = next((case for case in fitting if lays_out(line_of(case, factor), case)), None)
+    if case is None:
+        pytest.skip("beside other options alone")
+    check(accelerator, line_of(case, factor), case)
+
+
+@pytest.mark.parametrize(("one", "other"), pairs(), ids=lambda strategy: strategy.name)
+def test_every_pair_equals_the_cpu(accelerator, one, other):
+    factors = spelling(one, 2), spelling(other, 2)
+    case = next(case for case in OPTION_CASES if lays_out(line_of(case, *factors), case))
+    check(accelerator, line_of(case, *factors), case)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b", "dp2/zero3"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_model_equals_the_cpu(accelerator, case, line):
+    line = line_of(case, line)
+    if not lays_out(line, case):
+        pytest.skip("refused by name")
+    check(accelerator, line, case)
+
+
+WORDS = (
+    "single", "dp2 bf16", "dp2 fp16", "dp2/zero3 bf16", "pp2/1f1b mb4 dp2/zero1 tp2", "dp2 mb3 recompute:full",
+    "dp2 recompute:selective", "dp2 recompute:offload", "dp2 recompute:offload:disk", "dp2/zero1/offload",
+    "dp2/zero3/offload", "dp2/zero3 recompute:offload mb2", "dp2/zero2/offload tp2 mb2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_precisions_recomputing_and_offload_equal_the_cpu(accelerator, line):
+    check(accelerator, line, GPT2)
+
+
+LINES = ("dp2/zero3", "tp2", "tp2x2/2d", "pp2/1f1b mb2", "pp2 tp2 recompute:full")
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("case", [OF_OPERATORS["GroupedBlock"], OF_EVENTS["Paired"]], ids=str)
+def test_models_that_no_pattern_knows_equal_the_cpu(accelerator, case, line):
+    check(accelerator, line, case)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("name", ["fused", "by heads"])
+def test_models_that_draw_equal_the_cpu(accelerator, name, line):
+    def on_the_device(work, *args):
+        return run_threads(work, 2, *args, device=accelerator.device)
+
+    verdict = verify(draws.MODELS[name](), line, draws.TOKEN_BATCHES, loss=CrossEntropy(), launcher=on_the_device)
+    assert verdict.equal, str(verdict)
+
+
+def test_buffers_of_batch_norms_equal_the_cpus(accelerator):
+    from contract.test_every_strategy import FITTING
+
+    line, make, shape = FITTING["tp2 of a batch norm"]
+    torch.manual_seed(0)
+    batch = torch.randn(shape, dtype=torch.float64), torch.arange(shape[0]) % 2
+
+    def on_the_device(work, *args):
+        return run_threads(work, 2, *args, device=accelerator.device)
+
+    for each in (line, "dp2", "dp2 mb2/own-statistics"):
+        verdict = verify(make(), each, [batch] * 2, launcher=on_the_device)
+        assert verdict.equal, str(verdict)
