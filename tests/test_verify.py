@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,3 +255,9 @@ def test_smoothing_and_ignored_targets_are_compared_as_the_loss_has_them():
     targets[:3] = 7
     loss = CrossEntropy(ignore_index=7, label_smoothing=0.3)
     assert verify(gpt(), "dp3 tp2", [(inputs, targets)], loss=loss).equal
+
+
+def test_a_verdict_is_true_where_the_layout_equals_one_device():
+    verdict = verify(nn.Linear(4, 3), "dp2", [(torch.randn(4, 4), torch.randint(3, (4,)))])
+    assert verdict
+    assert not replace(verdict, equal=False)

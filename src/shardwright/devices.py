@@ -137,7 +137,7 @@ def moment(device: torch.device) -> Moment:
         synchronize(device)
         return perf_counter()
     event = kind(enable_timing=True)
-    event.record()
+    event.record(module_of(device).current_stream(device))  # which need not be of the current device
     return event
 
 

@@ -62,7 +62,7 @@ class CostCounting(TorchDispatchMode):
     """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.work, self.result_bytes = 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

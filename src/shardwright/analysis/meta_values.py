@@ -71,7 +71,7 @@ class MetaValues(TorchDispatchMode):
     """
 
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_selected = 0
         """How many conditions on values that only a real run has were taken as true everywhere (``selects_all``)."""
         self.selects_all = selects_all

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Axis
+from shardwright.tensor_bytes import bytes_of
 
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
@@ -87,7 +88,7 @@ def tensor_digest(tensor: Tensor) -> str:
     True
     """
     digest = hashlib.blake2b(digest_size=6)
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = bytes_of(tensor)
     while True:
         num_whole = len(flat) - len(flat) % (8 * _NUM_COLUMNS)
         digest.update(bytes(flat[num_whole:].tolist()))

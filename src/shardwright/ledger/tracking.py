@@ -122,7 +122,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, blocks: Blocks | None = None, device: torch.device | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._blocks = blocks
         self._device = device  # of an accelerator, or the meta device in its place; None: all storages count
         self.memory = DeviceMemory() if device is not None else None

@@ -305,7 +305,7 @@ def _representative(kind: int, num_stages: int, few: int) -> int:
 
 
 def _stage_of(schedule: Schedule, few: int) -> tuple[int, ...]:
-    """Returns the stage of each chunk on few stages, in the pattern of a schedule on many."""
+    """Returns each chunk's stage if ``schedule`` had only ``few`` stages, in the same directions."""
     found: list[int] = []
     for turn in range(schedule.num_chunks // schedule.num_stages):
         onward = schedule.stage_of[turn * schedule.num_stages] == 0

@@ -93,7 +93,7 @@ class _Follower(TorchDispatchMode):
     """Notes each operator, and each message that begins or is waited for, under the action that is running."""
 
     def __init__(self, by_action: dict[str, ActionRecord]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._by_action = by_action
         self._now = by_action.setdefault("begin", ActionRecord())
         self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}

@@ -68,7 +68,7 @@ class _KeepCostly(TorchDispatchMode):
     """
 
     def __init__(self, kept: list[Any], copies: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kept, self.copies = kept, copies
         self._storages: dict[int, list[int]] = {}
 
@@ -93,7 +93,7 @@ class _ReplayCostly(TorchDispatchMode):
     """Returns the kept results of costly operators, in order, instead of computing them again."""
 
     def __init__(self, kept: Sequence[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._left = iter(kept)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:

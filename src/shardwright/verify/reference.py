@@ -199,7 +199,7 @@ class RoundingRecorder(TorchDispatchMode):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype, self.narrowest = dtype, dtype
 
     def __torch_dispatch__(

@@ -37,7 +37,9 @@ from shardwright.comm.current_world import enter
 from shardwright.comm.failures import LostPartnerError, StopRequested
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
+from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
+from shardwright.formatting import first_line
 
 T = TypeVar("T")
 
@@ -84,7 +86,7 @@ def run_here(
     ranks = rank_devices.exchanged(mine, store, rank, size, forked=folder is not None)
     place, backend = rank_devices.decided(ranks, rank)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    wait = torch_timeout(timeout, backend)
+    wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
     dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     recorder = Recorder()
     call_checker = CallChecker(rank, timeout_s) if debug else None
@@ -108,7 +110,7 @@ def run_here(
         time.sleep(2 * failures.GRACE_S)  # lets a rank that waits in a call report first, with the call
         raise LostPartnerError(
             "another rank did not reach the end of its work",
-            given=f"rank {rank} has reached its own; torch reports: {str(failure).splitlines()[0]}",
+            given=f"rank {rank} has reached its own; torch reports: {first_line(failure)}",
             allowed="ranks that make the same calls, and end together",
             fix="look for a call that only some ranks make: 'if rank == 0: x.sum().item()'",
         ) from failure
@@ -241,7 +243,7 @@ def _connected(rank: int, wait_s: float) -> TCPStore:
         raise LostPartnerError(
             "the rank at which all others meet has not come" if not opens else "rank 0 cannot open the store",
             given=f"rank {rank}, which tried {address} port {port} for up to {wait_s:g} s; torch reports: "
-            f"{str(failure).splitlines()[0]}",
+            f"{first_line(failure)}",
             allowed="MASTER_ADDR, the machine of rank 0, and a MASTER_PORT that is free there and reached from all",
             fix="see whether rank 0 runs on that machine, and whether a firewall stands between",
         ) from failure

@@ -1,46 +1,31 @@
-"""Records how a constructor fills a model's tensors on the meta device, so that each can be filled later on its own.
-
-A constructor may write a parameter several times, and by rules that look at the whole model: ``normal_`` with a smaller
-deviation for the last layer of each block, a copy of another layer, a table made with ``torch.arange``. On the meta
-device all that computes nothing. :class:`WriteRecorder` notes every operator that writes, so that the values of one
-tensor can be had without those of the others::
-
-    constructor    a.normal_(0, 1)    b.normal_(0, 1)    a.mul_(0.5)    b.copy_(a)    b.zero_()
-    values of a    a.normal_(0, 1)                       a.mul_(0.5)
-    values of b                                                                       b.zero_()
-
-Views need no record: a tensor is identified by its storage and by its offset, shape and strides there.
-"""
+"""Notes what a constructor writes to tensors on the meta device, where all that computes nothing."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.errors import NoValuesError
+from shardwright.formatting import first_line
+from shardwright.initial_values.recorded_writes import (
+    RecordedValues,
+    RecordedWrites,
+    RngState,
+    StorageView,
+    WriteCall,
+    view_of,
+)
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
-
-GENERATOR_LOCK = threading.Lock()
-"""Held while random numbers are drawn, because ranks that are threads share torch's default generator."""
+from shardwright.tensor_bytes import bytes_of
 
 _EMPTY = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
 _FILLS = frozenset(["zero_", "fill_", "copy_"])
@@ -48,11 +33,14 @@ _ANSWERS = frozenset(["_local_scalar_dense", "allclose", "equal", "is_nonzero"])
 """Operators that return a number or a truth value, for which the meta device has none."""
 
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"])
-_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Functions that discard their data on the meta device before any operator runs."""
+_FROM_DATA: dict[Any, tuple[int, str]] = {
+    torch.tensor: (0, "data"), torch.as_tensor: (0, "data"), torch.asarray: (0, "obj"), Tensor.new_tensor: (1, "data")
+}  # fmt: skip
+"""Functions that discard their data on the meta device before any operator runs, and which argument the data are.
 
-_NEW_FROM_DATA = (Tensor.new_tensor, Tensor.new)
-"""Methods that discard their data on the meta device, too; ``new`` may have sizes in place of data."""
+``Tensor.new`` is one more, where it is not given sizes.
+"""
+
 
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # what a function mode sees of ``tensor.data = other``
@@ -60,169 +48,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # what a function
 _TO_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """Functions that read values, which torch refuses on the meta device before any operator runs."""
 
-_RECORDED = "_recorded_values"
+RECORDED = "_recorded_values"
+"""The attribute of a tensor or storage that holds the record of how it was filled."""
+
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a function mode sees of ``tensor.is_meta``
-_OF_THREAD = threading.local()
-
-
-class _StorageView(NamedTuple):
-    """A meta tensor as a view of a numbered storage: its dtype, shape, strides and offset there."""
-
-    storage: int
-    num_bytes: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def is_whole(self) -> bool:
-        """Whether the view covers all of its storage."""
-        return prod(self.size) * self.dtype.itemsize == self.num_bytes
-
-    def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns the view as a tensor on the host, over its storage in ``storages``, which is allocated if missing."""
-        if self.storage not in storages:
-            storages[self.storage] = torch.UntypedStorage(self.num_bytes)
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(
-            storages[self.storage], self.offset, self.size, self.stride
-        )
-
-
-@dataclass(frozen=True)
-class _RngState:
-    """The state of a generator that a constructor made itself, before a draw from it."""
-
-    state: Tensor
-
-    def generator(self) -> torch.Generator:
-        """Returns a generator in this state."""
-        generator = torch.Generator(device="cpu")
-        generator.set_state(self.state)
-        return generator
-
-
-class WriteCall(NamedTuple):
-    """A recorded call of an operator that wrote to the storages of tensors on the meta device.
-
-    ``args`` and ``named`` have views of storages in place of meta tensors. ``writes``, ``overwrites`` (those written in
-    full) and ``reads`` are storages by number. ``draw`` numbers the calls that draw from torch's default generator;
-    others have -1.
-    """
-
-    function: str
-    args: Any
-    named: Any
-    results: tuple[_StorageView | None, ...]
-    writes: frozenset[int]
-    overwrites: frozenset[int]
-    reads: frozenset[int]
-    draw: int
-
-
-@dataclass
-class RecordedWrites:
-    """The write calls that a recorder has noted, and for each storage the indices of those that wrote to it."""
-
-    calls: list[WriteCall] = field(default_factory=list)
-    of_storage: dict[int, list[int]] = field(default_factory=dict)
-
-    def needed(self, storage: int) -> list[int] | None:
-        """Returns the indices of the calls that determine a storage's values, or None if some were never written."""
-        found: set[int] = set()
-        to_visit = [(storage, len(self.calls))]
-        while to_visit:
-            number, before = to_visit.pop()
-            for place in reversed(self.of_storage.get(number, [])):
-                if place >= before:
-                    continue
-                call = self.calls[place]
-                if place not in found:
-                    found.add(place)
-                    to_visit += [(other, place) for other in call.reads]
-                if number in call.overwrites:
-                    break
-            else:
-                return None
-        return sorted(found)
-
-
-@dataclass
-class RecordedValues:
-    """The record of how a constructor filled one tensor, from which :meth:`values` computes its initial values.
-
-    ``written`` has the recorded calls, and ``view`` is the tensor's view of its storage.
-    """
-
-    written: RecordedWrites
-    view: _StorageView
-
-    def can_be_read(self) -> bool:
-        """Returns whether all values were written, and none of them by numbers from torch's default generator."""
-        places = self._places()
-        return places is not None and all(self.written.calls[place].draw < 0 for place in places)
-
-    def text(self) -> list[str] | None:
-        """Returns the calls as text, equal for tensors that are filled alike, or None if values were never written."""
-        places, numbers = self._places(), dict[int, int]()
-
-        def described(leaf: Any) -> Any:
-            leaf = leaf.state if isinstance(leaf, _RngState) else leaf
-            if isinstance(leaf, _StorageView):
-                return ("tensor", numbers.setdefault(leaf.storage, len(numbers)), *leaf[1:])
-            if isinstance(leaf, Tensor):
-                return hashlib.blake2b(_content(leaf), digest_size=8).hexdigest()
-            return leaf
-
-        if places is None:
-            return None
-        calls = [self.written.calls[place] for place in places]
-        return [f"{call.function} {_mapped(described, (call.args, call.named, call.results))}" for call in calls]
-
-    def values(self, seed: int) -> Tensor:
-        """Returns the tensor's initial values, on the host; random ones depend on ``seed`` and on the draws' order."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        places = self._places()
-        assert places is not None, "there are values"
-        with torch.no_grad():
-            for place in places:
-                _run_again(self.written.calls[place], storages, seed)
-        return self.view.of(storages)
-
-    def _places(self) -> list[int] | None:
-        return self.written.needed(self.view.storage) if self.view.num_bytes else []
-
-
-def _content(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _run_again(call: WriteCall, storages: dict[int, torch.UntypedStorage], seed: int) -> None:
-    def on_host(leaf: Any) -> Any:
-        if isinstance(leaf, _StorageView):
-            return leaf.of(storages)
-        if isinstance(leaf, _RngState):
-            return leaf.generator()
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-    function: Any = torch
-    for name in call.function.split("."):
-        function = getattr(function, name)
-    args, named = _mapped(on_host, (call.args, call.named))
-    if call.draw < 0:
-        results = function(*args, **named)
-    else:
-        key = hashlib.blake2b(f"{seed}/{call.draw}".encode(), digest_size=8).digest()
-        with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
-            results = function(*args, **named)
-    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]  # a list's fill may return None
-    for view, result in zip(call.results, tensors, strict=True):
-        if view is not None:
-            view.of(storages).copy_(result)
-
-
-def _mapped(function: Any, tree: Any) -> Any:
-    return tree_map(function, tree, is_leaf=lambda leaf: isinstance(leaf, _StorageView))
 
 
 class WriteRecorder(TorchDispatchMode):
@@ -239,22 +68,23 @@ class WriteRecorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.written = RecordedWrites()
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no storage is freed and its address used again
         self._copied: list[tuple[Tensor, int]] = []  # by the host's tensor: the place of the call that copied it
+        self._arrays: list[tuple[np.ndarray[Any, Any], bytes]] = []  # each array of read values, and its bytes then
         self._num_draws = 0
         self._inits = _FunctionRecorder(self)
 
     def __enter__(self) -> WriteRecorder:
-        self._inits.__enter__()  # type: ignore[no-untyped-call]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._inits.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        self._inits.__exit__(*failure)  # type: ignore[no-untyped-call]
+        super().__exit__(*failure)
+        self._inits.__exit__(*failure)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -299,10 +129,26 @@ class WriteRecorder(TorchDispatchMode):
         self._copied.append((tensor, len(self.written.calls) - 1))
         return found
 
+    def array(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns ``array``, the values of a tensor on the meta device, which :meth:`check_kept` then compares."""
+        self._arrays.append((array, array.tobytes()))
+        return array
+
     def check_kept(self) -> None:
-        """Raises NoValuesError if a tensor has other values than when it became the data of one on the meta device."""
+        """Raises NoValuesError for a write on the host that the tensor on the meta device did not get.
+
+        It is a write to a tensor that had become the data of a parameter, or to the array that ``numpy()`` returned.
+        """
+        for array, before in self._arrays:
+            if array.tobytes() != before:
+                raise NoValuesError(
+                    "a model's constructor writes to the array of a tensor",
+                    given=f"an array of shape {list(array.shape)}, from tensor.numpy()",
+                    allowed="under without_values(), reading such an array",
+                    fix="write to a copy, tensor.numpy().copy(), and copy it into the tensor",
+                )
         for tensor, place in self._copied:
-            if _content(tensor) != _content(self.written.calls[place].args[0]):
+            if not torch.equal(bytes_of(tensor), bytes_of(self.written.calls[place].args[0])):
                 raise NoValuesError(
                     "a model's constructor writes to a tensor after it has become the data of a parameter",
                     given=f"a tensor of shape {list(tensor.shape)} on the host",
@@ -319,20 +165,22 @@ class WriteRecorder(TorchDispatchMode):
         storage = frozenset([view.storage])
         named = {key: value for key, value in named.items() if key != "tensor"}
         generator = named.pop("generator", None)
-        self._num_draws += 1
-        if generator is not None and _is_own(generator):
+        own = generator is not None and _is_own(generator)
+        self._num_draws += not own
+        if own:
             state = _state_of(generator)
             with torch.device("cpu"):
                 getattr(nn.init, name)(view.of({}), **named, generator=generator)  # the next draw is another
             named["generator"] = state
         whole = storage if view.is_whole() else frozenset[int]()
-        call = WriteCall(f"nn.init.{name}", (view,), named, (None,), storage, whole, frozenset(), self._num_draws)
+        call = WriteCall(f"nn.init.{name}", (view,), named, (None,), storage, whole, frozenset(),
+                         -1 if own else self._num_draws)  # fmt: skip
         self._add(call)
 
     def mark(self) -> None:
         """Attaches to each storage the record of its writes, for tensors that no module has registered."""
         for storage in self._kept:
-            setattr(storage, _RECORDED, (self.written, self._numbers[storage._cdata]))
+            setattr(storage, RECORDED, (self.written, self._numbers[storage._cdata]))
 
     def _note(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, draws: bool) -> None:
         name, written = function.overloadpacket.__name__, written_arguments(function, args, named, Tensor)
@@ -346,8 +194,8 @@ class WriteRecorder(TorchDispatchMode):
         overwrites = {view.storage for view in targets if fills and view.is_whole()} | {v.storage for v in new if v}
         writes = {view.storage for view in targets} | overwrites
         args, named = tree_map_only(Tensor, self._argument, (args, named))
-        leaves = tree_leaves((args, named), is_leaf=lambda leaf: isinstance(leaf, _StorageView))
-        given = Counter(leaf.storage for leaf in leaves if isinstance(leaf, _StorageView))
+        leaves = tree_leaves((args, named), is_leaf=lambda leaf: isinstance(leaf, StorageView))
+        given = Counter(leaf.storage for leaf in leaves if isinstance(leaf, StorageView))
         reads = given - Counter(view.storage for view in targets)  # one that is read and written is given twice
         by_default = draws and named.get("generator") is None
         self._num_draws += by_default
@@ -362,7 +210,7 @@ class WriteRecorder(TorchDispatchMode):
             self.written.of_storage.setdefault(storage, []).append(len(self.written.calls))
         self.written.calls.append(call)
 
-    def _advanced(self, function: Any, args: Any, named: dict[str, Any]) -> _RngState:
+    def _advanced(self, function: Any, args: Any, named: dict[str, Any]) -> RngState:
         """Draws once and discards, so that a generator's next draw is another; returns its state before that."""
         written = {id(tensor) for tensor in written_arguments(function, args, named, Tensor)}
 
@@ -380,7 +228,7 @@ class WriteRecorder(TorchDispatchMode):
     def _argument(self, tensor: Tensor) -> Any:
         return self._view(tensor) if tensor.is_meta else tensor.detach().clone()
 
-    def _view(self, tensor: Tensor) -> _StorageView:
+    def _view(self, tensor: Tensor) -> StorageView:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._numbers)
@@ -401,7 +249,7 @@ def _is_own(generator: torch.Generator) -> bool:
     return generator is not torch.default_generator
 
 
-def _state_of(generator: torch.Generator) -> _RngState:
+def _state_of(generator: torch.Generator) -> RngState:
     if generator.device.type != "cpu":
         raise NoValuesError(
             "a model's constructor draws from a generator of a device",
@@ -409,13 +257,7 @@ def _state_of(generator: torch.Generator) -> _RngState:
             allowed="under without_values(), torch's default generator, or one on the host",
             fix="make it by torch.Generator(), or build the model without sw.without_values()",
         )
-    return _RngState(generator.get_state())
-
-
-def view_of(tensor: Tensor, number: int) -> _StorageView:
-    """Returns a meta tensor's shape, strides, dtype and offset in its storage, whose number is ``number``."""
-    num_bytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
-    return _StorageView(number, num_bytes, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+    return RngState(generator.get_state())
 
 
 class _FunctionRecorder(TorchFunctionMode):
@@ -431,7 +273,8 @@ class _FunctionRecorder(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in _TO_PYTHON and args[0].is_meta:
+        from_meta = function in _TO_PYTHON and args[0].is_meta
+        if from_meta:
             args = (self.recorder.read(args[0]), *args[1:])
         elif function in _INDEXED and args[0].is_meta:
             args = (args[0], _without_lists(args[1]), *args[2:])
@@ -439,21 +282,27 @@ class _FunctionRecorder(TorchFunctionMode):
             args = (args[0], self.recorder.on_meta(args[1]))
         try:
             result = function(*args, **(kwargs or {}))
-        except (RuntimeError, NotImplementedError) as failure:
+        except RuntimeError as failure:
+            # torch raises the latter, in many words, for operators whose result's shape depends on values
             if "meta tensor" not in str(failure) and not isinstance(failure, NotImplementedError):
                 raise
             name = getattr(function, "__name__", str(function))
-            raise _no_values(f"a call of {name}, which ends in: {str(failure).splitlines()[0]}") from failure
+            raise _no_values(f"a call of {name}, which ends in: {first_line(failure)}") from failure
+        if from_meta and isinstance(result, np.ndarray):
+            return self.recorder.array(result)
         if result is True and function == _IS_META:
             frame = sys._getframe(1)  # the function of nn.init that asks: its locals are its arguments
             code = frame.f_code
             if frame.f_globals.get("__name__") == nn.init.__name__:
                 names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 self.recorder.note_init(code.co_name, args[0], {name: frame.f_locals[name] for name in names})
-        elif function in _FROM_DATA and result.is_meta and not isinstance(args[0], Tensor):
-            result.copy_(function(*args, **{**(kwargs or {}), "device": "cpu"}))  # seen by the recorder
-        elif function in _NEW_FROM_DATA and result.is_meta and _is_data(data := args[1] if len(args) > 1 else None):
-            result.copy_(torch.tensor(data, dtype=result.dtype, device="cpu"))
+        elif function in _FROM_DATA and result.is_meta:
+            number, name = _FROM_DATA[function]
+            data = args[number] if number < len(args) else (kwargs or {})[name]
+            if not isinstance(data, Tensor):
+                result.copy_(torch.asarray(data, dtype=result.dtype, device="cpu"))  # seen by the recorder
+        elif function == Tensor.new and result.is_meta and len(args) > 1 and _is_data(args[1]):
+            result.copy_(torch.tensor(args[1], dtype=result.dtype, device="cpu"))
         return result
 
 
@@ -487,57 +336,3 @@ def _as_tensor(index: Any) -> Any:
         return index
     found = torch.as_tensor(index, device="cpu")
     return found if found.numel() else found.long()  # a list of nothing would be of floats
-
-
-# ---- the tensors of modules
-
-
-class ModuleRecorder:
-    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`."""
-
-    def __init__(self) -> None:
-        self.recorder = WriteRecorder()
-        self.registered: list[ReferenceType[Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._outer = getattr(_OF_THREAD, "recorder", None)
-        _OF_THREAD.recorder = self
-        self.recorder.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        self.recorder.__exit__(*failure)
-        _OF_THREAD.recorder = self._outer
-        if failure[0] is None:
-            self.recorder.check_kept()
-        self.recorder.mark()
-        for weak in self.registered:
-            tensor = weak()
-            if tensor is not None and tensor.is_meta and not is_lazy(tensor):
-                setattr(tensor, _RECORDED, self.recorder.of(tensor))
-
-
-def recorded_values(tensor: Tensor) -> RecordedValues | None:
-    """Returns the record of how a module's constructor filled a tensor, or None if it was not recorded."""
-    found: RecordedValues | None = getattr(tensor, _RECORDED, None)
-    if found is None and tensor.is_meta and tensor.layout is torch.strided:
-        written, number = getattr(tensor.untyped_storage(), _RECORDED, (None, 0))
-        found = None if written is None else RecordedValues(written, view_of(tensor, number))
-    return found
-
-
-def keep_record(tensor: Tensor, copy: Tensor) -> Tensor:
-    """Attaches to ``copy``, a copy of a meta tensor, the record of how ``tensor`` was filled, and returns ``copy``."""
-    record = recorded_values(tensor)
-    if record is not None and copy.is_meta:
-        setattr(copy, _RECORDED, record)
-    return copy
-
-
-def _register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-    recorder = getattr(_OF_THREAD, "recorder", None)
-    if recorder is not None and tensor is not None:
-        recorder.registered.append(ref(tensor))
-
-
-register_module_parameter_registration_hook(_register)
-register_module_buffer_registration_hook(_register)
