@@ -28,8 +28,8 @@ from tests_dist.command import (
     within,
 )
 
+from shardwright import fork_server
 from shardwright.checkpoint.manifest import steps_in
-from shardwright.comm.backends import fork_server
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.launch import launch
 from shardwright.errors import RankFailedError

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.errors import NoValuesError
 from shardwright.formatting import first_line
 from shardwright.initial_values.recorded_writes import (
@@ -54,7 +54,7 @@ RECORDED = "_recorded_values"
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a function mode sees of ``tensor.is_meta``
 
 
-class WriteRecorder(TorchDispatchMode):
+class WriteRecorder(DispatchMode):
     """A dispatch mode that records each operator that writes to meta tensors, and draws no random numbers there.
 
     The first draw on the meta device would make torch import its compiler, which takes longer than importing torch.
@@ -85,11 +85,6 @@ class WriteRecorder(TorchDispatchMode):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         self._inits.__exit__(*failure)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Tells torch not to import its compiler for this mode, which takes longer than importing torch."""
-        return False
 
     def of(self, tensor: Tensor) -> RecordedValues:
         """Returns the record of how the meta tensor ``tensor`` was filled so far."""

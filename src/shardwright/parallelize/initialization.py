@@ -121,6 +121,16 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
     return reset_without_bias
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """Returns an uninitialized tensor on the host for one on the meta device.
+
+    For ``torch.empty_like`` from one to the other torch would import sympy.
+    """
+    if not tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Mapping[int, RecordedValues]) -> None:
     """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
 
@@ -141,9 +151,7 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
             fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
         )
     with _numbers_from(f"{seed}/{path}"), torch.no_grad(), _values_kept(module):
-        module._apply(
-            lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor, recurse=False
-        )
+        module._apply(_on_host, recurse=False)
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         if draw is not None:
             draw(module)

@@ -23,7 +23,6 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 from shardwright.comm import failures
 from shardwright.comm.backends import rank_devices
-from shardwright.comm.backends.fork_server import ForkServer
 from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
@@ -39,6 +38,7 @@ from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
+from shardwright.fork_server import FORK_SERVER
 from shardwright.formatting import first_line
 
 T = TypeVar("T")
@@ -46,7 +46,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 30.0
 
-_FORK_SERVER = ForkServer()
 _START_S = 60.0
 _NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 """The environment variables that bind torch's own sockets to the loopback interface."""
@@ -150,7 +149,7 @@ def run_processes(
         started = StartedRanks(grace_s)
         with started.running():
             for rank in range(num_ranks):
-                pipes, pid = _FORK_SERVER.fork()
+                pipes, pid = FORK_SERVER.fork()
                 (folder / f"{rank}.pid").write_text(str(pid))
                 task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
                 started.add(RankProcess.started(rank, pipes, pid, task))
