@@ -221,7 +221,7 @@ def _end_orphans(children: dict[int, int]) -> None:
     end = time.monotonic() + _ORPHANS_S
     while children and time.monotonic() < end:
         _report_ended(children)
-        time.sleep(0.05)
+        time.sleep(0.05)  # selectors are closed by now
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

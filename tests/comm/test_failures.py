@@ -26,7 +26,7 @@ def test_a_rank_that_waits_for_others_in_vain_says_which_are_missing_and_where_t
     store.set("shardwright/1", "key@elsewhere")
     monkeypatch.setattr(processes, "_connected", lambda *_: store)
     monkeypatch.setattr(processes, "_START_S", 0.05)
-    with pytest.raises(failures.LostPartnerError, match=f"not all ranks that torchrun started.*{PARTS}") as found:
+    with pytest.raises(failures.LostPartnerError, match=f"not all ranks came.*{PARTS}") as found:
         processes._new_store(rank, 4, timedelta())
     missing = "ranks 2 to 3" if rank == 0 else "ranks 0, 3"
     there = "ranks 0 to 1" if rank == 0 else "ranks 1 to 2"

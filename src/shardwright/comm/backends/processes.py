@@ -47,6 +47,7 @@ DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 30.0
 
 _START_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 _NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 """The environment variables that bind torch's own sockets to the loopback interface."""
 
@@ -64,10 +65,7 @@ def run_here(
     go, if the process that started the ranks removes it at the end. ``report`` ends the process when a call over NCCL
     does not complete. The other options are those of :func:`~shardwright.comm.launch.launch`.
     """
-    rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if bind_cores:
-        bind(local, num_local)
+    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
         for name, value in _NETWORK.items():
@@ -79,8 +77,14 @@ def run_here(
         store = FileStore(f"{folder}/store", size)
     else:
         store = _new_store(rank, size, timeout)
-        rank, nodes = number_by_node(store, rank, size)
+        rank, nodes, hosts = number_by_node(store, rank, size)
+        elsewhere = [host for host, node in zip(hosts, nodes, strict=True) if node != nodes[rank]]
+        # to the first node MASTER_ADDR is itself, and may be a loopback address
+        os.environ.update(bind_sockets(os.environ, *elsewhere[:1]))
         os.environ["RANK"] = str(rank)  # rank 0 stays what it is
+    if bind_cores:
+        mine_there = [other for other, node in enumerate(nodes) if node == nodes[rank]] or [*range(size)]
+        bind(mine_there.index(rank), len(mine_there))
     mine = rank_devices.found(device, socket.gethostname(), size)
     ranks = rank_devices.exchanged(mine, store, rank, size, forked=folder is not None)
     place, backend = rank_devices.decided(ranks, rank)
@@ -104,7 +108,8 @@ def run_here(
         raise
     transport.close()
     try:
-        dist.barrier()  # no rank closes its connections while another still reads
+        # no rank closes its connections while another still reads
+        dist.barrier(device_ids=[place.index] if backend in NATIVE else None)
     except RuntimeError as failure:
         time.sleep(2 * failures.GRACE_S)  # lets a rank that waits in a call report first, with the call
         raise LostPartnerError(
@@ -177,14 +182,14 @@ def rank_main(task: int, answer: int) -> None:
     _end_with_the_launcher(rank, task, folder)
     try:
         # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
-        process.current_process()._inheriting = True  # type: ignore[attr-defined]
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing does
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
         report = partial(_report_and_end, rank, answer)
         found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, report=report, **options)))
         code = 0
-    except BaseException as failure:
+    except BaseException as failure:  # whatever it is, the launcher reports it
         found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
         code = failures.INTERRUPTED if isinstance(failure, StopRequested) else 1
     with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
@@ -249,7 +254,7 @@ def _connected(rank: int, wait_s: float) -> TCPStore:
 
 
 def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Returns the store that ``torchrun`` opened, with a prefix that only the ranks of this attempt use.
+    """Returns torch's store, with a prefix that only the ranks of this attempt use.
 
     torch keeps one store over all restarts, so it still holds what the ranks of earlier attempts wrote, and no number
     that it gives is the same on every machine and new at every attempt. So each rank writes a random key, rank 0
@@ -260,14 +265,18 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
     mine, end = f"{os.urandom(8).hex()}@{socket.gethostname()}", time.monotonic() + wait_s
     names = [f"shardwright/{other}" for other in range(size)]
 
+    pause_s = _FIRST_PAUSE_S
+
     def pause() -> None:
-        time.sleep(0.005)
+        nonlocal pause_s
+        time.sleep(pause_s)  # the store can tell no rank that others have come
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if time.monotonic() > end:
             there = {other: store.get(name).decode() for other, name in enumerate(names) if store.check([name])}
             missing = [other for other in range(size) if other not in there]
             hosts = ", ".join(sorted({key.partition("@")[2] for key in there.values()}))
             raise LostPartnerError(
-                "not all ranks that torchrun started came to the start",
+                "not all ranks came to the start",
                 given=f"after {wait_s:g} s {numbered(missing) if missing else 'no rank'} of {size} had not come; "
                 f"{numbered(list(there))} had, on {hosts}",
                 allowed="ranks that start within the timeout, or within a minute if that is longer",
