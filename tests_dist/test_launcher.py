@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests_dist.command import (
     end_all,
@@ -28,7 +29,7 @@ from tests_dist.command import (
     within,
 )
 
-from shardwright import fork_server
+from shardwright import command_start, fork_server
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.launch import launch
@@ -262,3 +263,27 @@ def test_a_fork_server_that_ends_before_the_ranks_start_is_explained(monkeypatch
     monkeypatch.setattr(fork_server, "_COMMAND", "raise SystemExit")
     with pytest.raises(RankFailedError, match=r"ended before they were started\n  given: .*\n  allowed: .*\n  fix: "):
         fork_server.ForkServer().fork()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_stopped_while_it_imports_leaves_no_fork_server(tmp_path, sent):
+    process = start(tmp_path / "run")
+    try:
+        assert within(30, lambda: psutil.Process(process.pid).children())
+        server = fork_server_of(process)
+        process.send_signal(sent)
+        process.wait(timeout=30)
+        assert not read_metrics(tmp_path / "run"), "it has not begun"
+        assert within(30, lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        end_all([psutil.Process(process.pid)] if process.poll() is None else [])
+
+
+@pytest.mark.parametrize("words", [["--ranks", "threads"], ["--ranks=threads"], ["--help"]])
+def test_a_command_that_starts_no_ranks_starts_no_fork_server(monkeypatch, words):
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2"])
+    assert command_start._trains_here()
+    monkeypatch.setattr(sys, "orig_argv", [*sys.orig_argv, *words])
+    assert not command_start._trains_here()
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "/bin/shardwright", "sample", "--from", "train"])
+    assert not command_start._trains_here()

@@ -73,8 +73,10 @@ def _handle(name: str, handler: Callable[..., None]) -> None:
 
 def _trains_here() -> bool:
     """Returns whether this command is a ``shardwright train`` that will start ranks on this machine."""
-    words = sys.orig_argv
-    if "train" not in words or any(name in os.environ for name in _OF_RANKS):
+    words = [*sys.orig_argv]
+    while words and words[0] != "shardwright.cli" and Path(words[0]).stem != "shardwright":
+        del words[0]
+    if words[1:2] != ["train"] or any(name in os.environ for name in _OF_RANKS):
         return False
     threads = any(pair == ("--ranks", "threads") for pair in pairwise(words))
     return not (threads or {"--help", "--ranks=threads"} & {*words})
