@@ -192,20 +192,5 @@ def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Differenc
     >>> run_on_threads(Mesh(pp=2), lambda axes: check_agreement(axes["pp"], ["chunk 0: y = relu(x)"], PermissionError))
     [None, None]
     """
-    check_agreement_async(axis, lines, error)()
-
-
-def check_agreement_async(
-    axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception], groups: Sequence[Sequence[int]] = ()
-) -> Callable[[], None]:
-    """Starts :func:`check_agreement`. The returned function waits, and raises the error if the lines of text differ.
-
-    With ``groups``, lists of ranks, texts must be equal only within each group.
-    """
-    wait = first_difference_async(axis, lines, groups)
-
-    def finish() -> None:
-        if (found := wait()) is not None:
-            raise error(found)
-
-    return finish
+    if (found := first_difference_async(axis, lines)()) is not None:
+        raise error(found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -14,8 +16,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.tensor_bytes import bytes_of
 
-GENERATOR_LOCK = threading.Lock()
+_GENERATOR_LOCK = threading.Lock()
 """Held while random numbers are drawn, because ranks that are threads share torch's default generator."""
+
+
+@contextmanager
+def numbers_from(text: str) -> Iterator[None]:
+    """A context in which this thread alone draws from torch's default generator, which starts from ``text``.
+
+    >>> with numbers_from("0/layer"):
+    ...     first = torch.rand(3)
+    >>> with numbers_from("0/layer"):
+    ...     torch.equal(torch.rand(3), first)
+    True
+    """
+    key = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+        yield
 
 
 class StorageView(NamedTuple):
@@ -166,9 +184,7 @@ def _run_again(call: WriteCall, storages: dict[int, torch.UntypedStorage], seed:
     if call.draw < 0:
         results = function(*args, **named)
     else:
-        key = hashlib.blake2b(f"{seed}/{call.draw}".encode(), digest_size=8).digest()
-        with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+        with numbers_from(f"{seed}/{call.draw}"):
             results = function(*args, **named)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]  # a list's fill may return None
     for view, result in zip(call.results, tensors, strict=True):
