@@ -15,7 +15,7 @@ from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
-from shardwright.plan.plan import Job, Plan
+from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
 
@@ -51,12 +51,11 @@ class ActionRecord:
 
 
 class RankRecord(NamedTuple):
-    """One rank's rehearsed step: its plan, and by action what it does. "begin" and "optimizer" stand around the rest.
+    """One rank's rehearsed step: by action what it does. "begin" and "optimizer" stand around the rest.
 
     ``beside`` are the bytes that the device holds beside tensors, by what holds them.
     """
 
-    plan: Plan
     by_action: Mapping[str, ActionRecord]
     beside: Mapping[str, int]
 
@@ -79,7 +78,7 @@ def rehearse(
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)
-    return RankRecord(run.plan, by_action, account.beside)
+    return RankRecord(by_action, account.beside)
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:
