@@ -22,6 +22,7 @@ from shardwright.planner import records as recording
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
 from shardwright.planner.records import record_layout
+from shardwright.planner.rehearse import operator_record
 from shardwright.rng import without_values
 
 CLUSTER = {1: "a100-80gb:1x1", 2: "a100-80gb:1x2", 4: "a100-80gb:1x4", 8: "a100-80gb:2x4"}
@@ -168,3 +169,15 @@ def test_messages_between_stages_take_the_link_that_their_ranks_have():
     assert between.step_s > inside.step_s
     two = plan_layouts(blocks, "a100-80gb:2x4", batch, layout=line).best  # half of the stages' messages stay inside
     assert inside.step_s < two.step_s < between.step_s
+
+
+def test_products_in_place_count_the_flops_of_those_that_are_not():
+    c, a, b = (torch.empty(size, device="meta") for size in ((4, 8), (4, 2), (2, 8)))
+    records = [
+        operator_record(call, (c, a, b), {}, c)
+        for call in (torch.ops.aten.addmm_.default, torch.ops.aten.addmm.default)
+    ]
+    assert [each.flops for each in records] == [2 * 4 * 2 * 8] * 2
+    assert {each.part for each in records} == {"matmul"}
+    flops = [priced(f"{line} bf16", 6).flops for line in ("tp8", "tp2x4/2d")]
+    assert flops[1] == pytest.approx(flops[0], rel=0.05)  # what a grid cuts in another way

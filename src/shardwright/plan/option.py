@@ -15,6 +15,8 @@ class StrategyOption:
             must supply the value, such as a path.
         pins: further values that tests try; these need the sizes of a grid written out.
         sizes: further axis sizes, such as "2x2", after which tests write the option.
+        searched: spellings that a search of layouts tries; by default that of the first example. ``()`` for what only
+            shows or tests something, what chooses by itself among other options, and what prices know nothing of.
         of_one_model: whether each example names parts of one test model and so fits no other model.
     """
 
@@ -23,7 +25,19 @@ class StrategyOption:
     pins: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     of_one_model: bool = False
+    searched: tuple[str, ...] | None = None
 
     def written(self, name: str) -> tuple[str, ...]:
         """Returns the spellings of the option called ``name`` that tests try in layout lines."""
         return (name,) if self.examples is None else self.examples
+
+    def tried(self, name: str) -> tuple[str, ...]:
+        """Returns the spellings of the option called ``name`` that a search of layouts tries.
+
+        >>> StrategyOption("at once", ("least:0", "least:8")).tried("least")
+        ('least:0',)
+        """
+        if self.searched is not None or self.of_one_model:
+            return self.searched or ()
+        words = (word for each in self.written(name) for word in each.split("/"))
+        return tuple(word for word in words if word.partition(":")[0] == name)[:1]

@@ -7,7 +7,7 @@ schedule that the plan of a toy model has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,7 +22,6 @@ from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for, make_plan
-from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Plan
 from shardwright.planner.extended import extended
 from shardwright.planner.memory import held_at_rest, kept_bytes
@@ -48,8 +47,11 @@ class Estimate(NamedTuple):
     memory_bytes: float
 
     def over(self, limit: float) -> float:
-        """Returns the seconds, made longer by as much as the memory exceeds ``limit``."""
-        return self.step_s * max(1.0, self.memory_bytes / max(limit, 1.0))
+        """Returns the seconds, made longer by the cube of the ratio by which the memory exceeds ``limit``.
+
+        So what is estimated at a few percent too much may still be tried, since the estimate may be wrong.
+        """
+        return self.step_s * max(1.0, self.memory_bytes / max(limit, 1.0)) ** 3
 
 
 class StateShares(NamedTuple):
@@ -64,6 +66,8 @@ class StateShares(NamedTuple):
     """The parameters that are gathered at each use."""
     moved: float = 0.0
     """The state that lies elsewhere than on the device."""
+    repeated: float = 0.0
+    """The share of the sums of gradients that each further microbatch repeats."""
 
 
 class ScheduleCost(NamedTuple):
@@ -105,22 +109,18 @@ def state_of(plan: Plan) -> StateShares:
     )
 
 
-def declared_options(axis: str) -> Iterator[Option]:
-    """Yields the options that strategies declare for an axis, in the spelling of their examples."""
-    for strategy in sorted(STRATEGIES.values(), key=lambda each: each.default):  # what is asked for by a word first
-        if strategy.axis != axis:
-            continue
-        for name, option in strategy.options.items():
-            text = _spelling(name, option)
-            if text is not None:
-                yield Option(*text.split(":", 1))
+def declared_options(axis: str) -> tuple[Option, ...]:
+    """Returns the options that strategies declare for an axis and that a search tries, words asked for first."""
+    found = []
+    for strategy in sorted(STRATEGIES.values(), key=lambda each: each.default):
+        for name, option in strategy.options.items() if strategy.axis == axis else ():
+            found += [Option(*text.split(":", 1)) for text in option.tried(name)]
+    return tuple(found)
 
 
-def _spelling(name: str, option: StrategyOption) -> str | None:
-    if option.of_one_model:
-        return None
-    words = [word for each in option.written(name) for word in each.split("/") if word.partition(":")[0] == name]
-    return words[0] if words else None
+def _pass_s(price: Price) -> float:
+    """The seconds of a microbatch's passes on a layout of one stage and one microbatch."""
+    return sum(seconds for name, seconds in price.waterfall.items() if name not in ("optimizer", "bubble", "other"))
 
 
 def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None:
@@ -162,6 +162,7 @@ class Estimator:
     ``sent_bytes`` are those of a sample that a stage sends to the next; a model has ``most_chunks`` alike
     blocks (0: unknown).
     ``plan`` returns the plan of a model of few blocks; without it the options that strategies declare are unknown.
+    ``summed_bytes`` returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
     """
 
     pricing: Pricing
@@ -171,7 +172,10 @@ class Estimator:
     plan: Callable[[Layout], Plan] | None = None
     sent_bytes: int = 0
     most_chunks: int = 0
-    _alone: dict[tuple[Factor, ...], tuple[Price, ...]] = field(default_factory=dict)
+    summed_bytes: Callable[[Layout], int] = lambda _: 0
+    _alone: dict[tuple[tuple[Factor, ...], int], Price | None] = field(default_factory=dict)
+    _paces: dict[tuple[Factor, ...], tuple[float, float]] = field(default_factory=dict)
+    _states: dict[Layout, StateShares | None] = field(default_factory=dict)
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
 
@@ -179,7 +183,7 @@ class Estimator:
         """Returns a layout's seconds and bytes in closed form; None if the model, or a strategy, refuses it."""
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
-        alone = self._priced(tuple(Factor(f.axis, (f.size,)) for f in plain["operators"]))
+        alone = self._priced(plain["operators"], self._samples(layout))
         schedule, share = self._schedule(plain["stages"]), StateShares()
         for factor in layout.factors:
             if kinds[factor.axis] == "copies" and factor.options:
@@ -192,6 +196,18 @@ class Estimator:
             return None
         return self._put_together(layout, alone, share, schedule, stages)
 
+    def schedules(self, axis: str) -> list[Option]:
+        """Returns the declared options of an axis of stages, each with a schedule of its own."""
+        return [each for each in declared_options(axis) if not self._is_default(axis, each)]
+
+    def default_schedule(self, axis: str) -> tuple[Option, ...]:
+        """Returns the option that names the schedule which an axis of stages has without options."""
+        return tuple(each for each in declared_options(axis) if self._is_default(axis, each))[:1]
+
+    def _is_default(self, axis: str, option: Option) -> bool:
+        plain, own = (self._schedule((Factor(axis, (TOY_STAGES,), options),)) for options in ((), (option,)))
+        return self.plan is not None and plain == own
+
     def saving_options(self, axis: str) -> list[Option]:
         """Returns the declared options of an axis that lessen what a rank holds between steps."""
         if self.plan is None:
@@ -200,18 +216,20 @@ class Estimator:
         return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
 
     def _put_together(
-        self, layout: Layout, prices: Sequence[Price], share: StateShares, schedule: ScheduleCost, stages: int
+        self, layout: Layout, prices: Mapping[int, Price], share: StateShares, schedule: ScheduleCost, stages: int
     ) -> Estimate:
         number, copies = layout.num_microbatches, num_shares(layout) // layout.num_microbatches
-        samples = -(-self.batch // (copies * number))
-        around = ("optimizer", "bubble", "other")
-        known = [sum(s for name, s in each.waterfall.items() if name not in around) for each in prices]
-        alone = prices[0]
-        (pass_s,) = extended(samples, known[:1], known[-1:], *FEW_SAMPLES) if known[1:] else (known[0] * samples,)
+        samples, sizes = self._samples(layout), list(prices)
+        few, *more = map(_pass_s, prices.values())
+        alone = prices[sizes[0]]
+        (pass_s,) = extended(samples, [few], more, *sizes) if more else (few * samples / sizes[0],)
+        pass_s *= self._slowest(prices[sizes[-1]], stages, schedule.chunks) if stages > 1 else 1.0
         by_kind = held_at_rest(alone.records, 0)
         kinds = ("parameters", "gradients", "optimizer")
-        state = sum(by_kind[kind] * part for kind, part in zip(kinds, share[:3], strict=True))
-        under_way, held = schedule.held(stages, number), kept_bytes(alone.records, 0) * samples / stages
+        at_once = 1.0 if number > 1 and not share.repeated else share.gradients  # whole until they are summed
+        parts = share.parameters, at_once, share.optimizer
+        state = sum(by_kind[kind] * part for kind, part in zip(kinds, parts, strict=True))
+        under_way, held = schedule.held(stages, number), kept_bytes(alone.records, 0) * samples / sizes[0] / stages
         activations = held * under_way
         if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
             blocks = max(1, self.most_chunks)
@@ -225,22 +243,50 @@ class Estimator:
         stride = max(1, layout.num_ranks // (copies * stages))
         ranks = range(0, copies * stride, stride)
         gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
-        # gradients that are kept in shards are summed after every microbatch
-        kind, times = ("reduce_scatter", number) if share.gradients < 1 else ("all_reduce", 1)
-        sums_s = times * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
+        kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
+        sums_s = (1 + share.repeated * (number - 1)) * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
         moved_s = 2 * by_kind["optimizer"] * share.moved / stages / cluster.device.in_node_bytes_per_s
         update_s = alone.waterfall["optimizer"] / stages * share.updated
         step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
 
-    def _priced(self, operators: tuple[Factor, ...]) -> tuple[Price, ...]:
-        """Returns the prices of one sample and of more; none if the model refuses the factors."""
-        if operators not in self._alone:
-            sizes = [each for each in FEW_SAMPLES if each <= self.batch]
-            found = [self.alone(operators, sizes[0])]
-            found += [self.alone(operators, each) for each in sizes[1:] if found[0] is not None]
-            self._alone[operators] = tuple(each for each in found if each is not None)
-        return self._alone[operators]
+    def _slowest(self, price: Price, stages: int, chunks: int) -> float:
+        """Returns how many times as long as the mean the slowest stage takes, since it has whole blocks only.
+
+        What is not of a block, such as the head, is taken to be in the last chunk, which has so many blocks fewer.
+        """
+        blocks, number, slowest = self.most_chunks, stages * chunks, list[float]()
+        if not blocks or price.records.note:
+            return 1.0
+        operators = price.layout.factors
+        if operators not in self._paces:
+            none = self.pricing.price(price.layout, replace(price.records, num_blocks=((0,),)))
+            self._paces[operators] = _pass_s(none), (_pass_s(price) - _pass_s(none)) / blocks
+        rest, of_block = self._paces[operators]
+        for last in range(blocks // number + 1):
+            others = -(-(blocks - last) // (number - 1))
+            last_s = ((chunks - 1) * others + last) * of_block + rest
+            slowest.append(max(chunks * others * of_block, last_s))
+        return max(1.0, min(slowest) * stages / (rest + blocks * of_block))
+
+    def _samples(self, layout: Layout) -> int:
+        return -(-self.batch // num_shares(layout))
+
+    def _priced(self, operators: tuple[Factor, ...], samples: int) -> dict[int, Price]:
+        """Returns prices by the number of samples, few and more; none if the model refuses the factors.
+
+        With options, which few layouts have, it is one price, of as many samples as are asked for.
+        """
+        sizes = (samples,) if any(each.options for each in operators) else FEW_SAMPLES
+        found: dict[int, Price] = {}
+        for size in (each for each in sizes if each <= self.batch):
+            if (operators, size) not in self._alone:
+                self._alone[operators, size] = self.alone(operators, size)
+            price = self._alone[operators, size]
+            if price is None:
+                return {}
+            found[size] = price
+        return found
 
     def _schedule(self, factors: tuple[Factor, ...]) -> ScheduleCost | None:
         if not factors or self.plan is None:
@@ -265,17 +311,23 @@ class Estimator:
         return StateShares(*(max(0.0, a + (b - a) * at) for a, b in zip(*known, strict=True)))
 
     def _shares_of_few(self, factor: Factor) -> tuple[StateShares, ...] | None:
-        assert self.plan is not None, "asked for options alone"
         found = []
         for size in FEW_RANKS:
-            states = []
-            for options in ((), factor.options):
-                layout = Layout((Factor(factor.axis, (size,), options),), 1, self.precision)
-                with suppress(LayoutError, PlanError):
-                    states.append(state_of(self.plan(layout)))
-            if len(states) < 2:
+            few = tuple(Factor(factor.axis, (size,), options) for options in ((), factor.options))
+            plain, own = (self._state(Layout((each,), 1, self.precision)) for each in few)
+            if plain is None or own is None:
                 return None
-            plain, own = states
             wholes = (*plain[:4], plain.parameters, plain.optimizer)
-            found.append(StateShares(*(a / b if b else 1.0 for a, b in zip(own, wholes, strict=True))))
+            parts = [a / b if b else 1.0 for a, b in zip(own[:6], wholes, strict=True)]
+            once, twice = (self.summed_bytes(Layout((few[1],), number, self.precision)) for number in (1, 2))
+            found.append(StateShares(*parts)._replace(repeated=twice / once - 1 if once else 0.0))
         return tuple(found)
+
+    def _state(self, layout: Layout) -> StateShares | None:
+        """Returns what a rank of a layout holds and does, in bytes; None if a strategy refuses it."""
+        assert self.plan is not None, "asked for options alone"
+        if layout not in self._states:
+            self._states[layout] = None
+            with suppress(LayoutError, PlanError):
+                self._states[layout] = state_of(self.plan(layout))
+        return self._states[layout]

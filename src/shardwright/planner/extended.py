@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.planner.records import ActionShape, LayoutRecords, Place, StageRecords, like
+from shardwright.planner.places import Place, like
+from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 
 Span = tuple[int, int, int]
 """The blocks of the two rehearsals, fewer and more, and those of the stage."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import add
 from typing import NamedTuple
 
 from shardwright.ledger.tracking import KINDS
 from shardwright.planner.extended import at_blocks, shapes_of, span_of
-from shardwright.planner.records import Held, LayoutRecords, Place, places
+from shardwright.planner.places import Place
+from shardwright.planner.records import Held, LayoutRecords
 
 
 class StageMemory(NamedTuple):
@@ -22,22 +24,36 @@ class StageMemory(NamedTuple):
         return sum(self.by_kind.values()) + self.beside
 
 
-def stage_memory(records: LayoutRecords, stage: int) -> StageMemory:
-    """Returns the peak of one stage's memory: its actions in the schedule's order, each as it was rehearsed."""
+def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
+    """Returns the peak of each stage's memory: its actions in the schedule's order, each as it was rehearsed."""
+    known: dict[object, _Changes] = {}  # stages alike do the same
+    return tuple(_stage_memory(records, stage, known) for stage in range(records.schedule.num_stages))
+
+
+class _Changes(NamedTuple):
+    """The most bytes beyond those before an action, by kind at that moment, what it leaves behind, and their sums."""
+
+    most: Held
+    net: Held
+    most_bytes: int
+    net_bytes: int
+
+
+def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Changes]) -> StageMemory:
     held = peak = _base(records, stage)
-    shapes: dict[object, tuple[Held, Held]] = {}
-    where = places(records.schedule, stage)
-    for action in records.schedule.actions[stage]:
-        place = where[action]
-        if place not in shapes:
-            shapes[place] = _most(records, stage, place)
-        most, net = shapes[place]
-        reached = tuple(a + b for a, b in zip(held, most, strict=True))
-        peak = max(peak, reached, key=sum)
-        held = tuple(a + b for a, b in zip(held, net, strict=True))
-    most, _ = _most(records, stage, None)
-    peak = max(peak, tuple(a + b for a, b in zip(held, most, strict=True)), key=sum)
-    beside = sum(size for name, size in records.stages[stage].fewer.beside.items() if name in ("workspace", "nccl"))
+    held_bytes, peak_bytes = sum(held), sum(peak)
+    kind, where = records.stages[stage], records.places[stage]
+    for action in (*records.schedule.actions[stage], None):  # None: the optimizer's step
+        place = None if action is None else where[action]
+        key = id(kind.fewer), place, span_of(records, stage, place)
+        changes = known.get(key)
+        if changes is None:
+            most, net = _most(records, stage, place)
+            changes = known[key] = _Changes(most, net, sum(most), sum(net))
+        if held_bytes + changes.most_bytes > peak_bytes:
+            peak, peak_bytes = tuple(map(add, held, changes.most)), held_bytes + changes.most_bytes
+        held, held_bytes = tuple(map(add, held, changes.net)), held_bytes + changes.net_bytes
+    beside = sum(size for name, size in kind.fewer.beside.items() if name in ("workspace", "nccl"))
     return StageMemory(dict(zip(KINDS, map(round, peak), strict=True)), beside)
 
 

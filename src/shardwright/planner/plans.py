@@ -22,6 +22,7 @@ from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import Scale, scale_of
 from shardwright.planner.explain import PriceDifference, loses, name_of_part, waterfall_lines
+from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, precision_of, search
@@ -239,14 +240,13 @@ def plan_layouts(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = CrossEntropy() if loss is None else loss
-    began = process_time()
-    spent = [0.0]
+    began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
 
     def record(each: Layout, samples: int, most_whole: int | None = None) -> LayoutRecords:
         start = process_time()
         rows = first_rows(batch, samples)
         job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
-        records = record_layout(job, each, rows, cluster.device.type, most_whole=most_whole)
+        records = record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
         spent[0] += process_time() - start
         return records
 
@@ -257,9 +257,9 @@ def plan_layouts(
         _check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        layouts, found = [Pricing(cluster).price(records.plan.layout, records)], Found()
+        layouts, found = [Pricing(cluster).price(records.layout, records)], Found()
     else:
-        short = ShortModel(model, loss, batch, cluster.device.type, roles)
+        short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
         most_stages = short.blocks.number if short.blocks is not None else 0
         wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, most_stages)
         found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)

@@ -18,8 +18,9 @@ from shardwright.cost.operators import PARTS, OperatorRecord, operator_s, smooth
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.planner.extended import at_blocks, shapes_of, span_of
-from shardwright.planner.memory import StageMemory, stage_memory
-from shardwright.planner.records import ActionShape, LayoutRecords, Place, StageRecords, places
+from shardwright.planner.memory import StageMemory, memory_by_stage
+from shardwright.planner.places import Place
+from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 from shardwright.planner.rehearse import MessageRecord
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
@@ -108,7 +109,7 @@ class Pricing:
         waterfall["bubble"] = bubble_s
         waterfall["other"] = self.cluster.constants.step_s
         step_s = sum(waterfall.values())
-        memory = tuple(stage_memory(records, stage) for stage in range(schedule.num_stages))
+        memory = memory_by_stage(records)
         traffic = [self._traffic(records, stage) for stage in range(schedule.num_stages)]
         most = max(traffic, key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
@@ -185,7 +186,7 @@ class Pricing:
     def _traffic(self, records: LayoutRecords, stage: int) -> Counter[str]:
         """Returns the payload bytes of all messages of a rank's step, by axis of the mesh."""
         kind, total = records.stages[stage], Counter[str]()
-        times = Counter(places(records.schedule, stage).values())
+        times = Counter(records.places[stage].values())
         for place, number in times.items():
             for axis, size in self._bytes(records, kind, stage, place).items():
                 total[axis] += round(number * size)
@@ -214,7 +215,7 @@ class _StageTimes:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
         launch_s = pricing.cluster.constants.launch_s
-        times = Counter(places(records.schedule, stage).values())
+        times = Counter(records.places[stage].values())
         by_place = {place: self._time(place) for place in times}
         found = {place: time.waterfall(launch_s) for place, time in by_place.items()}
         seconds = {place: sum(each.values()) for place, each in found.items()}

@@ -15,7 +15,7 @@ from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
-from shardwright.plan.plan import Job, Plan
+from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
 
@@ -51,12 +51,11 @@ class ActionRecord:
 
 
 class RankRecord(NamedTuple):
-    """One rank's rehearsed step: its plan, and by action what it does. "begin" and "optimizer" stand around the rest.
+    """One rank's rehearsed step: by action what it does. "begin" and "optimizer" stand around the rest.
 
     ``beside`` are the bytes that the device holds beside tensors, by what holds them.
     """
 
-    plan: Plan
     by_action: Mapping[str, ActionRecord]
     beside: Mapping[str, int]
 
@@ -79,7 +78,7 @@ def rehearse(
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)
-    return RankRecord(run.plan, by_action, account.beside)
+    return RankRecord(by_action, account.beside)
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:
@@ -137,7 +136,7 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     attention = _ATTENTION.get(packet)
     if attention is not None:
         return OperatorRecord("attention", attention(*args, **named), num_bytes, _precision(operands))
-    count = flop_registry.get(packet)
+    count = flop_registry.get(packet) or flop_registry.get(_not_in_place(packet))
     if count is None:
         return OperatorRecord("memory", 0, num_bytes, _precision(operands)) if num_bytes else None
     flops = int(count(*args, **named, out_val=out))
@@ -149,6 +148,12 @@ def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
     given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(named)
     writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for name in writes for leaf in tensors_of(given.get(name))]
+
+
+def _not_in_place(packet: Any) -> Any:
+    """Returns the operator of which one that writes into its first operand, such as ``addmm_``, is the variant."""
+    name = packet._qualified_op_name.partition("::")[2]
+    return getattr(_aten, name.removesuffix("_"), None)
 
 
 def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int) -> tuple[int, int, int, int]:

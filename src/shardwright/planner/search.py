@@ -34,8 +34,9 @@ LARGEST_MICROBATCH = 8
 MOST_SCHEDULED = 24
 """The best estimates that are estimated with every schedule of stages too."""
 
-FAR = 1.1
-"""How many times the best price a layout may be estimated at, to be priced."""
+NEAR = 1.005
+"""How many times the best price a layout may be estimated at, to be priced; of what differs from the best layout by one
+option, how many times the estimate of the best."""
 
 MOST_NODES = 1
 """The nodes over which the ranks that compute operators together may lie: messages between nodes take far longer."""
@@ -115,7 +116,7 @@ def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short
             found.reject(error.what, layout)
             return None
 
-    known = (short.plan, short.sent_bytes, wanted.most_stages) if short is not None else ()
+    known = (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes) if short is not None else ()
     estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
     search_from = _Search(estimator, record, wanted, found)
     search_from.price_estimates()
@@ -137,13 +138,13 @@ class _Search:
         for each in self.estimates:
             if self.found.priced >= max(1, self.wanted.most // 2) or self._is_done():
                 return
-            division = tuple((factor.axis, factor.sizes) for factor in each.layout.factors)
+            division = _division(each.layout)
             if division not in seen and not self._is_hopeless(each):
                 seen.add(division)
                 self._price(each.layout)
 
     def price_beside(self) -> None:
-        """Prices what differs from the best by one option, the best estimates first, then other estimates."""
+        """Prices what differs from the best by one option and is estimated better, then other estimates near it."""
         while self.found.priced < self.wanted.most and not self._is_done() and (self.found.fit or self.found.misfits):
             best = _best(self.found)
             moves = [
@@ -152,8 +153,10 @@ class _Search:
                 if str(each) not in self.tried and self.wanted.allows(each) and num_shares(each) <= self.estimator.batch
             ]
             beside = self._sorted(filter(None, map(self.estimator.estimate, moves)))
-            others = (each for each in (*beside, *self.estimates) if str(each.layout) not in self.tried)
-            following = next(others, None)
+            most = NEAR * self._over(best)
+            near = (each for each in beside if each.over(self.wanted.limit_bytes) < most)
+            others = (each for each in self.estimates if str(each.layout) not in self.tried)
+            following = next((each for each in (*near, *others) if not self._is_hopeless(each)), None)
             if following is None:
                 return
             self._price(following.layout)
@@ -178,13 +181,23 @@ class _Search:
         return len(self.tried) >= 3 * self.wanted.most  # refused ones take time too
 
     def _is_hopeless(self, each: Estimate) -> bool:
-        """Whether an estimate is far from the best price, were it as much too high as none of those before."""
-        known = [price.step_s / self._step_s(price) for price in self.found.fit]
-        return bool(known) and each.step_s * min(known) > FAR * _best(self.found).step_s
+        """Whether a layout is far from the best price, were its estimate too high as none before; or beaten in it.
 
-    def _step_s(self, price: Price) -> float:
+        It is beaten by a priced layout that fits, of the same division of the ranks, if it neither takes less time nor
+        less memory, as both are estimated.
+        """
+        known = [(price, self.estimator.estimate(price.layout)) for price in self.found.fit]
+        for price, own in known:
+            alike = own is not None and _division(price.layout) == _division(each.layout)
+            if alike and own is not None and each.step_s >= own.step_s and each.memory_bytes >= own.memory_bytes:
+                return True
+        ratios = [price.step_s / own.step_s for price, own in known if own is not None]
+        over = each.over(self.wanted.limit_bytes)
+        return bool(ratios) and over * min(ratios) > NEAR * _best(self.found).step_s
+
+    def _over(self, price: Price) -> float:
         estimate = self.estimator.estimate(price.layout)
-        return estimate.step_s if estimate is not None else price.step_s
+        return estimate.over(self.wanted.limit_bytes) if estimate is not None else price.step_s
 
     def _price(self, layout: Layout) -> None:
         self.tried.add(str(layout))
@@ -195,6 +208,10 @@ class _Search:
             return
         fits = priced.memory_bytes <= self.wanted.limit_bytes
         (self.found.fit if fits else self.found.misfits).append(priced)
+
+
+def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
+    return tuple((factor.axis, factor.size) for factor in layout.factors)
 
 
 def _best(found: Found) -> Price:
@@ -277,8 +294,18 @@ def _estimates(estimator: Estimator, wanted: Wanted, found: Found) -> list[Estim
     for each in estimates[:MOST_SCHEDULED] if estimator.plan is not None else ():
         for place, factor in enumerate(each.layout.factors):
             if kinds[factor.axis] == "stages" and not factor.options:
-                estimates += _with_each(estimator, each.layout, place, [*declared_options(factor.axis)], wanted)
-    return estimates
+                estimates += _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted)
+    named = (_named(estimator, each, kinds) for each in estimates)
+    return [each for each in named if wanted.allows(each.layout)]
+
+
+def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -> Estimate:
+    """Returns an estimate of a layout that names the schedule of its stages."""
+    factors = tuple(
+        replace(f, options=f.options or estimator.default_schedule(f.axis)) if kinds[f.axis] == "stages" else f
+        for f in estimate.layout.factors
+    )
+    return estimate._replace(layout=replace(estimate.layout, factors=factors))
 
 
 def _with_each(

@@ -15,10 +15,11 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.layout import Layout
-from shardwright.parallelize.auto import tokens_of
-from shardwright.parallelize.planning import job_for, make_plan, without_storage
+from shardwright.parallelize.auto import num_shares, tokens_of
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, without_storage
 from shardwright.plan.plan import Job, Plan
-from shardwright.planner.blocks import AlikeBlocks, alike_blocks
+from shardwright.planner.blocks import AlikeBlocks
+from shardwright.planner.outline import ModelPlans
 from shardwright.planner.records import FEWER_AND_MORE, LayoutRecords, first_rows, record_layout
 
 NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
@@ -34,16 +35,17 @@ class ShortModel:
     batch: tuple[Any, Any]
     device_type: str
     roles: Mapping[str, str]
+    model_plans: ModelPlans
 
-    @cached_property
+    @property
     def blocks(self) -> AlikeBlocks | None:
         """The alike blocks of the model."""
-        return alike_blocks(self.model)
+        return self.model_plans.blocks
 
     @cached_property
     def _short(self) -> nn.Module:
         few = self.blocks is not None and self.blocks.number > NUM_BLOCKS and not self.roles
-        return self.blocks.shortened(self.model, NUM_BLOCKS) if few and self.blocks is not None else self.model
+        return self.model_plans.shortened(NUM_BLOCKS) if few else self.model
 
     @cached_property
     def sent_bytes(self) -> int:
@@ -75,6 +77,17 @@ class ShortModel:
         """Returns the plan of the short model. Raises: LayoutError, PlanError: it cannot have the layout."""
         rows = first_rows(self.batch, layout.num_ranks)
         return make_plan(self._job(self._short, layout, rows), layout)[0]
+
+    def summed_bytes(self, layout: Layout) -> int:
+        """Returns the bytes of gradients that a rank sums in a step of the short model, as strategies state them."""
+        rows = first_rows(self.batch, num_shares(layout))
+        job = self._job(self._short, layout, rows)
+        plan, strategies = make_plan(job, layout)
+        stated = StepTraffic(job, plan, strategies, rows[0]).at(dict.fromkeys(plan.mesh.axes, 0))
+        sums = (
+            each for traffic in stated.values() for each in traffic if each.kind in ("all_reduce", "reduce_scatter")
+        )
+        return sum(each.num_bytes * each.times for each in sums)
 
     def _job(self, model: nn.Module, layout: Layout, rows: tuple[Any, Any]) -> Job:
         return job_for(model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)

@@ -68,8 +68,12 @@ class DataParallel:
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
     options: ClassVar[Mapping[str, StrategyOption]] = {
-        "bucket": StrategyOption("least KiB of a param group, which is reduced as one: bucket:1024", ("bucket:0",)),
-        "fp32-sums": StrategyOption("with bf16 or fp16, gradients are summed in fp32: over microbatches and ranks"),
+        "bucket": StrategyOption(
+            "least KiB of a param group, which is reduced as one: bucket:1024", ("bucket:0",), searched=()
+        ),
+        "fp32-sums": StrategyOption(
+            "with bf16 or fp16, gradients are summed in fp32: over microbatches and ranks", searched=()
+        ),
     }
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 

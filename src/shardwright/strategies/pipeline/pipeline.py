@@ -91,7 +91,9 @@ class Pipeline:
             name: StrategyOption(family.description, ("interleaved:v2",) if name == "interleaved" else None)
             for name, family in SCHEDULES.items()
         },
-        "auto": StrategyOption("the best schedule for the chunks' costs, within a memory limit: auto:8GiB"),
+        "auto": StrategyOption(
+            "the best schedule for the chunks' costs, within a memory limit: auto:8GiB", searched=()
+        ),
         "cut": StrategyOption(
             "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
             ("cut:token,blocks.1", "cut:conv1,conv2"),

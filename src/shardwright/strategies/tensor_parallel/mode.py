@@ -111,7 +111,7 @@ OPTIONS: Mapping[str, StrategyOption] = {
         "gathered operands are not kept for the backward but re-gathered: less memory, more traffic; "
         ":summa does so by itself, and tpN alone gathers nothing"
     ),
-    "no-overlap": StrategyOption("no collective overlaps with computation: to see what overlap gains"),
+    "no-overlap": StrategyOption("no collective overlaps with computation: to see what overlap gains", searched=()),
 }
 """The layout options that every tensor-parallel mode has."""
 

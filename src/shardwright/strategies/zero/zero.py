@@ -83,9 +83,12 @@ class Zero:
         "ahead": StrategyOption(
             "how many param groups are prefetched, and how many reductions stay under way: ahead:1",
             ("ahead:0", "ahead:2"),
+            searched=(),
         ),
         "offload": StrategyOption(
-            "shards and optimizer state in host memory, or in mapped files: offload:disk", ("offload:disk",)
+            "shards and optimizer state in host memory, or in mapped files: offload:disk",
+            ("offload:disk",),
+            searched=(),  # what the host does meanwhile has no price yet
         ),
     }
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"

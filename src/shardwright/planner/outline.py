@@ -1,0 +1,119 @@
+"""``ModelPlans``: what layouts of one model have in common, found once: alike blocks, chunks and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
+
+from shardwright.axes import layout_axes
+from shardwright.layout import Factor, Layout
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.schedule import Schedule, accumulate
+from shardwright.planner.blocks import AlikeBlocks, alike_blocks, counts_of
+
+Chunks = Sequence[tuple[int, tuple[str, ...]]]
+"""For each chunk its number of alike blocks, and its other calls of modules."""
+
+
+class NotAlikeError(Exception):
+    """Raised where few blocks do not show what all do; its text says why."""
+
+
+class Outline(NamedTuple):
+    """A layout's schedule, and the blocks of each chunk; or why these are not alike."""
+
+    layout: Layout
+    schedule: Schedule
+    chunks: Chunks = ()
+    unlike: str = ""
+
+    def chunks_alike(self) -> Chunks:
+        """Returns the blocks of each chunk. Raises NotAlikeError: the layout treats blocks in several ways."""
+        if self.unlike:
+            raise NotAlikeError(self.unlike)
+        return self.chunks
+
+
+@dataclass
+class ModelPlans:
+    """What layouts of one model on one batch have in common; they may be of a search."""
+
+    model: nn.Module
+    _outlines: dict[Layout, Outline] = field(default_factory=dict)
+    _shortened: dict[int, nn.Module] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> AlikeBlocks | None:
+        """The alike blocks of the model."""
+        return alike_blocks(self.model)
+
+    def shortened(self, number: int) -> nn.Module:
+        """Returns a copy of the model on the meta device with only so many alike blocks."""
+        assert self.blocks is not None, "asked for a model with alike blocks"
+        if number not in self._shortened:
+            larger = min((each for each in self._shortened if each > number), default=None)
+            whole = self.model if larger is None else self._shortened[larger]
+            self._shortened[number] = self.blocks.shortened(whole, number)
+        return self._shortened[number]
+
+    def outline(self, job: Job, layout: Layout) -> tuple[Outline, bool]:
+        """Returns a layout's outline, and whether it is that of a layout before, with other options of the copies.
+
+        Raises: LayoutError, PlanError: the model cannot have the layout.
+        """
+        kinds = layout_axes()
+        plain = (Factor(f.axis, f.sizes) if kinds[f.axis].kind == "copies" else f for f in layout.factors)
+        key = replace(layout, factors=tuple(plain))
+        if key in self._outlines:
+            return self._outlines[key]._replace(layout=layout), True
+        plan, _ = make_plan(job, layout)
+        schedule = plan.schedule or accumulate(layout.num_microbatches)
+        try:
+            found = Outline(plan.layout, schedule, self._chunks(job, plan, schedule))
+        except NotAlikeError as different:
+            found = Outline(plan.layout, schedule, unlike=str(different))
+        if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
+            self._outlines[key] = found
+        return found, False
+
+    def _chunks(self, job: Job, plan: Plan, schedule: Schedule) -> Chunks:
+        if self.blocks is None:
+            raise NotAlikeError("no two blocks of the model are alike")
+        if job.roles or job.stages:
+            raise NotAlikeError("roles or stages are given by name")
+        _check_alike_in_plan(self.blocks, plan)
+        if plan.stages is None:
+            return [(self.blocks.number, ())]
+        found = []
+        for chunk in range(schedule.num_chunks):
+            count = counts_of(self.blocks, plan.stages.chunked.calls_of(chunk))
+            if count is None:
+                raise NotAlikeError("a stage begins inside of a block")
+            found.append(count)
+        return found
+
+
+def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
+    """Raises NotAlikeError where the plan treats one of the blocks in another way than the others."""
+    for treated in (plan.recomputed, plan.offloaded_activations, tuple(plan.frozen)):
+        inside = {
+            tuple(sorted(path.removeprefix(name) for path in treated if f"{path}.".startswith(f"{name}.")))
+            for name in blocks.names
+        }
+        if len(inside) > 1:
+            raise NotAlikeError("the layout treats some of the alike blocks in another way")
+    check_param_groups(blocks, plan)
+
+
+def check_param_groups(blocks: AlikeBlocks, plan: Plan) -> None:
+    """Raises NotAlikeError where the state of several blocks is sharded as one param group."""
+    block_of = {name: block for block in blocks.names for name in plan.compute if name.startswith(f"{block}.")}
+    for group in plan.param_groups:
+        sliced = any(plan.state[name].gradient != plan.compute[name] for name in group.parameters)
+        if sliced and len({block_of[name] for name in group.parameters if name in block_of}) > 1:
+            raise NotAlikeError("several blocks are one param group, of which the state is sharded")

@@ -1,0 +1,92 @@
+"""The places of a schedule's actions, and which stage of few stands for a stage of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardwright.plan.schedule import Action, Schedule
+
+
+class Place(NamedTuple):
+    """Which action: the chunk's number on its stage, the kind, first, last or between, and what comes before and next.
+
+    What an action allocates and frees depends on its neighbours: a stage begins to receive for the next one.
+    """
+
+    slot: int
+    kind: str
+    order: str
+    after: str = ""
+    before: str = ""
+
+
+def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
+    """Returns the :class:`Place` of each action of a stage: its chunk, kind, order among those, and neighbors."""
+    slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
+    seen: dict[tuple[int, str], list[Action]] = {}
+    for action in schedule.actions[stage]:
+        seen.setdefault((slots[action.chunk], action.kind), []).append(action)
+    kinds = ["", *(f"{slots[action.chunk]}{action.kind}" for action in schedule.actions[stage]), ""]
+    around = dict(zip(schedule.actions[stage], zip(kinds, kinds[2:], strict=False), strict=True))
+    found = {}
+    for (slot, kind), actions in seen.items():
+        for number, action in enumerate(actions):
+            order = "first" if number == 0 else "last" if action is actions[-1] else "between"
+            order = "only" if len(actions) == 1 else order
+            found[action] = Place(slot, kind, order, *around[action])
+    return found
+
+
+def like(place: Place, actions: Iterable[Place]) -> Place | None:
+    """Returns the rehearsed place most like another: of its order, between the same actions; None if there is none."""
+    orders = {"between": ("between", "last"), "last": ("last", "between")}.get(place.order, (place.order,))
+    known = [each for each in actions if each[:2] == place[:2] and each.order in orders]
+    if not known:
+        return None
+    own = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
+
+    def likeness(each: Place) -> tuple[bool, ...]:
+        same = each.after == place.after, each.before == place.before
+        return (each.order == place.order, all(same), *same) if own else (all(same), *same, each.order == place.order)
+
+    return max(known, key=likeness)
+
+
+def kind_of(stage: int, num_stages: int, few: int) -> int:
+    """Returns which of a few stages stands for a stage of many: the first, one between, or the last."""
+    return stage if stage < few - 1 else few - 1 if stage == num_stages - 1 else few - 2
+
+
+def representative(kind: int, num_stages: int, few: int) -> int:
+    """Returns the stage of many that a stage of few was taken from."""
+    return num_stages - 1 if kind == few - 1 else kind
+
+
+def stage_of(schedule: Schedule, few: int) -> tuple[int, ...]:
+    """Returns the stage of each chunk on few stages, in the pattern of a schedule on many."""
+    found: list[int] = []
+    for turn in range(schedule.num_chunks // schedule.num_stages):
+        onward = schedule.stage_of[turn * schedule.num_stages] == 0
+        found += range(few) if onward else reversed(range(few))
+    return tuple(found)
+
+
+def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
+    """Returns, for each chunk on few stages, the chunk on all of them that it stands for."""
+    slots = dict[int, int]()
+    found = []
+    for kind in stage_of(schedule, few):
+        stage, slot = representative(kind, schedule.num_stages, few), slots.get(kind, 0)
+        slots[kind] = slot + 1
+        found.append(schedule.chunks_of(stage)[slot])
+    return tuple(found)
+
+
+def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
+    """Returns whether a schedule on few stages has an action like each of a schedule on many."""
+    known = [set(places(few, stage).values()) for stage in range(few.num_stages)]
+    kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
+    return all(
+        like(place, known[kind]) for stage, kind in enumerate(kinds) for place in set(places(schedule, stage).values())
+    )
