@@ -91,7 +91,7 @@ def test_times_on_a_device_without_events_are_taken_when_it_has_finished(two_car
 def test_times_on_the_host_wait_for_nothing(two_cards):
     start = devices.moment(CPU)
     time.sleep(0.01)
-    assert 0.01 <= devices.seconds_between(start, devices.moment(torch.device("meta"))) < 1
+    assert 0.01 <= devices.seconds_between(start, devices.moment(torch.device("meta"))) < 60
     assert not two_cards
 
 

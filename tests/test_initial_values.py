@@ -202,6 +202,7 @@ def test_pickled_models_and_structural_copies_keep_how_they_are_filled():
 
 
 def test_every_random_fill_and_constant_of_a_constructor_is_recorded():
+    torch.manual_seed(0)
     makers = {
         "randn": lambda: torch.randn(20000),
         "rand": lambda: torch.rand(20000),

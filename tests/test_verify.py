@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from processor_time import takes_less
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError, MLPConfig, build_mlp
 from shardwright.verify import verify
@@ -52,11 +52,11 @@ def test_float64_is_equal_within_1e_10_after_several_steps():
 
 @pytest.mark.sampled(0)
 def test_sixty_four_ranks_of_a_small_model_are_equal():
-    start = time.process_time()  # processor seconds: other work on the machine does not count
-    verdict = verify(gpt(), "dp16 tp4 mb2", batches(20))
-    assert verdict.equal, str(verdict)
-    assert verdict.world_size == 64
-    assert time.process_time() - start < 30
+    verdicts = []
+    assert takes_less(30, lambda: verdicts.append(verify(gpt(), "dp16 tp4 mb2", batches(20))))
+    for verdict in verdicts:
+        assert verdict.equal, str(verdict)
+        assert verdict.world_size == 64
 
 
 def test_a_model_with_values_of_its_own_is_compared_as_it_is_and_left_alone():

@@ -7,8 +7,7 @@ from weakref import ref
 import pytest
 import torch
 from tests_dist import test_axis
-from tests_dist.command import within
-from tests_dist.test_nodes import TINY
+from tests_dist.command import TINY, within
 
 from comm.scenarios import SCENARIOS, held_by, same
 from shardwright.comm.backends.two_level import TwoLevelChannel

@@ -90,12 +90,22 @@ def run_here(
     place, backend = rank_devices.decided(ranks, rank)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
     wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
-    dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     recorder = Recorder()
-    call_checker = CallChecker(rank, timeout_s) if debug else None
-    transport = ProcessTransport(
-        rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
-    )
+    try:
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
+        call_checker = CallChecker(rank, timeout_s) if debug else None
+        transport = ProcessTransport(
+            rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
+        )
+    except RuntimeError as failure:
+        if isinstance(failure, CommunicationError):
+            raise
+        raise LostPartnerError(  # a rank that is connected already may have been killed
+            "this rank could not connect to the others",
+            given=f"rank {rank} of {size}; torch reports: {first_line(failure)}",
+            allowed="ranks that all start, and reach each other",
+            fix="see why another rank ended, and whether a firewall stands between",
+        ) from failure
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
