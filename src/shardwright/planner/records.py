@@ -26,7 +26,7 @@ from shardwright.ledger.account import JobPlan
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
-from shardwright.planner.outline import Chunks, LayoutChunks, ModelPlans, NotAlikeError, check_param_groups
+from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
 from shardwright.planner.places import Place, has_all_actions, kind_of, places, sample_chunks, stage_of
 from shardwright.planner.rehearse import ActionRecord, RankRecord, Record, rehearse
 
@@ -199,7 +199,7 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
             yield shape.planned(job, _with_few(shape.layout, num_stages, number))
 
 
-def _from_few(shape: _Shape, outline: LayoutChunks, model_plans: ModelPlans) -> LayoutRecords:
+def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> LayoutRecords:
     chunks, schedule = outline.chunks_alike(), shape.schedule
     few_stages = min(FEW_STAGES, schedule.num_stages)
     _check_kinds(schedule, chunks, few_stages)
