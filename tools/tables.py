@@ -82,6 +82,21 @@ def newest(folder: str) -> dict:
     return json.loads(found[-1].read_text()) if found else {"table": []}
 
 
+def compared() -> str:
+    """Steps and starts of an older commit and of a newer one, from the newest run that has each benchmark."""
+    lines = ["| benchmark | variant | old, ms | new, ms | new / old (median) | range |", "|---" * 6 + "|"]
+    rows: dict[str, list[dict]] = {}
+    for path in sorted((ROOT / "benchmarks" / "compared" / "results").glob("*.json")):
+        table = json.loads(path.read_text())["table"]
+        rows |= {
+            name: [row for row in table if row["benchmark"] == name] for name in {row["benchmark"] for row in table}
+        }
+    for row in (row for name in sorted(rows) for row in rows[name]):
+        times = " | ".join(f"{row[f'{tree}_s_median'] * 1000:.0f}" for tree in ("old", "new"))
+        lines.append(f"| {row['benchmark']} | `{row['name']}` | {times} | {ratio_of(row)} |")
+    return "\n".join(lines)
+
+
 def gpt_step() -> str:
     """Steps of a GPT beside their limits."""
     result = newest("gpt_step")
@@ -537,6 +552,7 @@ def draws() -> str:
 
 
 TABLES = {
+    "compared": compared,
     "flips": flips,
     "draws": draws,
     "global_sweep": global_sweep,
