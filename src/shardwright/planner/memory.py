@@ -26,11 +26,11 @@ class StageMemory(NamedTuple):
 
 def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
     """Returns the peak of each stage's memory: its actions in the schedule's order, each as it was rehearsed."""
-    known: dict[object, _Changes] = {}  # stages alike do the same
+    known: dict[object, _ActionMemory] = {}  # stages alike do the same
     return tuple(_stage_memory(records, stage, known) for stage in range(records.schedule.num_stages))
 
 
-class _Changes(NamedTuple):
+class _ActionMemory(NamedTuple):
     """The most bytes beyond those before an action, by kind at that moment, what it leaves behind, and their sums."""
 
     most: Held
@@ -39,7 +39,7 @@ class _Changes(NamedTuple):
     net_bytes: int
 
 
-def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Changes]) -> StageMemory:
+def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _ActionMemory]) -> StageMemory:
     held = peak = _base(records, stage)
     held_bytes, peak_bytes = sum(held), sum(peak)
     kind, where = records.stages[stage], records.places[stage]
@@ -49,7 +49,7 @@ def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Chang
         changes = known.get(key)
         if changes is None:
             most, net = _most(records, stage, place)
-            changes = known[key] = _Changes(most, net, sum(most), sum(net))
+            changes = known[key] = _ActionMemory(most, net, sum(most), sum(net))
         if held_bytes + changes.most_bytes > peak_bytes:
             peak, peak_bytes = tuple(map(add, held, changes.most)), held_bytes + changes.most_bytes
         held, held_bytes = tuple(map(add, held, changes.net)), held_bytes + changes.net_bytes

@@ -24,7 +24,7 @@ class NotAlikeError(Exception):
     """Raised where few blocks do not show what all do; its text says why."""
 
 
-class Outline(NamedTuple):
+class StageBlocks(NamedTuple):
     """A layout's schedule, and the blocks of each chunk; or why these are not alike."""
 
     layout: Layout
@@ -44,7 +44,7 @@ class ModelPlans:
     """What layouts of one model on one batch have in common; they may be of a search."""
 
     model: nn.Module
-    _outlines: dict[Layout, Outline] = field(default_factory=dict)
+    _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
     _shortened: dict[int, nn.Module] = field(default_factory=dict)
 
     @cached_property
@@ -61,7 +61,7 @@ class ModelPlans:
             self._shortened[number] = self.blocks.shortened(whole, number)
         return self._shortened[number]
 
-    def outline(self, job: Job, layout: Layout) -> tuple[Outline, bool]:
+    def outline(self, job: Job, layout: Layout) -> tuple[StageBlocks, bool]:
         """Returns a layout's outline, and whether it is that of a layout before, with other options of the copies.
 
         Raises: LayoutError, PlanError: the model cannot have the layout.
@@ -74,9 +74,9 @@ class ModelPlans:
         plan, _ = make_plan(job, layout)
         schedule = plan.schedule or accumulate(layout.num_microbatches)
         try:
-            found = Outline(plan.layout, schedule, self._chunks(job, plan, schedule))
+            found = StageBlocks(plan.layout, schedule, self._chunks(job, plan, schedule))
         except NotAlikeError as different:
-            found = Outline(plan.layout, schedule, unlike=str(different))
+            found = StageBlocks(plan.layout, schedule, unlike=str(different))
         if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
             self._outlines[key] = found
         return found, False

@@ -23,12 +23,13 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
+from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
-from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, Outline, check_param_groups
-from shardwright.planner.places import Place, has_all_actions, kind_of, places, sample_chunks, stage_of
-from shardwright.planner.rehearse import ActionRecord, RankRecord, Record, rehearse
+from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
+from shardwright.planner.places import Place, has_all_actions, kind_of, places, representative, sample_chunks, stage_of
+from shardwright.planner.rehearse import ActionRecord, MessageRecord, RankRecord, Record, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
 """As many stages and microbatches hold one of each kind: the first, one between, the last. On stages it takes two
@@ -138,21 +139,38 @@ class _Shape(NamedTuple):
         local = -(-num_rows(self.batch) // self.copies)
         return -(-local // self.layout.num_microbatches)
 
-    def planned(self, job: Job, layout: Layout) -> _Planned:
+    def planned(self, job: Job, layout: Layout) -> _JobLayout:
         """Returns the plan of a job that is rehearsed: with few blocks, stages or microbatches."""
         few = first_rows(self.batch, self.copies * layout.num_microbatches * self.samples)
         fitted = job_for(job.model, job.loss, layout, few[0], job.num_tokens, job.roles)
         fitted = fitted._replace(stages=job.stages or fitted.stages, seconds={})
-        return _Planned(fitted, layout, JobPlan(*make_plan(fitted, layout)), few)
+        return _JobLayout(fitted, layout, JobPlan(*make_plan(fitted, layout)), few)
 
-    def rehearsed(self, planned: _Planned) -> list[RankRecord]:
+    def rehearsed(self, planned: _JobLayout) -> list[RankRecord]:
         """Rehearses the first rank of each stage, from one plan."""
         job, layout, plan, few = planned
         ranks = (layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages))
-        return [rehearse(job, plan, rank, few, self.device_type, self.optimizer) for rank in ranks]
+        found = [rehearse(job, plan, rank, few, self.device_type, self.optimizer) for rank in ranks]
+        if layout.mesh != self.layout.mesh:
+            for record in found:
+                for done in record.by_action.values():
+                    done.records = [self._among_all(each, layout.mesh) for each in done.records]
+        return found
+
+    def _among_all(self, record: Record, few: Mesh) -> Record:
+        """Returns the record of a message with the ranks that those of few stages stand for."""
+        if not isinstance(record, MessageRecord):
+            return record
+        ranks = []
+        for rank in record.ranks:
+            coord = few.coord(rank)
+            for axis in (each for each in mesh_axes("stages") if each in coord):
+                coord[axis] = representative(coord[axis], self.layout.mesh[axis], few[axis])
+            ranks.append(self.layout.mesh.rank(coord))
+        return record._replace(ranks=tuple(ranks))
 
 
-class _Planned(NamedTuple):
+class _JobLayout(NamedTuple):
     job: Job
     layout: Layout
     plan: JobPlan
@@ -190,7 +208,7 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     return LayoutRecords(shape.layout, shape.schedule, stages, tuple(() for _ in stages), len(stages), note)
 
 
-def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_Planned]:
+def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
     """Yields plans of layouts of so many stages with few microbatches, which the schedule takes."""
     all_of_them = shape.layout.num_microbatches
     few = num_stages + 2 if num_stages > 1 else FEW_MICROBATCHES
@@ -199,7 +217,7 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_P
             yield shape.planned(job, _with_few(shape.layout, num_stages, number))
 
 
-def _from_few(shape: _Shape, outline: Outline, model_plans: ModelPlans) -> LayoutRecords:
+def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> LayoutRecords:
     chunks, schedule = outline.chunks_alike(), shape.schedule
     few_stages = min(FEW_STAGES, schedule.num_stages)
     _check_kinds(schedule, chunks, few_stages)
@@ -217,12 +235,12 @@ def _from_few(shape: _Shape, outline: Outline, model_plans: ModelPlans) -> Layou
 
 def _planned_few(
     shape: _Shape, chunks: Chunks, model_plans: ModelPlans, numbers_of_blocks: tuple[int, int]
-) -> list[tuple[_Planned, Sequence[int]]]:
+) -> list[tuple[_JobLayout, Sequence[int]]]:
     """Returns plans with fewer and with more blocks in a chunk, on few stages, and the blocks of their chunks.
 
     Raises: NotAlikeError: few blocks, stages or microbatches do not show what all do.
     """
-    blocks, schedule, found = model_plans.blocks, shape.schedule, list[tuple[_Planned, Sequence[int]]]()
+    blocks, schedule, found = model_plans.blocks, shape.schedule, list[tuple[_JobLayout, Sequence[int]]]()
     assert blocks is not None, "there are chunks of alike blocks"
     few_stages = min(FEW_STAGES, schedule.num_stages)
     sample_of = sample_chunks(schedule, few_stages)
