@@ -37,7 +37,7 @@ test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variant
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --nccl "$$variant" tests/contract || exit 1; done
 
 test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (under 3 minutes on one core)
-	$(BIN)/python -m pytest -q tests_acc
+	$(BIN)/python -m pytest -q -n auto --dist worksteal tests_acc
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist

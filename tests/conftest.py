@@ -21,10 +21,12 @@ import torch
 from hypothesis import settings
 
 from nccl_rules import Variant
+from one_core import stay_on_one_core
 from one_plan import one_plan_in_verify
 from pretend_nccl import over_nccl
 
 torch.set_num_threads(1)
+stay_on_one_core()
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(_number, _handler)  # under nohup too, tests of signals send them

@@ -27,7 +27,8 @@ class Event:
         assert enable_timing
         self.waited = False
 
-    def record(self):
+    def record(self, stream):
+        assert stream == f"the stream of {CARD}"
         Event.ticks += 1
         self.tick = Event.ticks
 
@@ -44,7 +45,9 @@ def two_cards(monkeypatch):
     """Two pretended CUDA devices, the second one in use; what was waited for is a list."""
     waits = []
     properties = [SimpleNamespace(name=f"card {i}", total_memory=(i + 1) << 30, uuid=f"U{i}") for i in range(2)]
-    module = SimpleNamespace(Event=Event, get_device_properties=properties.__getitem__)
+    module = SimpleNamespace(
+        Event=Event, get_device_properties=properties.__getitem__, current_stream=lambda card: f"the stream of {card}"
+    )
     known = {"cuda": module, "bare": SimpleNamespace()}
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -88,7 +91,7 @@ def test_times_on_a_device_without_events_are_taken_when_it_has_finished(two_car
 def test_times_on_the_host_wait_for_nothing(two_cards):
     start = devices.moment(CPU)
     time.sleep(0.01)
-    assert 0.01 <= devices.seconds_between(start, devices.moment(torch.device("meta"))) < 1
+    assert 0.01 <= devices.seconds_between(start, devices.moment(torch.device("meta"))) < 60
     assert not two_cards
 
 

@@ -202,6 +202,7 @@ def test_pickled_models_and_structural_copies_keep_how_they_are_filled():
 
 
 def test_every_random_fill_and_constant_of_a_constructor_is_recorded():
+    torch.manual_seed(0)
     makers = {
         "randn": lambda: torch.randn(20000),
         "rand": lambda: torch.rand(20000),
@@ -341,6 +342,10 @@ WRITES = {
     "read": lambda m: m.weight.copy_(m.weight[[5, 4, 3, 2, 1, 0]] * 3),
     "read by truth values": lambda m: m.weight[:2].copy_(m.weight[[False, True, False, False, True, False]]),
     "new_tensor": lambda m: m.weight[0].copy_(m.weight.new_tensor([5, 6, 7, 8])),
+    "new_tensor of a number": lambda m: m.bias.copy_(m.weight.new_tensor(5)),
+    "new_tensor by name": lambda m: m.weight[0].copy_(m.weight.new_tensor(data=[5, 6, 7, 8])),
+    "tensor by name": lambda m: m.bias.copy_(torch.tensor(data=[5, 6, 7, 8])),
+    "asarray by name": lambda m: m.bias.copy_(torch.asarray(obj=np.arange(4))),
     "new": lambda m: m.weight[0].copy_(m.weight.new([5, 6, 7, 8])),
     "new of sizes": lambda m: m.weight.copy_(m.weight.new(m.weight.shape).fill_(3.0)),
     "foreach": lambda m: torch._foreach_mul_([m.weight, m.bias], 3.0),
@@ -355,6 +360,9 @@ WRITES = {
     "randperm": lambda m: m.bias.copy_(torch.randperm(4, generator=torch.Generator().manual_seed(3))),
     "normal_": lambda m: m.weight.normal_(0, 0.4, generator=torch.Generator().manual_seed(3)),
     "nn.init": lambda m: nn.init.trunc_normal_(m.weight, generator=torch.Generator().manual_seed(3)),
+    "nn.init, then read": lambda m: m.weight.mul_(
+        nn.init.normal_(m.bias, generator=torch.Generator().manual_seed(3))[0].item()
+    ),
     "bernoulli": lambda m: m.bias.copy_(torch.bernoulli(m.bias / 2, generator=torch.Generator().manual_seed(3))),
     "bernoulli_ of itself": lambda m: m.bias.div_(2).bernoulli_(m.bias, generator=torch.Generator().manual_seed(3)),
 }
@@ -386,7 +394,12 @@ def written_after(model):
     values *= 2
 
 
+def written_array(model):
+    model.weight.numpy()[0] = 7.0
+
+
 REFUSED = {
+    "writes to the array of a tensor": written_array,
     "indexes a tensor by lists inside a list": lambda m: m.weight.__setitem__([[0, 1], [2, 3]], 7.0),
     "writes to a tensor after it has become the data": written_after,
     "a tensor of shape .* filled at random": lambda m: torch.allclose(torch.randn(2), torch.zeros(2)),

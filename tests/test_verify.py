@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from processor_time import takes_less
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError, MLPConfig, build_mlp
 from shardwright.verify import verify
@@ -51,11 +52,11 @@ def test_float64_is_equal_within_1e_10_after_several_steps():
 
 @pytest.mark.sampled(0)
 def test_sixty_four_ranks_of_a_small_model_are_equal():
-    start = time.process_time()  # processor seconds: other work on the machine does not count
-    verdict = verify(gpt(), "dp16 tp4 mb2", batches(20))
-    assert verdict.equal, str(verdict)
-    assert verdict.world_size == 64
-    assert time.process_time() - start < 30
+    verdicts = []
+    assert takes_less(30, lambda: verdicts.append(verify(gpt(), "dp16 tp4 mb2", batches(20))))
+    for verdict in verdicts:
+        assert verdict.equal, str(verdict)
+        assert verdict.world_size == 64
 
 
 def test_a_model_with_values_of_its_own_is_compared_as_it_is_and_left_alone():
@@ -254,3 +255,9 @@ def test_smoothing_and_ignored_targets_are_compared_as_the_loss_has_them():
     targets[:3] = 7
     loss = CrossEntropy(ignore_index=7, label_smoothing=0.3)
     assert verify(gpt(), "dp3 tp2", [(inputs, targets)], loss=loss).equal
+
+
+def test_a_verdict_is_true_where_the_layout_equals_one_device():
+    verdict = verify(nn.Linear(4, 3), "dp2", [(torch.randn(4, 4), torch.randint(3, (4,)))])
+    assert verdict
+    assert not replace(verdict, equal=False)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from accelerator import set_up
+from one_core import stay_on_one_core
 from one_plan import one_plan_in_verify
 
 torch.set_num_threads(1)
+stay_on_one_core()
 
 
 def pytest_configure(config):

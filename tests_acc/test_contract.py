@@ -17,6 +17,7 @@ from contract.cases import (
     DEEP,
     GPT2,
     GPT2_APART,
+    LLAMA_ONE_KV,
     OPTION_CASES,
     STRATEGIES,
     further_sizes,
@@ -81,13 +82,17 @@ def test_every_model_equals_the_cpu(accelerator, case, line):
 WORDS = (
     "single", "dp2 bf16", "dp2 fp16", "dp2/zero3 bf16", "pp2/1f1b mb4 dp2/zero1 tp2", "dp2 mb3 recompute:full",
     "dp2 recompute:selective", "dp2 recompute:offload", "dp2 recompute:offload:disk", "dp2/zero1/offload",
-    "dp2/zero3/offload", "dp2/zero3 recompute:offload mb2", "dp2/zero2/offload tp2 mb2",
+    "pp2 mb2 dp2/zero1/offload", "dp2/zero3/offload", "dp2/zero3 recompute:offload mb2", "dp2/zero2/offload tp2 mb2",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("line", WORDS)
 def test_precisions_recomputing_and_offload_equal_the_cpu(accelerator, line):
     check(accelerator, line, GPT2)
+
+
+def test_offloaded_gradients_that_ranks_share_in_part_equal_the_cpus(accelerator):
+    check(accelerator, "dp2/zero1/offload tp2", LLAMA_ONE_KV)
 
 
 LINES = ("dp2/zero3", "tp2", "tp2x2/2d", "pp2/1f1b mb2", "pp2 tp2 recompute:full")

@@ -7,6 +7,7 @@ learn, and the comparison of ranks every so many steps, do not count.
 from __future__ import annotations
 
 import threading
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwright.comm.launch import run_threads
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig, entry_of
 from shardwright.parallelize import parallelize
-from shardwright.runtime.copy_stream import CopyStream
+from shardwright.runtime.copy_stream import CopyStream, made_ahead
 
 CONFIG = GPTConfig(
     style="gpt2", vocabulary=19, max_tokens=6, num_layers=2, num_heads=2, width=12, hidden=12, dropout=0.0
@@ -179,3 +180,37 @@ def test_an_error_of_a_loader_comes_after_the_batches_before_it(accelerator):
             next(parts)
 
     run_threads(work, 1, device=accelerator.device)
+
+
+def test_a_loader_may_write_the_next_batch_into_the_same_pinned_memory(accelerator):
+    def work(world):
+        run, memory = parallelize(nn.Linear(4, 3), "single", world), torch.empty(2, 4).pin_memory()
+        targets = torch.zeros(2, dtype=torch.int64)
+        batches = ((memory.fill_(float(number)), targets) for number in range(3))
+        return [batch.inputs.tolist()[0][0] for batch in run.shard(batches)]
+
+    assert run_threads(work, 1, device=accelerator.device) == [[0.0, 1.0, 2.0]]
+
+
+def test_a_batch_that_was_made_ahead_is_whole_before_its_memory_is_used_again(accelerator):
+    def work(world):
+        copies, made = CopyStream(world.device), []
+        ahead = made_ahead(range(3), lambda number: made.append(copies.moved(torch.ones(3), world.device)), copies)
+        next(ahead)
+        before = [each.isnan().any().item() for each in made]
+        ahead.close()
+        return before, [each.isnan().any().item() for each in made]
+
+    assert run_threads(work, 1, device=accelerator.device) == [([False, True], [False, False])]
+
+
+def test_no_more_sources_than_said_are_kept_for_copies_under_way(accelerator):
+    def work(world):
+        copies = CopyStream(world.device, most_under_way=2)
+        sources = [torch.ones(3, device=world.device) for _ in range(5)]
+        kept = [ref(source) for source in sources]
+        for _ in kept:
+            copies.start(torch.empty(3).pin_memory(), sources.pop(0))
+        return sum(each() is not None for each in kept)
+
+    assert run_threads(work, 1, device=accelerator.device) == [2]

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import psutil
 
+from shardwright.train.config import TrainConfig
+from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
+from shardwright.train.run_file import options_of
 
 COMMAND = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--save-every", "3"]
 FLAGS = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--set", "dropout=0.1"]
 FLAGS += ["--seq", "16", "--batch", "5"]
+TINY = {"settings": {"num_layers": 1, "width": 16, "num_heads": 4, "dropout": 0.1}, "seq": 16, "batch": 5}
+"""The options that these flags are; in ``run.json`` the settings are text."""
 
 
 def start(out, *more, folder=None):
@@ -42,6 +47,26 @@ def wait_for_step(process, out, step):
         assert process.poll() is None, said_by(out)
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def losses_of(out):
+    return [row["loss"] for row in read_metrics(out)]
+
+
+def losses_of_one_device(out, whole, num_steps=None):
+    """The losses of the steps that the run in ``out`` has made, or of the first of them, on one device.
+
+    That device trains into ``whole`` under the run's own options, so also under its schedule of learning rates.
+    """
+    options = options_of(out)
+    assert options["settings"] == {name: str(value) for name, value in TINY["settings"].items()}
+    assert (options["seq"], options["batch"]) == (TINY["seq"], TINY["batch"])
+    num_steps = num_steps or len(read_metrics(out))
+    options |= {"layout": "single", "save_every": 0, "stop_at": num_steps}
+    train(TrainConfig(**options), whole, ranks="threads")
+    losses = losses_of(whole)
+    assert len(losses) == num_steps
+    return losses
 
 
 def family_of(process):

@@ -11,61 +11,61 @@ import signal
 import subprocess
 
 import pytest
-from tests_dist.command import COMMAND, ranks_in, said_by, start, temporary_folder, wait_for_step
+from tests_dist.command import (
+    COMMAND,
+    losses_of,
+    losses_of_one_device,
+    ranks_in,
+    said_by,
+    start,
+    temporary_folder,
+    wait_for_step,
+)
 
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
-from shardwright.train.progress import read_metrics
+from shardwright.train.run_file import options_of
 
-STEPS = 30
-TINY = {
-    "settings": {"num_layers": 1, "width": 16, "num_heads": 4, "dropout": 0.1},
-    "seq": 16,
-    "batch": 5,
-    "steps": STEPS,
-}
-FLAGS = ["--steps", str(STEPS)]
+ENDLESS = ["--steps", "100000", "--schedule", "constant"]  # however fast it is, it is under way when it is stopped
+MORE = 10
 
 
-def losses_of(out):
-    return [row["loss"] for row in read_metrics(out)]
+def go_on(out, layout, **where):
+    """Resumes a run for some more steps; the number of steps that it had made, and all losses after that."""
+    before = len(losses_of(out))
+    train(TrainConfig(**options_of(out) | {"layout": layout, "stop_at": before + MORE}), out, resume=True, **where)
+    found = losses_of(out)
+    assert len(found) == before + MORE
+    return before, found
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole")
-    train(TrainConfig(layout="single", **TINY), out, ranks="threads")
-    return losses_of(out)
-
-
-def test_a_run_killed_at_a_random_step_follows_the_uninterrupted_curve_under_any_layout(tmp_path, uninterrupted):
+def test_a_run_killed_at_a_random_step_follows_the_uninterrupted_curve_under_any_layout(tmp_path):
     out = tmp_path / "run"
     with temporary_folder() as folder:
-        process = start(out, *FLAGS, folder=folder)
+        process = start(out, *ENDLESS, folder=folder)
         wait_for_step(process, out, 4 + random.randrange(12))
         rank, killed = random.choice([*ranks_in(folder).items()])
         killed.kill()
         assert process.wait(timeout=30) == 1
     assert f"rank {rank} was killed by SIGKILL" in said_by(out)
     shutil.copytree(out, tmp_path / "copy")
-    before = len(losses_of(out))
-    assert before < STEPS, "it was killed too late to show anything"
-    train(TrainConfig(layout="tp4", **TINY), out, resume=True)
-    train(TrainConfig(layout="single", **TINY), tmp_path / "copy", resume=True, ranks="threads")
-    for each in (out, tmp_path / "copy"):
-        assert losses_of(each) == pytest.approx(uninterrupted, rel=1e-4)
+    step, found = go_on(out, "tp4")
+    _, copied = go_on(tmp_path / "copy", "single", ranks="threads")
+    expected = losses_of_one_device(out, tmp_path / "whole")
+    for each in (found, copied):
+        assert each == pytest.approx(expected, rel=1e-4), f"rank {rank} was killed after step {step}"
 
 
-def test_ctrl_c_saves_and_the_run_can_go_on(tmp_path, uninterrupted):
+def test_ctrl_c_saves_and_the_run_can_go_on(tmp_path):
     out = tmp_path / "run"
-    process = start(out, *FLAGS)
+    process = start(out, *ENDLESS)
     wait_for_step(process, out, 2)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=30) == 130
     done = len(losses_of(out))
     assert (out / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
-    train(TrainConfig(layout="dp2", **TINY), out, resume=True, ranks="threads")
-    assert losses_of(out) == pytest.approx(uninterrupted, rel=1e-4)
+    _, found = go_on(out, "dp2", ranks="threads")
+    assert found == pytest.approx(losses_of_one_device(out, tmp_path / "whole"), rel=1e-4)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):

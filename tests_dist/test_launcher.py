@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests_dist.command import (
     end_all,
@@ -28,8 +29,8 @@ from tests_dist.command import (
     within,
 )
 
+from shardwright import command_start, fork_server
 from shardwright.checkpoint.manifest import steps_in
-from shardwright.comm.backends import fork_server
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.launch import launch
 from shardwright.errors import RankFailedError
@@ -77,9 +78,9 @@ def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder
     assert not can_be_taken(out / ".lock")
     process.kill()
     process.wait()
-    assert within(5, lambda: not any(rank.is_running() for rank in ranks.values()))
+    assert within(20, lambda: not any(rank.is_running() for rank in ranks.values()))
     assert can_be_taken(out / ".lock")
-    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
     assert not [name for name in semaphores if Path(name).exists()]
     assert "the process that started the ranks has ended" in said_by(out)
@@ -90,10 +91,10 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_leaves_nothing(runni
     process, out, family = running
     semaphores = semaphores_of(family)
     ranks_in(folder)[2].send_signal(number)
-    assert process.wait(timeout=10) == 1
+    assert process.wait(timeout=25) == 1
     assert f"error: rank 2 was killed by {number.name}; the other ranks were ended" in said_by(out)
     assert "Traceback" not in said_by(out)
-    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
     assert not [name for name in semaphores if Path(name).exists()]
 
@@ -102,7 +103,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_leaves_nothing(runni
 def test_a_rank_that_is_told_to_stop_is_named_and_all_save_and_stop(running, folder, number):
     process, out, _ = running
     ranks_in(folder)[2].send_signal(number)
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=25) == 130
     said, done = said_by(out), len(read_metrics(out))
     assert f"rank 2 was told to stop by {number.name}; all ranks have saved and ended" in said
     assert f"step-{done:08d} is complete, continue with --resume" in said
@@ -113,7 +114,7 @@ def test_a_rank_that_is_told_to_stop_is_named_and_all_save_and_stop(running, fol
 def test_a_launcher_that_is_told_to_stop_lets_the_ranks_save(running, folder):
     process, out, _ = running
     process.terminate()
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=25) == 130
     assert "told to stop" not in said_by(out)
     assert steps_in(out / "checkpoints")[-1].name == f"step-{len(read_metrics(out)):08d}"
     assert left_in(folder) == []
@@ -127,11 +128,11 @@ def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_whether_it_come
         time.sleep(0.02)
         if process.poll() is not None:
             break
-    assert process.wait(timeout=20) == 130, said_by(out)
+    assert process.wait(timeout=25) == 130, said_by(out)
     done = len(read_metrics(out))
     assert steps_in(out / "checkpoints")[-1].name == f"step-{done:08d}"
     assert f"step-{done:08d} is complete, continue with --resume" in said_by(out)
-    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
 
 
@@ -141,7 +142,7 @@ def test_an_early_warning_to_the_group_saves_and_the_run_goes_on(tmp_path):
     try:
         wait_for_step(process, out, 2)
         os.killpg(process.pid, signal.SIGUSR1)
-        assert within(20, lambda: steps_in(out / "checkpoints"))
+        assert within(30, lambda: steps_in(out / "checkpoints"))
         wait_for_step(process, out, len(read_metrics(out)) + 2)
     finally:
         process.terminate()
@@ -154,7 +155,7 @@ def test_early_warnings_from_the_first_moment_on_end_no_run(tmp_path):
     try:
         bit, status = 1 << signal.SIGUSR1 - 1, Path(f"/proc/{process.pid}/status")
         # a signal before the first line of the library ends any program
-        assert within(20, lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit)
+        assert within(60, lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit)
         while process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGUSR1)
@@ -171,11 +172,11 @@ def test_a_run_whose_fork_server_is_killed_goes_on_and_a_rank_that_then_fails_is
     ranks = ranks_in(folder)
     fork_server_of(process).kill()
     done = len(read_metrics(out))
-    assert within(20, lambda: len(read_metrics(out)) > done + 3)
+    assert within(60, lambda: len(read_metrics(out)) > done + 3)
     ranks[2].kill()
-    assert process.wait(timeout=15) == 1
+    assert process.wait(timeout=25) == 1
     assert "error: rank 2 was killed" in said_by(out)
-    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
 
 
@@ -183,7 +184,7 @@ def test_what_a_run_leaves_that_was_killed_as_a_whole_the_next_run_removes(runni
     process, _, family = running
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with run_folder() as mine:
@@ -262,3 +263,27 @@ def test_a_fork_server_that_ends_before_the_ranks_start_is_explained(monkeypatch
     monkeypatch.setattr(fork_server, "_COMMAND", "raise SystemExit")
     with pytest.raises(RankFailedError, match=r"ended before they were started\n  given: .*\n  allowed: .*\n  fix: "):
         fork_server.ForkServer().fork()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_stopped_while_it_imports_leaves_no_fork_server(tmp_path, sent):
+    process = start(tmp_path / "run")
+    try:
+        assert within(30, lambda: psutil.Process(process.pid).children())
+        server = fork_server_of(process)
+        process.send_signal(sent)
+        process.wait(timeout=30)
+        assert not read_metrics(tmp_path / "run"), "it has not begun"
+        assert within(30, lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        end_all([psutil.Process(process.pid)] if process.poll() is None else [])
+
+
+@pytest.mark.parametrize("words", [["--ranks", "threads"], ["--ranks=threads"], ["--help"]])
+def test_a_command_that_starts_no_ranks_starts_no_fork_server(monkeypatch, words):
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2"])
+    assert command_start._trains_here()
+    monkeypatch.setattr(sys, "orig_argv", [*sys.orig_argv, *words])
+    assert not command_start._trains_here()
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "/bin/shardwright", "sample", "--from", "train"])
+    assert not command_start._trains_here()

@@ -8,6 +8,7 @@ import torch
 import shardwright as sw
 from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import steps_in
+from shardwright.comm import world as worlds
 from shardwright.errors import RankFailedError
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
@@ -22,7 +23,7 @@ def saves_and_fails(world, folder, rank):
         time.sleep(1)
         plain(*given)
 
-    saving.save_file = late
+    saving.save_file, worlds.WRITERS_S = late, 60.0  # in this rank's process; 3 s would be little on a busy machine
     sw.save(folder, run, wait=False)
     if world.rank == rank:
         raise RuntimeError("of the work")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 import torch
 from tests_dist import test_axis
-from tests_dist.test_nodes import TINY
+from tests_dist.command import TINY, within
 
 from comm.scenarios import SCENARIOS, held_by, same
 from shardwright.comm.backends.two_level import TwoLevelChannel
@@ -100,3 +102,29 @@ def trained(world):
 def test_a_layout_over_two_levels_trains_as_in_one(pools):
     for found, expected in zip(pools(4).run(on_nodes, trained), pools(4).run(trained), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def sends_that_are_kept(world):
+    """How many of 50 sent copies are still in memory when all have arrived."""
+    axis, keep, copies = world.everyone(), world.transport.keep, []
+
+    def seen(work, message):
+        copies.append(ref(message))
+        keep(work, message)
+
+    world.transport.keep = seen
+    try:
+        for number in range(50):
+            if axis.index == 0:
+                axis.send(torch.full((1000,), float(number)), 1)
+            else:
+                assert axis.receive((1000,), torch.float32, 0).tolist()[0] == number
+    finally:
+        world.transport.keep = keep
+    axis.barrier()
+    within(20, lambda: not any(copy() is not None for copy in copies))
+    return len(copies), sum(copy() is not None for copy in copies)
+
+
+def test_what_was_sent_between_nodes_is_freed_when_it_has_arrived(pools):
+    assert pools(2).run(on_nodes, sends_that_are_kept) == [(50, 0), (0, 0)]

@@ -113,12 +113,17 @@ def dropout(what: str) -> str:
     return "\n".join(lines)
 
 
+def ratio_of(row: dict, key: str = "ratio", digits: int = 3) -> str:
+    """A ratio's median and its range, as two cells."""
+    return f"{row[f'{key}_median']:.{digits}f} | {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}"
+
+
 def cluster() -> str:
     """Two nodes beside one, and beside DistributedDataParallel, by the link between them."""
     lines = ["| link | ran | ms | beside | ms | ratio (median) | range |", "|---" * 7 + "|"]
     for row in newest("cluster")["table"]:
         times = f"{row['ms_median']:.0f} | {row['limit']} | {row['limit_ms_median']:.0f}"
-        span = f"{row['ratio_median']:.2f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        span = ratio_of(row, digits=2)
         lines.append(f"| {row['link']} | {row['name']} | {times} | {span} |")
     return "\n".join(lines)
 
@@ -208,8 +213,8 @@ def tensor_modes(model: str) -> str:
     for row in newest("tensor_modes")["table"]:
         if row["model"] != model:
             continue
-        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+        wall = ratio_of(row)
+        cpu = ratio_of(row, "cpu_ratio")
         wanted = (f" {row['goal']:.2f} |" if row["goal"] else " - |") if goal else ""
         sent = f"{row['sent_mb']:.1f}" + (f"; {row['peer_sent_mb']:.1f}" if peer else "")
         lines.append(f"| `{row['layout']}` | {row['ms_median']:.0f} | {wall} |{wanted} {cpu} | {sent} |")
@@ -239,7 +244,7 @@ def tensor_overlap() -> str:
     ]
     for row in newest("tensor_overlap")["table"]:
         times = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f}"
-        ratio = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        ratio = ratio_of(row)
         what = f"{row['link']} | {row['model']} | `{row['layout']}`"
         lines.append(f"| {what} | {times} | {ratio} | {row['free_ms_median']:.0f} |")
     return "\n".join(lines)
@@ -250,15 +255,15 @@ def zero_overlap() -> str:
     lines = ["| link | layout | ms | `ahead:0` | ratio (median) | range | no link |", "|---" * 7 + "|"]
     for row in newest("zero_overlap")["table"]:
         times = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f}"
-        ratio = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        ratio = ratio_of(row)
         lines.append(f"| {row['link']} | `{row['name']}` | {times} | {ratio} | {row['free_ms_median']:.0f} |")
     return "\n".join(lines)
 
 
 def in_limits(row: dict) -> str:
     """A step's milliseconds, and its wall and CPU seconds in those of its limit, as cells."""
-    wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-    cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+    wall = ratio_of(row)
+    cpu = ratio_of(row, "cpu_ratio")
     return f"{row['ms_median']:.0f} | {wall} | {cpu}"
 
 
@@ -304,7 +309,7 @@ def pipeline_convnet() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in newest("pipeline_convnet")["table"]:
-        ratio = f"{row['ratio_median']:.2f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        ratio = ratio_of(row, digits=2)
         loss = f"{row['losses'][-1]:.4f} | {row['loss_off']:.0e} | {row['exact_off']:.0e}"
         seconds = f"{row['ms_median'] / 1000:.2f}"
         lines.append(f"| {code(row['name'])} | {seconds} | {ratio} | {loss} | {row['accuracies'][-1]:.3f} |")

@@ -1,4 +1,7 @@
-"""Ends the ``shardwright`` command with one line of text if a stop signal comes while it still imports torch.
+"""What the ``shardwright`` command does before it imports torch: it sets signal handlers, and starts the fork server.
+
+A stop signal then ends it with one line of text, and ``train`` and the process that forks its ranks import torch at
+the same time.
 
 ``import shardwright`` imports this module first. In the ``shardwright`` command it sets signal handlers: SIGINT,
 SIGTERM and SIGHUP end the command, and SIGUSR1, a scheduler's early warning, has no effect until there is something to
@@ -12,11 +15,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shardwright.fork_server import FORK_SERVER
+
 INTERRUPTED = 130
 """The exit code of a command that a stop signal ended."""
+
+_OF_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Variables that a launcher of ranks sets, whose processes start none."""
 
 _BEFORE: list[Any] = []
 
@@ -62,7 +71,20 @@ def _handle(name: str, handler: Callable[..., None]) -> None:
             _BEFORE.append(before)
 
 
+def _trains_here() -> bool:
+    """Returns whether this command is a ``shardwright train`` that will start ranks on this machine."""
+    words = [*sys.orig_argv]
+    while words and words[0] != "shardwright.cli" and Path(words[0]).stem != "shardwright":
+        del words[0]
+    if words[1:2] != ["train"] or any(name in os.environ for name in _OF_RANKS):
+        return False
+    threads = any(pair == ("--ranks", "threads") for pair in pairwise(words))
+    return not (threads or {"--help", "--ranks=threads"} & {*words})
+
+
 if _is_command() and threading.current_thread() is threading.main_thread():
     for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
         _handle(_name, _end)
     _handle("SIGUSR1", _pass)
+    if _trains_here() and os.name == "posix":
+        FORK_SERVER.start()

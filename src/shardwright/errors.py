@@ -50,7 +50,7 @@ class PlanError(_ExplainedError, ValueError):
 
 
 class NoValuesError(PlanError):
-    """Raised if a model's constructor reads values that are not known yet under ``without_values``."""
+    """Raised if a model's constructor, run under ``without_values``, reads values that only the seed will decide."""
 
 
 class CheckpointError(_ExplainedError, ValueError):

@@ -1,4 +1,4 @@
-"""Numbers as text: with units for people, and as standard JSON for programs."""
+"""Numbers and errors as text: with units for people, and as standard JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def first_line(failure: object) -> str:
+    """Returns the first line of an error's text; the name of its class if it has no text.
+
+    >>> first_line(ValueError("too long\\nfor a line")), first_line(ValueError())
+    ('too long', 'ValueError')
+    """
+    return next(iter(str(failure).strip().splitlines()), type(failure).__name__)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -138,11 +138,13 @@ class RngTracker:
 
         Activation checkpointing restores it before a recomputed forward, so that this drops the same elements.
         """
-        step, samples, calls, first = self.step, self._samples, Counter(self._calls), dict(self._first)
+        step, moment = self._step, self._moment
+        samples, calls, first = self._samples, Counter(self._calls), dict(self._first)
         repeats, backward = self._in_unrestored_backward(), self._backward
 
         def restore() -> None:
-            self.step, self._samples, self._calls, self._first = step, samples, Counter(calls), dict(first)
+            self._step, self._moment = step, moment
+            self._samples, self._calls, self._first = samples, Counter(calls), dict(first)
             # a recomputation counts its calls as the forward did, though it runs inside a backward
             self._backward = backward if repeats else _current_graph_task_id()
 

@@ -199,12 +199,26 @@ class NeedsClosure(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_whose_steps_cannot_be_tried_is_loaded(tmp_path):
+class Slow(torch.optim.SGD):
+    """An optimizer that reads an attribute of its own once it has state."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.share = 0.5
+
+    def step(self, closure=None):
+        slow = {p: s["momentum_buffer"] * self.share for p, s in self.state.items() if "momentum_buffer" in s}
+        super().step()
+        return slow
+
+
+@pytest.mark.parametrize("kind", [NeedsClosure, Slow])
+def test_an_optimizer_whose_steps_cannot_be_tried_is_loaded(tmp_path, kind):
     def work(world):
         with without_values():
             model = nn.Linear(3, 2)
         run = parallelize(model, "single", world, seed=9)
-        optimizer = run.optimizer(NeedsClosure, lr=1e-2, momentum=0.9)
+        optimizer = run.optimizer(kind, lr=1e-2, momentum=0.9)
         run.step(next(run.shard([(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))])))
         optimizer.step(None)
         save(tmp_path, run, optimizer)

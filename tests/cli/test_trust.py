@@ -8,13 +8,13 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import shardwright
+from processor_time import takes_less
 from shardwright.checkpoint.locking import one_save
 from shardwright.cli.main import app
 
@@ -179,9 +179,9 @@ def test_more_ranks_than_the_machine_can_start_are_refused_by_number_in_a_second
         "verify": ["--batch", "1048576", "--seq", "1"],
         "sample": ["--from", trained],
     }
-    start_s = time.process_time()
-    assert "more ranks than this machine can start" in refused(verb.split()[0], "--layout", line, *more[verb])
-    assert time.process_time() - start_s < 1
+    said = []
+    assert takes_less(1, lambda: said.append(refused(verb.split()[0], "--layout", line, *more[verb])))
+    assert all("more ranks than this machine can start" in each for each in said)
     assert not (tmp_path / "run").exists()
 
 
@@ -191,9 +191,9 @@ def test_processes_are_counted_by_the_memory_that_each_needs(tmp_path):
 
 
 def test_a_million_chunks_are_refused_by_number_before_their_schedule_is_written():
-    begun_s = time.process_time()
-    assert "of 1000000 chunks each" in refused("show", "--layout", "pp2/interleaved:v1000000 mb4", *TINY)
-    assert time.process_time() - begun_s < 2
+    said = []
+    assert takes_less(2, lambda: said.append(refused("show", "--layout", "pp2/interleaved:v1000000 mb4", *TINY)))
+    assert all("of 1000000 chunks each" in each for each in said)
 
 
 def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
@@ -202,11 +202,11 @@ def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
 
 
 def test_plan_takes_a_million_ranks_in_seconds():
-    begun_s = time.process_time()
     words = ["plan", "--layout", "dp1000000", "--cluster", "a100-80gb:125000x8", "--batch", "1000000", "--seq", "16"]
-    found = run(*words, "--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4")
-    assert "dp1000000: " in found.stdout
-    assert time.process_time() - begun_s < 20
+    words += ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4"]
+    said = []
+    assert takes_less(20, lambda: said.append(run(*words).stdout))
+    assert all("dp1000000: " in each for each in said)
 
 
 def test_a_model_of_ones_own_that_cannot_take_the_data_is_refused_by_train_too(tmp_path):

@@ -24,7 +24,7 @@ POD = {
                 "resources": {"limits": {"cpu": TEXT}}, "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
             }
         ],
-        "volumes": [{"name": TEXT, "persistentVolumeClaim": {"claimName": TEXT}}],
+        "volumes": [{"name": TEXT}],
     }
 }  # fmt: skip
 JOBSET = {
@@ -87,20 +87,53 @@ def test_a_manifest_has_the_fields_that_the_documentation_requires(kind, schema)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     check(found, schema)
-    (command,) = {json.dumps(each) for each in commands_of(found)}
-    assert "--nnodes" in command
+    for pod in pods_of(found):
+        assert "--nnodes" in pod["containers"][0]["command"]
     assert found["metadata"]["name"] == "shardwright"
 
 
-def commands_of(found):
-    """The commands of all containers, wherever they stand."""
+def pods_of(found):
+    """The specifications of all pods, wherever they stand."""
     if isinstance(found, dict):
-        yield from (
-            [found["command"]] if "command" in found else (c for each in found.values() for c in commands_of(each))
-        )
+        yield from [found] if "containers" in found else (pod for each in found.values() for pod in pods_of(each))
     elif isinstance(found, list):
         for each in found:
-            yield from commands_of(each)
+            yield from pods_of(each)
+
+
+def pods_with(*words):
+    done = run("--k8s", LAYOUT, "--nodes", "2x4", "--image", "here/it:1", *words, "--dry-run", *TINY)
+    assert done.exit_code == 0, done.output
+    pods = [*pods_of(json.loads(done.stdout))]
+    assert pods
+    return pods
+
+
+@pytest.mark.parametrize("kind", ["jobset", "pytorchjob"])
+def test_a_pod_with_gpus_has_a_volume_in_memory_where_nccl_keeps_its_shared_memory(kind):
+    for pod in pods_with("--kind", kind, "--gpus", "1"):
+        claim, memory = pod["volumes"]
+        assert claim["persistentVolumeClaim"] == {"claimName": "runs"}
+        assert memory["emptyDir"] == {"medium": "Memory"}
+        mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {claim["name"]: "/runs", memory["name"]: "/dev/shm"}
+    for pod in pods_with("--kind", kind):
+        assert [each["persistentVolumeClaim"] for each in pod["volumes"]] == [{"claimName": "runs"}]
+        assert [each["mountPath"] for each in pod["containers"][0]["volumeMounts"]] == ["/runs"]
+
+
+def test_the_seconds_for_a_save_are_told_to_torchrun_by_a_variable_because_torch_2_11_does_not_know_the_option():
+    for pod in pods_with("--save-before", "77"):
+        (container,) = pod["containers"]
+        assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "77"} in container["env"]
+        assert "--shutdown-timeout" not in container["command"]
+
+
+def test_a_script_for_slurm_asks_for_gpus_that_all_ranks_of_a_node_see():
+    done = run("--slurm", LAYOUT, "--nodes", "2x4", "--gpus", "1", "--dry-run", *TINY)
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --gpu-bind=none"} <= {*done.stdout.splitlines()}
+    assert "--gpus-per-task" not in done.stdout
+    assert "--gpu" not in run("--slurm", LAYOUT, "--nodes", "2x4", "--dry-run", *TINY).stdout
 
 
 def test_a_script_for_slurm_is_one_that_bash_reads_and_asks_for_the_nodes_and_a_signal_before_the_limit():
@@ -149,6 +182,9 @@ def test_a_cluster_that_is_not_there_is_one_line_and_exit_code_2(words, said, tm
         (["--slurm", "dp2", "--name", "My Run", *TINY], "no such name of a job"),
         (["--slurm", "dp2", "--time", "soon", *TINY], "no such time limit"),
         (["--slurm", "dp2", "--time", "1", *TINY], "no time to save before the limit"),
+        (["--slurm", "dp2", "--restarts", "-1", *TINY], "a job cannot be asked for with these numbers"),
+        (["--slurm", "dp2", "--gpus", "2", *TINY], "a rank cannot use this number of GPUs"),
+        (["--k8s", "dp2", "--gpus", "-1", *TINY], "a rank cannot use this number of GPUs"),
         (["--k8s", "dp2", *TINY], "a manifest needs a kind and an image"),
     ],
 )
@@ -156,6 +192,7 @@ def test_what_a_cluster_would_refuse_hours_later_is_refused_at_once(words, said)
     done = run("--dry-run", *words)
     assert done.exit_code == 2
     assert said in done.output
+    assert not done.stdout
 
 
 def test_a_layout_whose_tp_crosses_nodes_is_written_with_a_warning_and_its_price():

@@ -11,13 +11,13 @@ collect_ignore = ["calls_of_torch.py"]  # a program: imported, it would make a p
 
 
 @pytest.fixture
-def within_2_s():
-    """Ranks that should end do so at once, and leave no thread behind."""
+def ends_soon():
+    """Ranks that should end do so, and leave no thread behind; those that wait in vain would take a minute."""
     before = set(threading.enumerate())
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < 2
-    deadline = time.monotonic() + 1
+    assert time.monotonic() - start < 20
+    deadline = time.monotonic() + 10
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) <= before

@@ -81,7 +81,7 @@ DISAGREE = {
 }
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 @pytest.mark.parametrize("about", DISAGREE)
 def test_the_error_of_ranks_that_disagree_names_both_calls(about):
     one, other, words = DISAGREE[about]
@@ -99,7 +99,7 @@ def test_the_error_of_ranks_that_disagree_names_both_calls(about):
         assert "for strategy" in text
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_one_of_many_that_disagrees_is_named():
     def agree(axis):
         axis.all_reduce(torch.ones(2))
@@ -109,7 +109,7 @@ def test_one_of_many_that_disagrees_is_named():
     assert "all_reduce of [2] float32" in text
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_every_rank_gets_the_error_of_a_disagreement():
     texts = []
 
@@ -126,7 +126,7 @@ def test_every_rank_gets_the_error_of_a_disagreement():
     assert len(set(texts)) == 1
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_the_error_of_ranks_that_call_over_different_axes_names_where_each_waits():
     def work(axes):
         axes["dp" if axes["tp"].index == 0 else "tp"].all_reduce(torch.ones(2))

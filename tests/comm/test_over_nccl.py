@@ -190,3 +190,12 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told():
 
     with over_nccl(STRICTEST), pytest.raises(RankFailedError, match="every rank waits and none can go on"):
         run_threads(work, 2)
+
+
+def test_tensors_that_are_neighbors_by_chance_are_no_whole():
+    storage = torch.arange(8.0)
+    whole = list(storage.split(4))
+    apart = [torch.frombuffer(memoryview(storage.numpy())[start : start + 4], dtype=torch.float32) for start in (0, 4)]
+    assert apart[1].data_ptr() == apart[0].data_ptr() + apart[0].nbytes
+    assert torch.equal(nccl._joined(whole), storage)
+    assert nccl._joined(apart) is None

@@ -27,6 +27,7 @@ TORCHRUN = dict(zip(NAMES, "3411", strict=True)) | {"TORCHELASTIC_RUN_ID": "x"}
         (HYDRA, "mpirun", "2402"),
         (OPEN_MPI | BATCH | MEET, "mpirun of Open MPI", "3421"),
         (HYDRA | SRUN, "mpirun", "2402"),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8"} | SRUN, "mpirun", "581"),
         (TORCHRUN | MEET, "torchrun", "3411"),
         (TORCHRUN | MEET | SRUN, "torchrun", "3411"),
         ({"RANK": "5", "WORLD_SIZE": "8"} | MEET | SRUN, "srun", "581"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -82,7 +83,7 @@ def fails(world):
     raise ZeroDivisionError("this rank's own words")
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_a_rank_that_raises_ends_the_others_with_its_own_traceback():
     def work(world):
         axis = world.everyone()
@@ -102,7 +103,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_own_traceback():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_ranks_that_wait_in_different_calls_all_end_when_one_raises():
     def work(world):
         axes = world.axes(Mesh(dp=2, tp=2))
@@ -120,7 +121,13 @@ def test_ranks_that_wait_in_different_calls_all_end_when_one_raises():
         on_threads(4, work)
 
 
-@pytest.mark.usefixtures("within_2_s")
+def wait_for_the_end_of(rank):
+    """Waits until the thread of a rank has ended, and what it raised is known."""
+    while any(thread.name == f"rank {rank}" for thread in threading.enumerate()):
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("ends_soon")
 def test_a_rank_that_calls_after_another_failed_ends_there():
     reached = []
 
@@ -128,7 +135,7 @@ def test_a_rank_that_calls_after_another_failed_ends_there():
         axis = world.everyone()
         if world.rank == 0:
             fails(world)
-        time.sleep(0.1)
+        wait_for_the_end_of(0)
         axis.send(torch.ones(1), 0)
         reached.append(world.rank)
 
@@ -137,10 +144,10 @@ def test_a_rank_that_calls_after_another_failed_ends_there():
     assert reached == []
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_of_several_failures_the_first_is_raised():
     def work(world):
-        time.sleep(0.05 * world.rank)
+        wait_for_the_end_of(world.rank - 1)
         raise KeyError(f"of rank {world.rank}")
 
     with pytest.raises(RankFailedError, match="rank 0 failed") as caught:
@@ -157,7 +164,7 @@ def test_a_mistake_that_every_rank_sees_is_raised_as_it_is(error):
         on_threads(3, work)
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_a_plan_that_one_rank_alone_refuses_is_that_ranks_failure():
     def work(world):
         if world.rank == 1:
@@ -168,7 +175,7 @@ def test_a_plan_that_one_rank_alone_refuses_is_that_ranks_failure():
         on_threads(3, work)
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_work_that_cannot_be_done_ends_every_rank():
     def work(world):
         world.everyone().broadcast(torch.ones(2), source=5)
@@ -177,7 +184,7 @@ def test_work_that_cannot_be_done_ends_every_rank():
         on_threads(2, work)
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_an_interruption_from_the_keyboard_ends_every_rank():
     def work(world):
         if world.rank == 0:
@@ -197,7 +204,7 @@ def test_an_interruption_from_the_keyboard_ends_every_rank():
 # ---- ranks that leave, and ranks that wait for each other
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_a_rank_that_returns_early_is_named_to_the_ranks_that_wait():
     def work(world):
         axis = world.everyone()
@@ -212,7 +219,7 @@ def test_a_rank_that_returns_early_is_named_to_the_ranks_that_wait():
     assert "rank 1 has returned already" in text
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_a_rank_that_returns_while_others_already_wait_is_named():
     def work(world):
         axis = world.everyone()
@@ -225,7 +232,7 @@ def test_a_rank_that_returns_while_others_already_wait_is_named():
         on_threads(3, work)
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_ranks_that_all_wait_for_a_message_get_an_error():
     def work(world):
         world.everyone().receive((2,), torch.float32, (world.rank + 1) % world.size)
@@ -239,7 +246,7 @@ def test_ranks_that_all_wait_for_a_message_get_an_error():
         assert f"for rank {(rank + 1) % 3}" in text
 
 
-@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.usefixtures("ends_soon")
 def test_a_call_that_one_rank_makes_once_too_often_is_an_error():
     def work(world):
         axis = world.everyone()

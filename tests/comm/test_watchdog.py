@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from shardwright.comm.axis import CollectiveCall
+from shardwright.comm.backends import watchdog as module
 from shardwright.comm.backends.watchdog import Watchdog
 
 CALL = CollectiveCall("all_gather", "dp", "zero", (8, 2), torch.bfloat16)
@@ -21,10 +24,25 @@ class Work:
     """What torch gives for a call under way."""
 
     def __init__(self, done=False):
-        self.done = done
+        self.done, self.num_looks = done, 0
 
     def is_completed(self):
+        self.num_looks += 1
         return self.done
+
+    def wait_for_looks(self):
+        """Waits until the watchdog has looked at it, and decided: the second look from now begins after the first."""
+        last, end_s = self.num_looks + 2, time.monotonic() + 10
+        while self.num_looks < last and time.monotonic() < end_s:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The watchdog's clock, which stands still unless a test sets it."""
+    found = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now_s))
+    return found
 
 
 def test_a_call_that_does_not_complete_is_named_with_its_axis_and_ranks():
@@ -37,26 +55,50 @@ def test_a_call_that_does_not_complete_is_named_with_its_axis_and_ranks():
     assert "ranks: 1, 3, 5, this is 3" in told[0]
 
 
-def test_calls_that_complete_one_after_the_other_are_in_time():
+def test_calls_that_complete_one_after_the_other_are_in_time(clock):
     told = []
     watchdog = Watchdog(0, 0.5, told.append)
     works = [Work() for _ in range(6)]
     for work in works:
         watchdog.add(CALL, (0, 1), [work])
     for work in works:  # all together they take longer than the timeout
-        time.sleep(0.2)
+        work.wait_for_looks()
+        clock.now_s += 0.4
+        work.wait_for_looks()
+        assert not told
         work.done = True
-    time.sleep(0.2)
     watchdog.close()
+    watchdog._thread.join(10)
     assert not told
 
 
-def test_after_its_end_nothing_is_reported():
+def test_a_call_is_late_as_soon_as_it_was_the_oldest_for_the_timeout(clock):
     told = []
+    watchdog = Watchdog(0, 0.5, told.append)
+    first, second = Work(), Work()
+    watchdog.add(CALL, (0, 1), [first])
+    watchdog.add(CALL, (0, 1), [second])
+    first.wait_for_looks()
+    clock.now_s += 0.4
+    first.done = True
+    second.wait_for_looks()
+    clock.now_s += 0.4
+    second.wait_for_looks()
+    assert not told
+    clock.now_s += 0.2
+    watchdog._thread.join(10)
+    assert len(told) == 1
+
+
+def test_after_its_end_nothing_is_reported(clock):
+    told, work = [], Work()
     watchdog = Watchdog(0, 0.1, told.append)
-    watchdog.add(CALL, (0, 1), [Work()])
+    watchdog.add(CALL, (0, 1), [work])
+    work.wait_for_looks()
     watchdog.close()
-    time.sleep(0.3)
+    watchdog._thread.join(10)
+    clock.now_s += 10
+    assert not watchdog._thread.is_alive()
     assert not told
 
 

@@ -7,8 +7,9 @@ it does for its own compiler, and no C++ compiler is started.
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
@@ -290,18 +291,27 @@ def test_a_compiler_that_one_rank_alone_lacks_is_an_error_on_every_rank(monkeypa
 
 
 def test_an_optimizer_of_ranks_that_are_threads_waits_while_one_compiles():
+    begun, updates = Event(), Event()
+
+    class Noted(torch.optim.AdamW):
+        def step(self, closure=None):
+            updates.set()
+            return super().step(closure)
+
     def work(world):
         run = parallelize(Blocks(Residual), "dp1 compile:aot_eager", world)
-        optimizer = run.optimizer(torch.optim.AdamW)
+        optimizer = run.optimizer(Noted)
+        optimizer.register_step_pre_hook(lambda *_: begun.set())
         run.step(next(run.shard([numbers()])))
         with ThreadPoolExecutor(1) as other:
             with compile_lock:
                 stepped = other.submit(optimizer.step)
-                _, waits = wait([stepped], timeout=0.2)
+                assert begun.wait(60)
+                at_once = updates.wait(0.2)
             stepped.result()
-        return len(waits), len(optimizer.state) > 0
+        return at_once, updates.is_set(), len(optimizer.state) > 0
 
-    assert launch(work, 1, ranks="threads") == [(1, True)]
+    assert launch(work, 1, ranks="threads") == [(False, True, True)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")

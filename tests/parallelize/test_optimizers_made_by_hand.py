@@ -361,3 +361,28 @@ def test_gradients_of_a_first_try_of_the_model_hide_no_optimizer_that_trains_not
         return refused(optimizer.step)
 
     assert all("AdamW.step() would train nothing" in text for text in on_ranks(line, work, model))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3"])
+def test_groups_by_name_may_leave_one_empty_in_a_model_without_biases(line):
+    def work(run):
+        groups = [{"params": [*run.parameters.values()], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+        by_hand = torch.optim.AdamW(groups, lr=0.1)
+        run.step(next(run.shard([batch()])))
+        by_hand.step()
+        return len(run.optimizer(torch.optim.AdamW, groups, lr=0.1).param_groups)
+
+    assert on_ranks(line, work, nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))) == [2, 2]
+
+
+def test_rates_of_an_optimizer_that_one_rank_has_dropped_are_not_compared():
+    def work(run):
+        optimizers = [run.optimizer(torch.optim.SGD, lr=rate) for rate in (0.1, 0.2)]
+        for optimizer in optimizers:
+            run.step(next(run.shard([batch()])))
+            optimizer.step()
+        if run.world.rank == 1:  # as the garbage collector may have it
+            del optimizers[0]
+        return run.step(next(run.shard([batch()]))).item() > 0
+
+    assert on_ranks("dp2", work, check_every=2) == [True, True]

@@ -60,6 +60,15 @@ def test_values_that_the_next_update_would_undo_are_refused(line):
     assert all("write to run.parameters[name] and call run.changed()" in text for text in on_ranks(line, work, model))
 
 
+def test_buffers_alone_are_loaded_into_the_model_of_master_weights():
+    def work(run):
+        run.model.load_state_dict({"1.running_mean": torch.full((4,), 3.0)}, strict=False)
+        return run.model.get_buffer("1.running_mean").tolist()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert on_ranks("dp2 bf16", work, model) == [[3.0] * 4] * 2
+
+
 @pytest.mark.parametrize("line", ["dp2", "dp2 mb2"])
 def test_values_that_are_loaded_into_the_model_stay_where_its_own_parameters_are_updated(line):
     model, other = (nn.Linear(4, 4, bias=False) for _ in range(2))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -31,6 +30,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import result_of, tensors_of
 from shardwright.analysis.recording import RecordedCall, TensorUse
 from shardwright.analysis.structure import has_hooks
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
@@ -58,11 +58,11 @@ class Cost(NamedTuple):
     activation_bytes: int = 0
 
 
-class CostCounting(TorchDispatchMode):
+class CostCounting(DispatchMode):
     """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.work, self.result_bytes = 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

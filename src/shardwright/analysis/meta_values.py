@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.analysis.operator_results import map_tensors, run_on_meta, tensors_of
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
 MOST_ELEMENTS = 2**22
@@ -52,7 +52,7 @@ def view_key(tensor: Tensor) -> Key:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-class MetaValues(TorchDispatchMode):
+class MetaValues(DispatchMode):
     """A dispatch mode in which small meta tensors that depend on no parameter and no input have values.
 
     An operator on tensors of both the CPU and the meta device runs on meta. A subclass can override :meth:`ran` to see
@@ -71,7 +71,7 @@ class MetaValues(TorchDispatchMode):
     """
 
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_selected = 0
         """How many conditions on values that only a real run has were taken as true everywhere (``selects_all``)."""
         self.selects_all = selects_all

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.dispatch_mode import DispatchMode
 
 MOST_SIGNATURES = 8192
 """The number of different calls (operator with shapes and arguments) whose results' shapes are kept."""
@@ -123,7 +124,7 @@ def result_of(value: Any) -> MetaSpec | None:
     return found if isinstance(found, MetaSpec) else None
 
 
-class MetaOperators(TorchDispatchMode):
+class MetaOperators(DispatchMode):
     """A context in which operators on meta tensors run by :func:`run_on_meta`: equal calls run a meta kernel once.
 
     >>> with MetaOperators():
@@ -132,7 +133,7 @@ class MetaOperators(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_meta(function, args, kwargs or {})

@@ -124,12 +124,12 @@ class Recorded(MetaValues):
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
-        self._above.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        self._above.__enter__()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._above.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
+        self._above.__exit__(*error)
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
         """Returns the :class:`TensorUse` of a tensor; for a tensor not seen before, a new one of this kind and name."""

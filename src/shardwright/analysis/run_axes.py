@@ -120,7 +120,7 @@ def _need_whole(axis: DimAxis, why: str) -> None:
 
 
 def _split_off(axis: DimAxis, fast: int) -> bool:
-    """Turns an axis that is no product into one whose fastest factor has ``fast`` elements; False if impossible."""
+    """Splits an axis into two factors, the faster of ``fast`` elements; returns False if it cannot be split so."""
     axis = root(axis)
     if axis.parts is None:
         axis.factors = [DimAxis(axis.size // fast, axis.whole), DimAxis(fast, axis.whole)]

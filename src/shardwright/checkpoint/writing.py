@@ -102,7 +102,7 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
             (notes / f".{rank}").rename(notes / f"{rank}.json")
         except FileNotFoundError as failure:
             raise OSError(errno.ENOENT, _GONE) from failure
-    except BaseException:
+    except BaseException:  # a stop signal too leaves no note
         aside = partial / f".{NOTES}-{rank}"
         with suppress(OSError):  # in one move: another rank's note could come while they are removed one by one
             notes.rename(aside)
@@ -157,7 +157,7 @@ def write_alone(
         raise OSError(errno.ETIMEDOUT, "another rank has no state of this step, or has ended")
     try:
         _leave_note(partial, world.rank, write)
-    except BaseException:
+    except BaseException:  # a stop signal too
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if chosen := bool(_noted(partial, world.size)) and _is_chosen(notes):
@@ -196,7 +196,7 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
         try:
             work()
             future.set_result(None)
-        except BaseException as failure:
+        except BaseException as failure:  # raised in the thread that waits
             future.set_exception(failure)
 
     thread = threading.Thread(target=run, name="checkpoint", daemon=True)

@@ -39,7 +39,7 @@ def launch(
     save_before: Annotated[int, typer.Option(help="Seconds that ranks have to save before they are ended.")] = 180,
     restarts: Annotated[int, typer.Option(help="Starts after a failure, within the job.")] = 3,
     cpus: Annotated[int, typer.Option(help="Processor cores of each rank.")] = 1,
-    gpus: Annotated[int, typer.Option(help="GPUs of each rank.")] = 0,
+    gpus: Annotated[int, typer.Option(help="GPUs of each rank, 0 or 1.")] = 0,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="Slurm: an option of sbatch, such as --partition=gpu.")
     ] = None,

@@ -129,12 +129,12 @@ def with_shared(*names: str) -> Callable[[F], F]:
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``."""
-    print(json_text(value) if as_json else _printable(text))  # noqa: T201
+    print(json_text(value) if as_json else _printable(text))  # noqa: T201  # the result of the command
 
 
 def warn(text: str) -> None:
     """Prints a message on standard error, so that it does not mix with the result on standard output."""
-    print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201
+    print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
 
 
 def _printable(text: str) -> str:

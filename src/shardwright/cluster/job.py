@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from shardwright.errors import PlanError
 from shardwright.nodes import Nodes
 
+TORCHRUN = "torch.distributed.run"
+"""The Python module that the command ``torchrun`` runs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterJob:
     """A training run to start on a cluster: its layout, nodes and folder, and options of ``shardwright train``.
 
     ``out`` is the folder of the run, which all nodes share, and ``options`` are words for the end of the ``train``
-    command. ``time_s`` is the time limit; ``cpus`` and ``gpus`` are those of each rank. ``save_s`` is the time that the
-    ranks have to save before they are ended; ``restarts`` is how often they are started again within the job after a
-    failure. After a restart the run continues from its newest checkpoint.
+    command. ``time_s`` is the time limit; ``cpus`` and ``gpus`` are those of each rank, which uses one GPU or none.
+    ``save_s`` is the time that the ranks have to save before they are ended; ``restarts`` is how often they are started
+    again within the job after a failure. After a restart the run continues from its newest checkpoint.
 
     Raises: PlanError: a name that a cluster cannot take, or numbers out of range.
     """
@@ -44,29 +47,46 @@ class ClusterJob:
                 allowed="seconds from 1 to less than the limit",
                 fix="write --save-before 180, or a longer --time",
             )
-        if min(self.restarts, self.gpus) < 0 or self.cpus < 1:
+        if self.restarts < 0 or self.cpus < 1:
             raise PlanError(
                 "a job cannot be asked for with these numbers",
-                given=f"--restarts {self.restarts}, --cpus {self.cpus}, --gpus {self.gpus}",
-                allowed="restarts and GPUs from 0, one CPU or more for each rank",
+                given=f"--restarts {self.restarts}, --cpus {self.cpus}",
+                allowed="restarts from 0, one CPU or more for each rank",
                 fix="leave them out, for their defaults",
+            )
+        if self.gpus not in (0, 1):
+            raise PlanError(
+                "a rank cannot use this number of GPUs",
+                given=f"--gpus {self.gpus}",
+                allowed="1, or 0 for ranks on the CPU",
+                fix="write --gpus 1; to use more GPUs of a node, give it more ranks with --nodes",
             )
 
     def train(self, python: str) -> list[str]:
         """Returns the command that one rank runs, as a list of words; ``python`` is the interpreter."""
         return [python, "-m", "shardwright.cli", *self._arguments()]
 
-    def torchrun(self, python: str, run_id: str, node_rank: str, address: str, port: str, restarts: int) -> list[str]:
+    def torchrun(
+        self, python: str, run_id: str, node_rank: str, address: str, port: str, restarts: int, module: str = TORCHRUN
+    ) -> list[str]:
         """Returns the torchrun command that starts the ranks of one node, as a list of words.
 
         ``python`` is the interpreter. ``run_id`` names the rendezvous at ``address`` and ``port``, ``node_rank`` is the
-        number of the node, and ``restarts`` is how often torchrun restarts the ranks after a failure.
+        number of the node, and ``restarts`` is how often torchrun restarts the ranks after a failure. ``module`` is the
+        Python module that is run as torchrun.
         """
         place = {"nnodes": self.nodes.num_nodes, "nproc-per-node": self.nodes.ranks_per_node, "node-rank": node_rank}
         place |= {"master-addr": address, "master-port": port, "rdzv-id": run_id, "max-restarts": restarts}
         words = [word for key, value in place.items() for word in (f"--{key}", str(value))]
-        shutdown = ["--shutdown-timeout", str(self.save_s)]
-        return [python, "-m", "torch.distributed.run", *words, *shutdown, "-m", "shardwright.cli", *self._arguments()]
+        return [python, "-m", module, *words, "-m", "shardwright.cli", *self._arguments()]
+
+    def torchrun_environment(self) -> dict[str, str]:
+        """Returns the environment variables that ``torchrun`` needs beside its command.
+
+        After a signal to end torchrun gives its ranks ``save_s`` seconds. The option ``--shutdown-timeout`` came with
+        torch 2.12, and 2.11 refuses it; the variable 2.11 ignores, and gives the ranks 30 seconds.
+        """
+        return {"OMP_NUM_THREADS": str(self.cpus), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.save_s)}
 
     def _arguments(self) -> Sequence[str]:
         return ["train", "--layout", self.layout, "--out", self.out, *self.options]

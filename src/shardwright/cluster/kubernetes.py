@@ -58,21 +58,26 @@ def _pytorchjob(job: ClusterJob, **pods: str) -> dict[str, Any]:
 def _pod(
     job: ClusterJob, command: list[str], restart: str | None, image: str, claim: str, mount: str
 ) -> dict[str, Any]:
-    """Returns a pod template with the shared volume and one container, named pytorch as the operator demands."""
+    """Returns a pod template with its volumes and one container, named pytorch as the operator demands."""
     num = job.nodes.ranks_per_node
     limits = {"cpu": str(num * job.cpus), **({"nvidia.com/gpu": str(num * job.gpus)} if job.gpus else {})}
+    mounts: list[dict[str, Any]] = [{"name": "runs", "mountPath": mount}]
+    volumes: list[dict[str, Any]] = [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}]
+    if job.gpus:  # NCCL keeps shared memory there, which between the GPUs of a node is more than the 64 MiB of a pod
+        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
     container = {
         "name": "pytorch",
         "image": image,
         "command": command,
-        "env": [{"name": "OMP_NUM_THREADS", "value": str(job.cpus)}],
+        "env": [{"name": name, "value": value} for name, value in job.torchrun_environment().items()],
         "resources": {"limits": limits},
-        "volumeMounts": [{"name": "runs", "mountPath": mount}],
+        "volumeMounts": mounts,
     }
     spec = {
         **({"restartPolicy": restart} if restart else {}),
         "terminationGracePeriodSeconds": job.save_s,
         "containers": [container],
-        "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}],
+        "volumes": volumes,
     }
     return {"spec": spec}

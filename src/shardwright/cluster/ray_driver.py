@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import psutil
+
 from shardwright.cluster.job import ClusterJob
-from shardwright.errors import CommunicationError
+from shardwright.errors import CommunicationError, PlanError
 
 WAIT_S = 600.0
 """Seconds that the driver waits for the nodes that the job asks for."""
 
+END_S = 10.0
+"""Seconds that torchrun has to end its ranks after their time to save, and that killed processes have to be gone."""
+
+_TORCHRUN = "shardwright.cluster.torchrun"
+_MARK = "SHARDWRIGHT_RAY_JOB"
+"""The environment variable that names the run, the attempt and the node to which a process belongs."""
+
 
 class _NodeJob:
-    """The Ray actor of one node, which runs torchrun and with it the node's ranks."""
+    """The Ray actor of one node, which runs torchrun and with it the node's ranks.
+
+    When an actor ends, Ray kills at most its direct child, which is torchrun. The ranks are torchrun's children, in
+    sessions of their own, and would outlive their attempt, so ``stop`` ends them. The environment of torchrun and its
+    ranks has a variable that names the run, the attempt and the node: by it they are found even if the process that
+    started them was killed.
+    """
+
+    def __init__(self, run_id: str, attempt: int, node: int) -> None:
+        self._run_mark, self._attempt_mark = f"{run_id}/", f"{run_id}/{attempt}/"
+        self._node_mark = f"{run_id}/{attempt}/{node}"
+        self._torchrun: subprocess.Popen[bytes] | None = None
 
     def address(self) -> tuple[str, str]:
         """Returns this node's address, as Ray knows it, and a free port."""
@@ -26,9 +49,43 @@ class _NodeJob:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
-    def run(self, words: list[str]) -> int:
-        """Runs torchrun with this interpreter, and returns its exit code."""
-        return subprocess.run([sys.executable, *words], check=False).returncode
+    def run(self, words: list[str], environment: dict[str, str]) -> int:
+        """Runs torchrun with this interpreter, and returns its exit code.
+
+        Ranks of an earlier attempt are killed first: some are left on this node if their actor was killed, for example
+        because memory ran out.
+        """
+        _kill(lambda mark: mark.startswith(self._run_mark) and not mark.startswith(self._attempt_mark))
+        environment = {**os.environ, **environment, _MARK: self._node_mark}
+        self._torchrun = subprocess.Popen([sys.executable, *words], env=environment)
+        return self._torchrun.wait()
+
+    def stop(self, save_s: float) -> None:
+        """Ends torchrun and its ranks, and returns when they are gone; the ranks have ``save_s`` seconds to save."""
+        if self._torchrun is not None:
+            self._torchrun.terminate()  # torchrun tells its ranks, and kills those that have not ended after save_s
+            with suppress(subprocess.TimeoutExpired):
+                self._torchrun.wait(save_s + END_S)
+        _kill(lambda mark: mark == self._node_mark)
+
+
+def _kill(is_meant: Callable[[str], bool]) -> None:
+    """Kills the processes on this node with a mark that is meant, and returns when they are gone."""
+    killed = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if is_meant(process.environ().get(_MARK, "")):
+                process.kill()
+                killed.append(process)
+    end = time.monotonic() + END_S
+    while any(map(_runs, killed)) and time.monotonic() < end:
+        time.sleep(0.05)  # they are not children of this process, which could be waited for
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)  # which holds no memory and no GPU
+    return False
 
 
 def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
@@ -36,21 +93,28 @@ def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
 
     ``wait_s`` is how many seconds to wait for the nodes of the job.
 
-    Raises: CommunicationError: the nodes did not come, or the ranks failed more than ``job.restarts`` times.
+    Raises:
+        CommunicationError: the nodes did not come, or the ranks failed more than ``job.restarts`` times.
+        PlanError: the ranks on every node refused their options or files, which no restart mends.
     """
     import ray
 
     run_id = f"ray-{job.name}-{time.time_ns()}"
     for attempt in range(job.restarts + 1):
         try:
-            codes = _attempt(ray, job, run_id, wait_s)
+            codes = _attempt(ray, job, run_id, attempt, wait_s)
         except ray.exceptions.RayError as failure:  # a node has gone, and its agent with it
             codes = [f"{type(failure).__name__}: {str(failure).splitlines()[0]}"]
         if not any(codes):
             return
         sys.stderr.write(f"attempt {attempt + 1} of {job.restarts + 1} ended: {', '.join(map(str, codes))}\n")
-        if set(codes) <= {0, 2}:  # bad input, which no restart mends
-            break
+        if set(codes) == {2}:  # what the train command ends with if its input is bad
+            raise PlanError(
+                "the ranks refused their input",
+                given=f"torchrun on each node ended with {', '.join(map(str, codes))}",
+                allowed="options and files that 'shardwright train' accepts on every node",
+                fix="see the lines of the ranks above",
+            )
     raise CommunicationError(
         "the ranks failed on the Ray cluster",
         given=f"torchrun on each node ended with {', '.join(map(str, codes))}",
@@ -59,14 +123,17 @@ def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
     )
 
 
-def _attempt(ray: Any, job: ClusterJob, run_id: str, wait_s: float) -> list[Any]:
-    """Starts an actor on each node, by one placement group, and returns the exit codes of their torchruns."""
+def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float) -> list[Any]:
+    """Starts an actor on each node, by one placement group, and returns the exit codes of their torchruns.
+
+    Whether it returns or raises, the ranks of the attempt have ended by then, except on nodes that are lost.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     num, ranks = job.nodes.num_nodes, job.nodes.ranks_per_node
     needs = {"CPU": ranks * job.cpus, **({"GPU": ranks * job.gpus} if job.gpus else {})}
-    group = placement_group([needs] * num, strategy="STRICT_SPREAD")
+    group, agents = placement_group([needs] * num, strategy="STRICT_SPREAD"), []
     try:
         if not group.wait(wait_s):
             there = [f"{each['NodeManagerAddress']} ({each['Resources'].get('CPU', 0):g} CPU)"
@@ -77,15 +144,20 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, wait_s: float) -> list[Any]
                 allowed=f"{num} nodes that each have {needs} free",
                 fix="start the others with 'ray start --address', or ask for less with --nodes and --cpus",
             )
-        agents = []
         for index in range(num):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "scheduling_strategy": where}
-            agents.append(ray.remote(_NodeJob).options(**options).remote())
+            options["max_concurrency"] = 2  # stop is called while run waits
+            agents.append(ray.remote(_NodeJob).options(**options).remote(run_id, attempt, index))
         address, port = ray.get(agents[0].address.remote())
-        words = [job.torchrun("", run_id, str(index), address, port, 0)[1:] for index in range(num)]
-        return list(ray.get([agent.run.remote(each) for agent, each in zip(agents, words, strict=True)]))
+        words = [job.torchrun("", run_id, str(index), address, port, 0, _TORCHRUN)[1:] for index in range(num)]
+        environment = job.torchrun_environment()
+        runs = [agent.run.remote(each, environment) for agent, each in zip(agents, words, strict=True)]
+        return list(ray.get(runs))
     finally:
+        stops = [agent.stop.remote(job.save_s) for agent in agents]
+        if stops:  # a node that is lost answers with an error, or not at all
+            ray.wait(stops, num_returns=len(stops), timeout=job.save_s + 3 * END_S)
         remove_placement_group(group)
 
 

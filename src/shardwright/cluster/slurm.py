@@ -61,7 +61,9 @@ def sbatch_script(job: ClusterJob, more: Sequence[str] = ()) -> str:
         "open-mode": "append",
     }
     lines = [f"--{key}={value}" for key, value in options.items()] + ["--requeue"]
-    lines += [f"--gpus-per-task={job.gpus}"] if job.gpus else []
+    # --gpus-per-task would hide the GPU of each rank from the others of its node, and NCCL could not send between them
+    # directly. A rank that sees all GPUs of its node takes the one with the number in LOCAL_RANK.
+    lines += [f"--gpus-per-node={job.nodes.ranks_per_node * job.gpus}", "--gpu-bind=none"] if job.gpus else []
     values = {"WORLD": job.nodes.num_nodes * job.nodes.ranks_per_node, "LOCAL": job.nodes.ranks_per_node}
     values |= {"CPUS": job.cpus, "SAVE": job.save_s, "RESTARTS": job.restarts}
     body = _BODY

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Axis
+from shardwright.tensor_bytes import bytes_of
 
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
@@ -87,7 +88,7 @@ def tensor_digest(tensor: Tensor) -> str:
     True
     """
     digest = hashlib.blake2b(digest_size=6)
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = bytes_of(tensor)
     while True:
         num_whole = len(flat) - len(flat) % (8 * _NUM_COLUMNS)
         digest.update(bytes(flat[num_whole:].tolist()))
@@ -191,20 +192,5 @@ def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Differenc
     >>> run_on_threads(Mesh(pp=2), lambda axes: check_agreement(axes["pp"], ["chunk 0: y = relu(x)"], PermissionError))
     [None, None]
     """
-    check_agreement_async(axis, lines, error)()
-
-
-def check_agreement_async(
-    axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception], groups: Sequence[Sequence[int]] = ()
-) -> Callable[[], None]:
-    """Starts :func:`check_agreement`. The returned function waits, and raises the error if the lines of text differ.
-
-    With ``groups``, lists of ranks, texts must be equal only within each group.
-    """
-    wait = first_difference_async(axis, lines, groups)
-
-    def finish() -> None:
-        if (found := wait()) is not None:
-            raise error(found)
-
-    return finish
+    if (found := first_difference_async(axis, lines)()) is not None:
+        raise error(found)

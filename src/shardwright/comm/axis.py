@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from shardwright import devices
 from shardwright.errors import CommunicationError
 
 Result = TypeVar("Result")
@@ -345,10 +346,11 @@ class Axis:
         return _in_place(tensor, lambda message: self.channel.broadcast(call, message, source))
 
     def barrier(self) -> None:
-        """Blocks until every rank of the axis has called it."""
+        """Blocks until every rank of the axis has called it, on an accelerator also until its queued work is done."""
         if self.size > 1:
             call = self._call("barrier", (1,), torch.uint8)
             self.channel.all_reduce(call, [torch.zeros(1, dtype=torch.uint8, device=self.device)], "max").wait()
+            devices.synchronize(self.device)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends ``tensor`` to rank number ``to`` of the axis, point to point."""

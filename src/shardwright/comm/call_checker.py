@@ -75,7 +75,7 @@ class CallChecker:
                         f"  rank {self.rank}: waits in {call}\n  rank {other}: {where}\n  fix:    {SAME_CALLS}"
                     )
                 last_chain, look_at = chain, now + _RECHECK_S
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # the store can wait for a key, but not for another key as well
             pause_s = min(2 * pause_s, 0.02)
 
     def _chain(self, other: int) -> list[tuple[int, str]]:

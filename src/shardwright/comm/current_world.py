@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwright import devices
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
-from shardwright.comm.backends.process_groups import ProcessTransport
+from shardwright.comm.backends.process_groups import ProcessTransport, has_native_group
 from shardwright.comm.backends.rank_devices import RankDevice, decided, exchanged
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
@@ -69,7 +69,7 @@ def _world_and_axes() -> tuple[World, dict[tuple[int, ...], Axis]]:
         timeout = timedelta(seconds=float(os.environ.get("SHARDWRIGHT_TIMEOUT_S", "600")))
         device = torch.device("cpu")
         kind = devices.accelerator()
-        if kind != "cpu" and dist.get_backend() == devices.backend_of(kind):
+        if kind != "cpu" and has_native_group(kind):
             device = devices.default()
             card = devices.identity(device) or str(rank)
             mine = RankDevice(socket.gethostname(), "auto", kind, device.index, devices.count(), None, card)

@@ -56,7 +56,8 @@ def launch(
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     check_can_start(num_ranks, ranks)
     if ranks == "threads":
-        return run_threads(work, num_ranks, *args, device=options.get("device", "cpu"))
+        device = options.get("device", "cpu")
+        return run_threads(work, num_ranks, *args, device="cpu" if device == "auto" else str(device).partition("/")[0])
     from shardwright.comm.backends import processes  # torch.distributed is imported only when it is used
 
     if is_started():
@@ -94,7 +95,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
             results[rank] = result
         except StoppedError:
             pass  # another rank's failure is the one to report
-        except BaseException as failure:
+        except BaseException as failure:  # SystemExit too: the others must not wait for this rank
             texts[rank] = traceback.format_exc()
             transport.abandon(failure)
         finally:
@@ -110,7 +111,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
         for thread in threads:
             while thread.is_alive():
                 thread.join(timeout=0.5)  # short, so that Ctrl-C is seen
-    except BaseException as interruption:
+    except BaseException as interruption:  # as Ctrl-C
         hub.fail(-1, interruption)
         for thread in threads:
             thread.join(timeout=5)

@@ -36,9 +36,11 @@ def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
         if rank is None or size is None or int(size) < 2 or (launcher == "Slurm" and "MASTER_ADDR" not in environment):
             continue
         if (environment.get("RANK", rank), environment.get("WORLD_SIZE", size)) == (rank, size):
-            for ours, name in zip(_TORCH, names, strict=True):
-                if name in environment:
-                    environment.setdefault(ours, environment[name])
+            for every in _LAUNCHERS.values():  # srun --mpi=pmi2 gives PMI's rank and size, and a local rank of its own
+                if (environment.get(every[0]), environment.get(every[1])) == (rank, size):
+                    for ours, name in zip(_TORCH, every, strict=True):
+                        if name in environment:
+                            environment.setdefault(ours, environment[name])
             return launcher
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return "torchrun"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from shardwright.comm.recorder import ring_factor
 from shardwright.cost.constants import Constants, Source
 from shardwright.cost.device import NUMBERS, Device, device_of, profile, read_table
 from shardwright.errors import PlanError
@@ -92,21 +93,19 @@ class Cluster:
             between = self.device.between_nodes_bytes_per_s * constants.between_efficiency * min(by_node.values())
             bandwidth = between if min(by_node.values()) == 1 else min(bandwidth, between)
             hop_s = constants.between_hop_s
-        share, hops = _shares(kind, size)
-        return share * num_bytes / bandwidth + hops * hop_s
+        return float(ring_factor(kind, size)) * num_bytes / bandwidth + _num_hops(kind, size) * hop_s
 
     def __str__(self) -> str:
         return f"{self.device.name}:{self.nodes}"
 
 
-def _shares(kind: str, size: int) -> tuple[float, int]:
-    """Returns the share of a payload that one rank of a ring sends, and the number of hops."""
+def _num_hops(kind: str, size: int) -> int:
+    """Returns how many messages of a ring of ``size`` ranks follow each other in a call."""
     if kind in ("receive", "barrier"):
-        return 0.0, 0
+        return 0
     if kind in ("send", "broadcast"):
-        return 1.0, 1
-    times = 2 if kind == "all_reduce" else 1
-    return times * (size - 1) / size, times * (size - 1)
+        return 1
+    return (2 if kind == "all_reduce" else 1) * (size - 1)
 
 
 def _device_in(path: str, table: Mapping[str, Any]) -> Device:

@@ -99,6 +99,8 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     for key in NUMBERS:
         if not _is_positive(table.get(key)):
             raise _wrong(name, key, table.get(key), f"{key} = a number above zero")
+    if table["num_multiprocessors"] < 1:
+        raise _wrong(name, "num_multiprocessors", table["num_multiprocessors"], "num_multiprocessors = 1 or more")
     return Device(
         name, str(table.get("type", "cpu")), str(table.get("source", "")),
         tuple((key, value * 1e12) for key, value in peaks.items()), table["memory_GB"] * 1e9,

@@ -49,7 +49,7 @@ def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -
     if operator.part == "attention":
         efficiency *= constants.attention_efficiency
     else:
-        tiles = batch * ceil(m / TILE) * ceil(n / TILE)
+        tiles = max(1, batch * ceil(m / TILE) * ceil(n / TILE))  # a product without rows has none
         waves = ceil(tiles / device.num_multiprocessors)
         efficiency *= tiles / (device.num_multiprocessors * waves) * k / (k + constants.half_depth)
         efficiency *= constants.batched_efficiency if batch > 1 else 1.0

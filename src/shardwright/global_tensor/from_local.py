@@ -22,6 +22,7 @@ from shardwright.global_tensor.sbp import Sbp, Sbps, checked_grad_sbp, checked_s
 from shardwright.global_tensor.tensor import GlobalTensor, check_gradient, without_sums, wrap
 from shardwright.sharding.box import Box
 from shardwright.sharding.transfer import plan_transfer
+from shardwright.tensor_bytes import bytes_of
 
 _ROOM_BYTES = 256
 """The room for one rank's description of its tensor, so that they are exchanged by a single all-gather."""
@@ -74,12 +75,12 @@ def from_local(
     if here().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
         requires_grad = any(fact["grad"] for fact in members.values())
         part = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
-    return _FromLocal.apply(part, layout, given, back)  # type: ignore[no-any-return, no-untyped-call]
+    return _FromLocal.apply(part, layout, given, back)  # type: ignore[no-any-return]
 
 
 def _digest(local: Tensor) -> str:
     """Returns a hash of all bytes; ``tensor_digest``, by sums of rows and columns, misses permuted one-hot labels."""
-    data = materialized(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
+    data = bytes_of(materialized(local.detach()).cpu())
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
 

@@ -78,7 +78,7 @@ class GlobalTensor(DTensor):
         grad_sbp = grad_placements
         if grad_sbp is not None:
             grad_sbp = checked_grad_sbp(grad_sbp, self.sbp, self.placement, self.ndim)
-        return _ToLocal.apply(self, grad_sbp)  # type: ignore[no-any-return, no-untyped-call]
+        return _ToLocal.apply(self, grad_sbp)  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
         """Returns the unsharded tensor on every rank of the world: shards are gathered, and partial sums added."""
@@ -117,9 +117,7 @@ class GlobalTensor(DTensor):
         """
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._backward_hooks:
-            self.register_hook(  # type: ignore[no-untyped-call]
-                partial(_slice_gradient, tuple(self.shape), global_layout_of(self))
-            )
+            self.register_hook(partial(_slice_gradient, tuple(self.shape), global_layout_of(self)))
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -302,7 +300,7 @@ def to_global(
         back = before.sbp  # the leaf's own layout, so that an optimizer adds terms to terms
     else:
         back = without_sums(before.sbp)
-    return _ToGlobal.apply(x, after, back)  # type: ignore[no-any-return, no-untyped-call]
+    return _ToGlobal.apply(x, after, back)  # type: ignore[no-any-return]
 
 
 def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:

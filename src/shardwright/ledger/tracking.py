@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.comm.backends.block_sizes import Blocks
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.device_memory import DeviceMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
@@ -109,7 +109,7 @@ class _StorageEntry:
     alive: weakref.ref[Any] = field(repr=False)
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(DispatchMode):
     """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
     >>> with Tracker() as tracker:
@@ -122,7 +122,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, blocks: Blocks | None = None, device: torch.device | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._blocks = blocks
         self._device = device  # of an accelerator, or the meta device in its place; None: all storages count
         self.memory = DeviceMemory() if device is not None else None

@@ -110,7 +110,7 @@ def shared_batch_norm(
     """
     return cast(
         tuple[Tensor, Tensor, Tensor, Tensor],
-        _BatchNorm.apply(x, w_C, b_C, eps, tuple(axes)),  # type: ignore[no-untyped-call]
+        _BatchNorm.apply(x, w_C, b_C, eps, tuple(axes)),
     )
 
 

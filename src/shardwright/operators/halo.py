@@ -182,7 +182,7 @@ def _compute(
     elif resize.border == "constant":
         before, after = min(max(0, -first), stop - first), min(max(0, stop - size), stop - first)
     parts = _Parts(dim, before, after, fill)
-    whole = cast(Tensor, _Halo.apply(x, axis, reading, parts))  # type: ignore[no-untyped-call]
+    whole = cast(Tensor, _Halo.apply(x, axis, reading, parts))
     with parts.saved_for(whole):
         y = apply(whole)
     return _crop(y, dim, resize.skip(outputs, size) if num else 0, num)

@@ -195,7 +195,7 @@ class GridProduct:
             num_out = sum(self.fetch[-1].sizes) if self.fetch else w_hk.shape[0]
             kept = (self.keep and self.traced.gathers, self.keep and bool(self.fetch))
             return traced_product(self.traced, x, w_hk, bias_h, num_out, kept, fetched=bool(self.fetch))
-        return cast(Tensor, _GridLinear.apply(x, w_hk, bias_h, self, (w_hk,)))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _GridLinear.apply(x, w_hk, bias_h, self, (w_hk,)))
 
 
 class _GridLinear(Function):

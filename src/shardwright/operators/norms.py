@@ -29,10 +29,12 @@ def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
     m2_N = (x_Nf - mean_N.unsqueeze(1)).square().sum(dim=1)
     for axis, counts in splits:
         statistics_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
-        counts_A1 = torch.cat([x_Nf.new_full((1, 1), count) for count in counts])  # a copy from the host would wait
         means_AN, m2s_AN = statistics_A2N[:, 0], statistics_A2N[:, 1]
+        counts_A1: Tensor | int = counts[0]
+        if len(set(counts)) > 1:  # made on the device: a copy from the host would wait
+            counts_A1 = torch.cat([x_Nf.new_full((1, 1), count) for count in counts])
         # around one of the means, so that only differences are averaged
-        mean_N = means_AN[0] + ((means_AN - means_AN[0]) * counts_A1).sum(dim=0) / counts_A1.sum()
+        mean_N = means_AN[0] + ((means_AN - means_AN[0]) * counts_A1).sum(dim=0) / sum(counts)
         m2_N = m2s_AN.sum(dim=0) + ((means_AN - mean_N).square() * counts_A1).sum(dim=0)
     return mean_N, m2_N
 
@@ -113,7 +115,7 @@ def cut_layer_norm(
     >>> torch.allclose(whole, torch.nn.functional.layer_norm(x, (4,), eps=0.0))
     True
     """
-    return cast(Tensor, _CutNorm.apply(x_f, w_f, b_f, eps, size, tuple(splits), True))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _CutNorm.apply(x_f, w_f, b_f, eps, size, tuple(splits), True))
 
 
 def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[Split]) -> Tensor:
@@ -126,7 +128,7 @@ def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: in
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
     eps = torch.finfo(x_f.dtype).eps if eps is None else eps
-    return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))
 
 
 def cut_norm(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def take(x: Tensor, moves: Sequence[OperandMove]) -> Tensor:
     for move in moves:
         if move.layout == "whole":
             x = sum_gradient(x, move.axis, overwrite=True)
-    return cast(Tensor, _Move.apply(x, cuts, ())) if cuts else x  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Move.apply(x, cuts, ())) if cuts else x
 
 
 def give(y: Tensor, moves: Sequence[OperandMove]) -> Tensor:
@@ -204,7 +204,7 @@ def give(y: Tensor, moves: Sequence[OperandMove]) -> Tensor:
         backward, an all-gather for each move of rows or features.
     """
     if any(move.layout != "whole" for move in moves):
-        return cast(Tensor, _Move.apply(y, (), moves))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Move.apply(y, (), moves))
     for move in moves:
         y = partial_to_whole(y, move.axis)
     return y

@@ -113,7 +113,7 @@ def _linear(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
     if _autocasts(input):
         return nn.functional.linear(input, weight, bias)
-    y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))
     return y
 
 
@@ -156,9 +156,7 @@ def _convolution(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tens
         unsplit: Tensor = type(layer).forward(layer, input)  # torch's own code also runs one sample, or complex numbers
         return unsplit
     settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
-    y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
-        input, layer.weight, layer.bias, deferred, (layer.weight, layer.bias), settings
-    )
+    y: Tensor = _Convolution.apply(input, layer.weight, layer.bias, deferred, (layer.weight, layer.bias), settings)
     return y
 
 

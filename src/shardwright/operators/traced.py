@@ -88,12 +88,12 @@ def traced_product(
     settings = (call.dim, call.moves_rows, num_out, *kept)
     needs = (x.requires_grad, w_hk.requires_grad, bias_h is not None and bias_h.requires_grad)
     returned = (needs[0], needs[1] and not fetched, needs[2])
-    return cast(Tensor, _Product.apply(x, w_hk, bias_h, call.key, settings, needs, returned))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Product.apply(x, w_hk, bias_h, call.key, settings, needs, returned))
 
 
 def traced_take(call: TracedCall, x: Tensor) -> Tensor:
     """All-gathers an operand in compiled code; its backward reduce-scatters, or all-reduces, the gradient."""
-    return cast(Tensor, _GatheredOperand.apply(x, call.key, call.dim, call.gathers))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _GatheredOperand.apply(x, call.key, call.dim, call.gathers))
 
 
 def traced_factors(call: TracedCall, x: Tensor, p: float) -> Tensor:

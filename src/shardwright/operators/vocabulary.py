@@ -157,7 +157,7 @@ def cut_cross_entropy(
     check_inside("target", flat.masked_fill(~counted, 0), vocabulary)
     logits_Nv, targets_N = matrix(logits_v, dim), flat.masked_fill(~counted, -1)
     moves = steps(take, logits_v.shape)
-    loss_N: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss_N: Tensor = _CutCrossEntropy.apply(
         logits_Nv, targets_N, start, vocabulary, label_smoothing, tuple(axes), moves
     )
     return loss_N.masked_fill(~counted, 0.0).sum(), counted.sum()

@@ -6,7 +6,6 @@ device, start from the same values.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import owners
 from shardwright.errors import PlanError
-from shardwright.initial_values import GENERATOR_LOCK, RecordedValues, WriteRecorder, recorded_values
+from shardwright.initial_values import RecordedValues, WriteRecorder, numbers_from, recorded_values
 from shardwright.mesh import Coord
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -121,6 +120,16 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
     return reset_without_bias
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """Returns an uninitialized tensor on the host for one on the meta device.
+
+    For ``torch.empty_like`` from one to the other torch would import sympy.
+    """
+    if not tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Mapping[int, RecordedValues]) -> None:
     """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
 
@@ -140,10 +149,8 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
             "sw.without_values(), whose constructor fills them",
             fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
         )
-    with _numbers_from(f"{seed}/{path}"), torch.no_grad(), _values_kept(module):
-        module._apply(
-            lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor, recurse=False
-        )
+    with numbers_from(f"{seed}/{path}"), torch.no_grad(), _values_kept(module):
+        module._apply(_on_host, recurse=False)
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         if draw is not None:
             draw(module)
@@ -159,15 +166,6 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
             allowed="buffers that reset_parameters() writes, or that forward computes",
             fix="compute it in forward, write it in reset_parameters(), or build the model on a real device",
         )
-
-
-@contextmanager
-def _numbers_from(text: str) -> Iterator[None]:
-    """A context in which this thread alone draws from torch's default generator, which starts from ``text``."""
-    with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-        key = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
-        yield
 
 
 @contextmanager
@@ -231,7 +229,7 @@ def _filled_otherwise(
 def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -> dict[str, list[str] | None]:
     """Returns, as text, the writes by which ``draw`` would fill each of a module's tensors."""
     before = dict(module._parameters), dict(module._buffers)
-    with _numbers_from(""), torch.no_grad(), _values_kept(module):
+    with numbers_from(""), torch.no_grad(), _values_kept(module):
         with torch.device("meta"), WriteRecorder() as recorder:
             draw()
         now = module._parameters | module._buffers
@@ -251,7 +249,7 @@ def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
     found = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
     initialize = getattr(model, "initialize_weights", None)
     if tensors and callable(initialize):
-        with _numbers_from(f"{seed}/initialize_weights"), torch.no_grad(), _values_kept(model) as kept:
+        with numbers_from(f"{seed}/initialize_weights"), torch.no_grad(), _values_kept(model) as kept:
             before = [copy._version for _, copy in kept]
             with torch.device("meta"), WriteRecorder() as recorder:
                 initialize()

@@ -85,7 +85,8 @@ def check_groups(
     empty = next((place for place, group in enumerate(groups) if not group["params"]), None)
     # every group says that it has no decay, where one word beside the groups would do
     nothing = states_decay and max(decays) == 0.0
-    found = [bool(flat) and (empty is not None or nothing), decayed and not nothing]
+    by_name = decayed and max(decays) > min(decays)  # a rule by dims finds no matrix for the group that decays most
+    found = [bool(flat) and (empty is not None or nothing) and not by_name, decayed and not nothing]
     if plan.stages is not None:
         every = [] if everyone is None else gather_json(everyone, found)
         found[0] = any(wrong for wrong, _ in every) and not any(right for _, right in every)

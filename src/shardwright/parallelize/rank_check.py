@@ -78,6 +78,9 @@ def check_ranks(
 ) -> None:
     """Raises PlanError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
 
+    What differs in a layout of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as
+    0.999 for two axes; what goes on to differ is seen in a later one.
+
     ``number`` is the number of the step, ``earlier`` a digest of the numbers of samples of all steps so far, and
     ``updates`` describes the optimizers' updates so far as text.
 

@@ -110,16 +110,16 @@ class Run:
             loader that has split the samples between ranks already; and as :meth:`part`.
         """
         if self.world.device.type in HOST:
-            return map(self._part_of, pairs(batches))
+            return map(self._from_global, pairs(batches))
         if self._copies is None:
             self._copies = CopyStream(self.world.device)
-        return made_ahead(pairs(batches), partial(self._part_of, copies=self._copies), self._copies)
+        return made_ahead(pairs(batches), partial(self._from_global, copies=self._copies), self._copies)
 
-    def _part_of(self, batch: tuple[Any, Any], copies: CopyStream | None = None) -> Microbatch:
+    def _from_global(self, batch: tuple[Any, Any], copies: CopyStream | None = None) -> Microbatch:
         num_global = num_rows(batch)
         samples = self.share(num_global)
         inputs, targets = rows(batch, samples.start, samples.stop)
-        part = self._part(inputs, targets, num_global, copies)
+        part = self._from_samples(inputs, targets, num_global, copies)
         return part._replace(of_global=some_elements(batch)) if self._compares_batches else part
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
@@ -133,9 +133,9 @@ class Run:
         Raises: LayoutError: the layout cuts sequences and the samples are not sequences; PlanError: the sequences are
             too short.
         """
-        return self._part(inputs, targets, num_global, None)
+        return self._from_samples(inputs, targets, num_global, None)
 
-    def _part(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:
+    def _from_samples(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:
         inputs, targets, num_tokens = as_tensors(inputs), as_tensors(targets), 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
@@ -290,8 +290,10 @@ class Run:
             stages.barrier()
         self._executor.clock = lambda: moment(self.world.device)
         start = self._executor.clock()
-        self.step(batch)
-        del self._executor.clock
+        try:
+            self.step(batch)
+        finally:
+            del self._executor.clock
         self._guard.num_waiting = 0  # a step for its times alone, unless an optimizer comes next
         own = [(*s.action, *(seconds_between(start, each) for each in s[1:])) for s in self._executor.spans]
         found = [own] if stages is None else gather_json(stages, own)
@@ -333,7 +335,8 @@ class Run:
         that require gradients. It may also be a function: ``parameters(name, shape)`` returns the options of a
         parameter by its name and its shape in the plain model, or None to leave the parameter out; a rank's own tensors
         may be slices of other shapes. If the layout offloads state, all ranks must call this method, and the
-        optimizer's ``step`` goes param group by param group.
+        optimizer's ``step`` goes param group by param group. With pipeline stages and groups all ranks must
+        call it too.
 
         Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
             not among ``self.parameters``; groups were chosen by the dims of slices; or, on every rank, offloaded state
@@ -363,6 +366,7 @@ class Run:
         if given is not None and not by_shape and self.world.device.type != "meta":
             everyone = self._everyone.for_strategy("core")
             check_groups(optimizer, self.parameters, self.plan, everyone, states_decay=named)
+        self._guard.accept(optimizer)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         if self.plan.layout.compile is not None:

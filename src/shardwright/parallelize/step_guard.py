@@ -42,16 +42,24 @@ class StepGuard:
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = 0
         self._past_rates = self._past_samples = 0  # digests: what differed between two comparisons of the ranks counts
-        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
+        self._recent_rates: dict[int, str] = {}  # of each optimizer that has made a step since ranks were compared
         self._own = {id(parameter) for parameter in parameters.values()}
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
         # gradients of a backward before the run, as of a first try of the model
-        self._stale = {key: _mark(p.grad) for key, other in self._others.items() if (p := other()) is not None}
+        every = ((key, other()) for key, other in self._others.items())
+        self._gradients_before = {
+            key: (ref(p.grad), p.grad._version) for key, p in every if p is not None and p.grad is not None
+        }
         cut = (name for name, state in plan.state.items() if state.gradient.axes)
         self._cut = next(cut, "")
         if not hasattr(_OF_THREAD, "guards"):
             _OF_THREAD.guards = WeakSet()
         _OF_THREAD.guards.add(self)
+
+    def accept(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes an optimizer whose parameter groups have been checked: they are not checked again."""
+        self._accepted.add(optimizer)
 
     def before_step(self) -> None:
         """Called before each step: resets ``num_waiting`` if the gradients were cleared since the last step."""
@@ -73,8 +81,9 @@ class StepGuard:
                 allowed="the tensors of run.parameters, which hold what this rank stores",
                 fix=f"write {line}, or torch.optim.{kind}(run.parameters.values(), lr=...)",
             )
-        if optimizer not in self._optimizers and any(id(tensor) in self._own for tensor in tensors):
+        if optimizer not in self._accepted and any(id(tensor) in self._own for tensor in tensors):
             check_groups(optimizer, self.parameters, self.plan)
+            self.accept(optimizer)
         if self.num_waiting > 1 and any(id(tensor) in self._own for tensor in tensors):
             raise PlanError(
                 f"{kind}.step() would lose the gradients of {self.num_waiting - 1} of {self.num_waiting} steps",
@@ -89,9 +98,9 @@ class StepGuard:
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
             self.num_updates += 1
-            self._optimizers.add(optimizer)
             if self.are_compared:
-                self._past_rates = crc32(_rates_of(optimizer).encode(), self._past_rates)
+                self._recent_rates[id(optimizer)] = rates = _rates_of(optimizer)
+                self._past_rates = crc32(rates.encode(), self._past_rates)
 
     def count_samples(self, num_samples: int | None) -> str:
         """Counts a step of so many samples of the global batch; returns a digest of all numbers until then, as text."""
@@ -99,8 +108,8 @@ class StepGuard:
         return f"numbers of digest {self._past_samples:08x}"
 
     def updates(self) -> dict[str, str]:
-        """Returns the number of updates and the optimizers' learning rates as text; ranks must agree on it."""
-        rates = " ".join(sorted(map(_rates_of, self._optimizers)))
+        """Returns the number of updates and the learning rates since the last call as text; ranks must agree on it."""
+        rates, self._recent_rates = " ".join(sorted(self._recent_rates.values())), {}
         past = f"rates of digest {self._past_rates:08x}"
         return {"number of updates": str(self.num_updates), "learning rates": rates, "rates of all updates": past}
 
@@ -118,22 +127,22 @@ class StepGuard:
                 fix="write run.clip_grad_norm_(max_norm)",
             )
 
+    def _is_from_before(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor's gradient is what it had before the run: neither replaced nor written to."""
+        before, version = self._gradients_before.get(id(tensor), (lambda: None, 0))
+        return tensor.grad is before() and tensor.grad is not None and tensor.grad._version == version
+
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
         """Returns whether some of these tensors are of no use to the run, and none but the run's has a gradient."""
         found = False
         for tensor in tensors:
             if id(tensor) in self._own:
                 continue
-            if tensor.grad is not None and _mark(tensor.grad) != self._stale.get(id(tensor)):
+            if tensor.grad is not None and not self._is_from_before(tensor):
                 return False  # trained by other code
             other = self._others.get(id(tensor))
             found = found or (other is not None and other() is tensor)
         return found
-
-
-def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
-    """Returns a gradient's identity and version, which differ if it is replaced or written to; None without one."""
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,19 @@ def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Param
         if name in plan.state
         and (p.dtype != plan.compute_dtypes[name] or plan.state[name].parameter != plan.compute[name])
     }
-    for module in {module for _, module, _, name in owners(model) if name in others}:
-        module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module)))
+    held: dict[nn.Module, list[str]] = {}
+    for _, module, own, name in owners(model):
+        if name in others:
+            held.setdefault(module, []).append(own)
+    for module, names in held.items():
+        module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module), names))
 
 
-def _refuse_load(own: int, module: nn.Module, *_: Any) -> None:
-    if id(module) != own:  # a copy, such as averages of the parameters, takes its hooks along
+def _refuse_load(
+    own: int, names: Sequence[str], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    # a copy, such as averages of the parameters, takes its hooks along; a dict of buffers alone is loaded
+    if id(module) != own or not any(f"{prefix}{name}" in state for name in names):
         return
     raise PlanError(
         "load_state_dict() of the run's model would be undone by the next update",

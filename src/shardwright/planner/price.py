@@ -163,7 +163,7 @@ class Pricing:
         return self._messages[key]
 
     def axis_of(self, name: str) -> str:
-        """Returns the axis of the layout that a message is counted under: of several together the slowest."""
+        """Returns the axis that a message's time is counted under; of several together the first, the slowest."""
         return self._of_mesh.get(name.partition("+")[0], self._axes[0])
 
     # ---- messages

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
+from shardwright.dispatch_mode import DispatchMode
 from shardwright.errors import PlanError
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
 from shardwright.plan.plan import Job
@@ -106,11 +106,11 @@ def _move_update(by_action: dict[str, ActionRecord]) -> None:
     update.records = [*after.records, *update.records]
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(DispatchMode):
     """Notes each operator, and each message that begins or is waited for, under the action that is running."""
 
     def __init__(self, by_action: dict[str, ActionRecord]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._by_action = by_action
         self._now = by_action.setdefault("begin", ActionRecord())
         self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}

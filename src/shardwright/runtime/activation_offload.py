@@ -134,7 +134,7 @@ class ActivationOffload:
             free = self._free.get(device_bytes.numel())
             offloaded = free.pop() if free else self.storage.empty(device_bytes.numel(), torch.uint8)
             if self._stream is None and offloaded.is_pinned():
-                self._stream = CopyStream(tensor.device)
+                self._stream = CopyStream(tensor.device, most_under_way=2)
         slot = _Slot(offloaded, tensor.device)
         if self._stream is None:
             offloaded.copy_(device_bytes)

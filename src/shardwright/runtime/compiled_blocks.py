@@ -35,6 +35,7 @@ from shardwright.analysis.structure import has_hooks, kind_of
 from shardwright.comm.agreement import first_problem
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung, stack_of, without_partials, wrap
 from shardwright.layout import Layout
 from shardwright.operators.traced import (
@@ -77,7 +78,7 @@ def _problem_of_compiler() -> str:
     try:
         get_cpp_compiler()
     except Exception as error:  # torch's own class of it is private
-        return f"{str(error).strip().splitlines()[0]:.200}"
+        return f"{first_line(error):.200}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and pinned host memory on a stream of their own, which never block the host."""
+"""Copies between an accelerator and pinned host memory on a stream of their own, beside the computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 Made = TypeVar("Made")
 
 
-def arrival(device: torch.device) -> Callable[[], None]:
+def host_arrival(device: torch.device) -> Callable[[], None]:
     """Returns a function that blocks the host until all work queued so far on the current stream is done."""
     if device.type in devices.HOST:
         return lambda: None
@@ -24,9 +24,14 @@ def arrival(device: torch.device) -> Callable[[], None]:
 
 
 class CopyStream:
-    """A stream of an accelerator on which copies run beside the computation, in the order in which they are started."""
+    """A stream of an accelerator on which copies run beside the computation, in the order in which they are started.
 
-    def __init__(self, device: torch.device) -> None:
+    With ``most_under_way`` the computation waits where more copies would be under way, so that their sources, which are
+    kept until they are copied, do not fill the device while the host queues work far ahead.
+    """
+
+    def __init__(self, device: torch.device, most_under_way: int | None = None) -> None:
+        self._most = most_under_way
         self._module = devices.module_of(device)
         self._stream = self._module.Stream(device)
         self._under_way: deque[tuple[Any, Tensor]] = deque()  # a source may be used anew once its copy is over
@@ -34,9 +39,7 @@ class CopyStream:
     def start(self, to: Tensor, source: Tensor) -> None:
         """Starts copying ``source`` into ``to``, after the work that is queued on the current stream.
 
-        The host does not wait.
-
-        ``source`` is kept alive until the copy is over.
+        The host does not wait. ``source`` is kept alive until the copy is over.
         """
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
@@ -44,6 +47,9 @@ class CopyStream:
         self._under_way.append((self._stream.record_event(), source))
         while self._under_way and self._under_way[0][0].query():
             self._under_way.popleft()
+        while self._most is not None and len(self._under_way) > self._most:
+            event, _ = self._under_way.popleft()
+            self._module.current_stream().wait_event(event)  # what is freed now is used again after the copy
 
     def wait(self) -> None:
         """Makes the current stream wait for all copies started so far; the host does not wait."""
@@ -63,7 +69,9 @@ class CopyStream:
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
         found = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        self.start(found, tensor.contiguous().pin_memory())
+        source = tensor.contiguous()
+        # pin_memory copies, but for a tensor that is pinned: into that the loader may write the next batch
+        self.start(found, (source.clone() if source.is_pinned() else source).pin_memory())
         return found
 
 
@@ -74,21 +82,24 @@ def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream
     """
     ahead: list[tuple[Made, Callable[[], None]]] = []
     iterator, failure = iter(given), None
-    while failure is None:
-        try:
-            made = make(next(iterator))
-        except StopIteration:
-            break
-        except Exception as error:  # of any batch: raised where the caller comes to it, after those before it
-            failure = error
-        else:
-            ahead.append((made, copies.arrival()))
-        if len(ahead) > 1:
-            made, wait = ahead.pop(0)
+    try:
+        while failure is None:
+            try:
+                made = make(next(iterator))
+            except StopIteration:
+                break
+            except Exception as error:  # of any batch: raised where the caller comes to it, after those before it
+                failure = error
+            else:
+                ahead.append((made, copies.arrival()))
+            if len(ahead) > 1:
+                made, wait = ahead.pop(0)
+                wait()
+                yield made
+        for made, wait in ahead:
             wait()
             yield made
-    for made, wait in ahead:
-        wait()
-        yield made
+    finally:
+        copies.wait()  # where the caller stops early: into what was made ahead and is freed now a copy may be under way
     if failure is not None:
         raise failure

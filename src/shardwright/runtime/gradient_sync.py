@@ -104,7 +104,9 @@ class _Message:
     def _start_boxes(self) -> Callable[[], None]:
         self.filled.update(p for p, _, _ in self.boxes if p.grad is None)
         parts = [read(_contiguous_gradient(p), piece, box) for p, piece, box in self.boxes]
-        message = torch.cat([part.reshape(-1) for part in parts]).to(self.axis.device)
+        # moved first, in the order of the stream: a part in host memory may still be on its way there
+        moved = [part.reshape(-1).to(self.axis.device, non_blocking=True) for part in parts]
+        message = torch.cat(moved)
         starts = accumulate((part.numel() for part in parts), initial=0)
         boxes = zip(starts, parts, self.boxes, strict=False)
         mark_reached([(message, [at for at, part, (p, *_) in boxes if part.numel() and p not in self.filled])])

@@ -45,14 +45,14 @@ class _ModuleDraws:
         except PlanError as error:  # it matters only if the call draws
             self.call = error
         if not self.keyed.running:
-            self.keyed.__enter__()  # type: ignore[no-untyped-call]
+            self.keyed.__enter__()
         self.keyed.running.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.keyed.running.pop()
         if not self.keyed.running:
-            self.keyed.__exit__(*error)  # type: ignore[no-untyped-call]
+            self.keyed.__exit__(*error)
 
     def next(self, device: torch.device) -> KeyedNumbers:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save_alon
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
 from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
+from shardwright.tensor_bytes import bytes_of
+from shardwright.train.progress import say
 
 
 class EmergencyCheckpoint:
@@ -28,14 +29,15 @@ class EmergencyCheckpoint:
         self.run, self.optimizer, self.folder, self.keep, self.most_s = run, optimizer, folder, keep, most_s
         self._agreed = agree_on_save(run)
         self._step: int | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}  # the buffer, its version, and a copy of it
         self._scale: LossScale | None = None
         self._why_not = ""
 
     def note(self) -> None:
         """Called after each complete step: remembers its number and loss scale, and copies the buffers."""
         self._step, self._why_not = self.run.num_steps, ""
-        self._buffers = {name: buffer.detach().clone() for name, buffer in kept_buffers(self.run.model).items()}
+        kept = kept_buffers(self.run.model)
+        self._buffers = {name: self._copied(name, buffer) for name, buffer in kept.items()}
         self._scale = replace(self.run.loss_scale) if self.run.loss_scale is not None else None
 
     def forget(self, why: str) -> None:
@@ -69,15 +71,18 @@ class EmergencyCheckpoint:
             if not isinstance(failure, CommunicationError):
                 said = f"step {step} could not be saved: {str(why) or repr(why)}"
         if said:
-            print(said, file=sys.stderr, flush=True)  # noqa: T201
+            say(said)
+
+    def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
+        """Returns a buffer with its version and a copy; the copy of the step before, if nothing has written to it."""
+        before = self._buffers.get(name)
+        if before is not None and before[0] is buffer and before[1] == buffer._version:
+            return before
+        return buffer, buffer._version, buffer.detach().clone()
 
     def _have_changed(self) -> bool:
         now = kept_buffers(self.run.model)
         # compared as bytes: a buffer may hold NaN
         return now.keys() != self._buffers.keys() or any(
-            not torch.equal(_bytes(now[name]), _bytes(copy)) for name, copy in self._buffers.items()
+            not torch.equal(bytes_of(now[name]), bytes_of(copy)) for name, (*_, copy) in self._buffers.items()
         )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import signal
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds, peak_bytes
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
-from shardwright.train.progress import METRICS_FILE, Log, cut_metrics
+from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_file import RUN_FILE, noted_data, options_of, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
@@ -131,14 +130,14 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
-    stop = stop or Stop()
-    with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)) as held:
-        if started_again(out):
+    stop, again = stop or Stop(), started_again(out)
+    with stop.on_signals(), locked_folder(world, out, new=not resume and not again) as held:
+        if again:
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
         training = _Training(world, config, out, resume, stop, held)
         try:
             summary = training.run_all()
-        except Exception as failure:
+        except Exception as failure:  # whatever ended the run, which it still does
             training.emergency.save(failure)
             raise
         if summary["stopped"] and not world.local:
@@ -152,10 +151,6 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
     signals = gather_json(world.everyone(), stop.signal)
     stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
     return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _Training:
@@ -204,11 +199,11 @@ class _Training:
             try:
                 self._write_run()
                 if num_damaged := cut_metrics(out, self.first_step):
-                    _warn(f"{num_damaged} damaged rows of '{out / METRICS_FILE}' were removed; the run goes on")
+                    say(f"warning: {num_damaged} damaged rows of '{out / METRICS_FILE}' were removed; the run goes on")
             except OSError as failure:  # a run that goes on needs neither
                 if not resume:
                     raise
-                _warn(f"cannot write to '{out}': {failure.strerror}")
+                say(f"warning: cannot write to '{out}': {failure.strerror}")
 
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary of the run."""
@@ -282,9 +277,8 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
-        if (
-            overlapped_offload(run.plan, run.offload) and not config.clip
-        ):  # clipping needs the norm of all gradients before any update
+        # clipping needs the norm of all gradients before any update
+        if not config.clip and overlapped_offload(run.plan, run.offload):
             self.emergency.forget("without clipping, offloaded state is updated while gradients are computed")
             loss = run.step(part, update=self.optimizer)
         else:
@@ -295,8 +289,9 @@ class _Training:
             self.optimizer.step()
             if not config.clip:
                 self.optimizer.zero_grad()
+        finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, whose time is the step's
         step_s = time.perf_counter() - start_s
-        if isfinite(loss) and isfinite(norm or 0.0):
+        if finite:
             self.emergency.note()
         tokens = num_samples * self.tokens_per_sample
         row: dict[str, Any] = {

@@ -114,7 +114,8 @@ def peak_bytes(everyone: Axis) -> list[int]:
     device = everyone.device
     peak = devices.peak_bytes(device) if device.type not in devices.HOST else _peak_of_process()
     mine = torch.tensor([peak], dtype=torch.int64, device=device)
-    return [int(value) for value in everyone.for_strategy("progress").all_gather(mine)]
+    found: list[int] = everyone.for_strategy("progress").all_gather(mine).tolist()
+    return found
 
 
 def _peak_of_process() -> int:

@@ -25,6 +25,11 @@ _NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "
 _LINE_EVERY_S = 5.0
 
 
+def say(text: str) -> None:
+    """Prints a line on standard error, at once, for whoever watches the run."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
+
+
 class Log:
     """The log of a run: a progress bar (in files a line every few seconds), ``metrics.jsonl``, TensorBoard events.
 
@@ -86,7 +91,7 @@ class Log:
         elif time.monotonic() - self._last_line_s > _LINE_EVERY_S or row["step"] == self._steps:
             self._last_line_s = time.monotonic()
             left = (self._steps - row["step"]) * row["step_ms"] / 1000
-            print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left")
 
     def write_anew(self) -> None:
         """Writes all rows into a new file, after the previous file was removed. Raises OSError: it cannot be written.

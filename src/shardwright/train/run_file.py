@@ -15,6 +15,7 @@ import torch
 
 import shardwright
 from shardwright.errors import CheckpointError
+from shardwright.formatting import first_line
 from shardwright.models import MODELS
 from shardwright.text_files import read_text
 from shardwright.train.config import TrainConfig, read_options
@@ -103,7 +104,7 @@ def options_of(out: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise CheckpointError(
             f"there is no run at '{out}'",
-            given=str(failure).splitlines()[0],
+            given=first_line(failure),
             allowed=f"the --out folder of a run, with {RUN_FILE} in it",
             fix="check the path, or start a run there without --resume",
         ) from failure

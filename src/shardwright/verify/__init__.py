@@ -191,13 +191,17 @@ def _rank(
 
 def _compile(run: Run, batch: Batch) -> None:
     """Takes steps whose results are dropped, so that blocks are compiled: the first step runs uncompiled."""
-    buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in run.model.modules() for name, buffer in module._buffers.items() if buffer is not None
+    ]  # fmt: skip
     for part in run.shard([batch] * NUM_STEPS_TO_COMPILE):
         _step(run, part)
         run.num_steps -= 1
         for parameter in run.parameters.values():
             parameter.grad = None  # dropped on purpose
-    for buffer, before in buffers:
+    for module, name, buffer, before in buffers:
+        module._buffers[name] = buffer  # code may have put a new tensor in its place
         buffer.copy_(before)
 
 

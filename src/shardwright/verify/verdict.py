@@ -39,6 +39,10 @@ class Verdict:
     flops: Mapping[str, float] = field(default_factory=dict)
     left_whole: str = ""
 
+    def __bool__(self) -> bool:
+        """Whether the layout equals one device, so that ``assert verify(...)`` says what it reads as."""
+        return self.equal
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the verdict as a dict of plain values, for JSON."""
         return asdict(self)

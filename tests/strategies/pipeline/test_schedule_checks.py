@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from processor_time import takes_less
 from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.strategies.pipeline.schedule_checks import check_schedule, run_order
@@ -177,6 +177,6 @@ def test_64_stages_and_1024_microbatches_that_deadlock_are_told_in_seconds(name)
     schedule = build(name, 64, 1024)
     last = [a._replace(microbatch=1023 - a.microbatch) for a in schedule.actions[63]]  # the last microbatch first
     broken = with_list(schedule, 63, last)
-    start = time.process_time()
-    assert "deadlocks" in message(broken)
-    assert time.process_time() - start < 4
+    said = []
+    assert takes_less(4, lambda: said.append(message(broken)))
+    assert all("deadlocks" in each for each in said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from processor_time import takes_less
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for
@@ -168,14 +168,6 @@ def test_a_deadlock_is_told_in_place_of_a_time():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(4)
 def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_two(name):
-    def takes_less(limit, work):
-        for _ in range(3):  # what else the machine does can only make a try slower
-            start = time.process_time()
-            work()
-            if time.process_time() - start < limit:
-                return True
-        return False
-
     schedule = build(name, 64, 1024)
     times, memory = ChunkTimes.equal(schedule.num_chunks), ChunkMemory.equal(schedule.num_chunks)
     # twice the limit, for machines that do other work: alone, 0.1 to 0.6, 0.1 to 0.2 and 0.4 to 0.9 seconds

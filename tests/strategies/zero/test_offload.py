@@ -8,12 +8,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
 from checkpoint.runs import go, loaded, saved, start, whole
@@ -411,3 +413,30 @@ def test_an_optimizer_that_counts_for_all_parameters_together_is_refused():
 def test_a_place_that_there_is_not_is_refused():
     with pytest.raises(LayoutError, match="fix:     write offload:disk"):
         make_plan(Job(mlp(), nn.Identity()), sw.Layout.parse("dp2/zero1/offload:tape"))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3/offload:disk/bucket:0", "dp2/zero1/offload:disk/bucket:0"])
+def test_a_param_group_may_have_no_vector(line):
+    """The table's group of parameters holds one matrix alone, so one of the optimizer's groups is empty beside it."""
+    seen = []
+
+    def work(world):
+        run = sw.parallelize(model, line, world)
+        optimizer = run.optimizer(
+            torch.optim.AdamW, parameters=lambda _, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0}
+        )
+        run.step(next(run.shard([batch])))
+        if world.rank == 0:
+            handle = register_optimizer_step_pre_hook(lambda *_: seen.append(threading.current_thread().name))
+        world.everyone().barrier()
+        optimizer.step()
+        world.everyone().barrier()
+        if world.rank == 0:
+            handle.remove()
+        return run._guard.num_updates
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 5))
+    batch = torch.arange(6), torch.arange(6) % 5
+    assert sw.launch(work, 2, ranks="threads") == [1, 1]
+    assert sorted(seen) == ["rank 0", "rank 1"], "hooks of all optimizers run once a step"

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.axis import Channel, CollectiveCall, Pending
 from shardwright.comm.failures import LostPartnerError
+from shardwright.formatting import first_line
 
 T = TypeVar("T")
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Watched(Protocol):
+    """A call that a watchdog follows, because ``wait`` blocks the stream and not the host."""
+
+    def waited(self, device: torch.device) -> None:
+        """Lets go of torch's handles once a stream waits for the call: they keep its tensors until it is complete."""
 
 
 class GroupTransport(Protocol):
@@ -30,7 +39,7 @@ class GroupTransport(Protocol):
     def keep(self, work: Any, message: Tensor) -> None:
         """Keeps a sent tensor alive until the send is done; the channel may be freed before that."""
 
-    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> None:
+    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> Watched:
         """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time."""
 
 
@@ -44,6 +53,8 @@ class GroupChannel(Channel):
         self.transport, self.ranks, self._begin = transport, ranks, begin
         self.index = ranks.index(transport.rank)
         self.group = transport.group(ranks) if len(ranks) > 1 else None
+        ordered = sorted(ranks)
+        self._places = [ordered.index(rank) for rank in ranks]
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
         """Returns a channel over the members ``indices`` of this group."""
@@ -57,7 +68,7 @@ class GroupChannel(Channel):
 
     def _place(self, index: int) -> int:
         """Returns a member's rank in torch's process group, whose ranks are in ascending order."""
-        return sorted(self.ranks).index(self.ranks[index])
+        return self._places[index]
 
     def _pending(self, call: CollectiveCall, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
         def finish() -> T:
@@ -75,6 +86,6 @@ def lost_partner(call: CollectiveCall, ranks: Sequence[int], rank: int, failure:
     """Returns the error for a call that did not complete; ``failure`` is torch's error, or a text about the timeout."""
     return LostPartnerError(
         f"{call} did not complete\n  ranks: {', '.join(map(str, ranks))}, this is "
-        f"{rank}\n  torch reports: {str(failure).splitlines()[0]}\n"
+        f"{rank}\n  torch reports: {first_line(failure)}\n"
         "  fix:   see which rank stopped first; --debug names ranks that make different calls"
     )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
 from shardwright.errors import PlanError
+from shardwright.tensor_bytes import bytes_of
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
 """The kinds of message: bytes are sent; the sender's part of a sum is done; a block was read; a new block is shared."""
@@ -342,8 +343,5 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one element is contiguous whatever its stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
+    data: bytes = bytes_of(tensor.cpu()).numpy().tobytes()
     return data

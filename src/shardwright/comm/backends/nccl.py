@@ -165,8 +165,14 @@ class NcclChannel(GroupChannel):
         return parts if self._is_ordered else [parts[i] for i in sorted(range(len(parts)), key=self.ranks.__getitem__)]
 
     def _pending(self, call: CollectiveCall, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
-        self.transport.watch(call, self.ranks, works)
-        return super()._pending(call, works, result)
+        watched, pending = self.transport.watch(call, self.ranks, works), super()._pending(call, works, result)
+
+        def finish() -> T:
+            found = pending.wait()
+            watched.waited(self.device)
+            return found
+
+        return Pending(finish)
 
 
 def _torch(name: str, before: str) -> Callable[..., Any]:
@@ -192,6 +198,9 @@ def _summable(tensor: Tensor) -> Tensor:
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     """Returns the tensor of which the parts are equal, consecutive slices, or None if they are not."""
     first, *rest = parts
+    storage = first.untyped_storage().data_ptr()
+    if any(part.untyped_storage().data_ptr() != storage for part in rest):  # neighbors by chance are no whole
+        return None
     ends = [first.data_ptr() + i * first.nbytes for i in range(1, len(parts))]
     alike = all(part.numel() == first.numel() for part in rest)
     if not alike or [part.data_ptr() for part in rest] != ends:

@@ -52,16 +52,18 @@ def ordered_by_node(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda rank: (nodes.index(nodes[rank]), rank))
 
 
-def number_by_node(store: Any, rank: int, size: int) -> tuple[int, tuple[int, ...]]:
-    """Returns this rank's new number, under which the ranks of a node are neighbors, and the node of each new number.
+def number_by_node(store: Any, rank: int, size: int) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
+    """Returns this rank's new number, under which a node's ranks are neighbors; each new number's node, and its host.
 
     ``rank`` is the number under which the launcher started it, ``size`` the number of ranks, and ``store`` torch's
-    store, through which the ranks exchange their nodes. The result lists nodes, counted from 0, by new numbers.
+    store, through which the ranks exchange their nodes. The results list nodes, counted from 0, and host names by
+    new numbers.
     """
     names = nodes_of_ranks(store, rank, size)
     order = ordered_by_node([names[other] for other in range(size)])
     places = list(dict.fromkeys(names[other] for other in order))
-    return order.index(rank), tuple(places.index(names[other]) for other in order)
+    hosts = tuple(names[other].partition("/")[0] for other in order)
+    return order.index(rank), tuple(places.index(names[other]) for other in order), hosts
 
 
 def interface_to(host: str) -> str | None:
@@ -84,11 +86,12 @@ def interface_to(host: str) -> str | None:
     return None
 
 
-def bind_sockets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that bind torch's sockets to the interface that reaches ``MASTER_ADDR``.
+def bind_sockets(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Returns the environment variables that bind torch's sockets to the interface that reaches the other nodes.
 
-    There are none if that interface is unknown or the loopback. A variable that ``environment`` already has is the
+    That is the one that reaches ``MASTER_ADDR``, or else one of ``hosts``. There are none if it is unknown or the
+    loopback. A variable that ``environment`` already has is the
     user's choice, and is left out.
     """
-    found = interface_to(environment.get("MASTER_ADDR", ""))
+    found = next(filter(None, map(interface_to, (environment.get("MASTER_ADDR", ""), *hosts))), None)
     return {} if found is None else {name: found for name in SOCKETS if name not in environment}

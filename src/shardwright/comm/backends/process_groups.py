@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -25,11 +27,14 @@ from shardwright.comm.backends.nodes import nodes_of_ranks
 from shardwright.comm.backends.shared_memory import SharedChannel
 from shardwright.comm.backends.through_host import ChannelThroughHost
 from shardwright.comm.backends.two_level import TwoLevelChannel, TwoLevels, has_two_levels
-from shardwright.comm.backends.watchdog import Report, Watchdog, end_with
+from shardwright.comm.backends.watchdog import Report, Watchdog, WatchedCall, end_with
 from shardwright.comm.call_checker import CallChecker
 from shardwright.comm.recorder import Recorder
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
+
+_NO_TIMEOUT = timedelta(days=365)
+"""For a send: gloo would close the connection at the end of torch's own timeout, and a slow receiver is no error."""
 
 Links = Literal["auto", "sockets"]
 """How ranks of one machine communicate: through shared memory if possible (auto), or always over torch's groups."""
@@ -53,8 +58,8 @@ class ProcessTransport:
     ) -> None:  # fmt: skip
         self.rank, self.recorder, self.timeout, self.call_checker = rank, recorder, timeout, call_checker
         self.device = device
-        self._over_nccl = dist.get_backend() in NATIVE
-        self.torch_timeout = torch_timeout(timeout, dist.get_backend())
+        self._over_nccl = has_native_group(device.type)
+        self.torch_timeout = torch_timeout(timeout, over_nccl=self._over_nccl)
         self._watchdog = Watchdog(rank, timeout.total_seconds(), report)
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {(tuple(range(size)), ""): dist.group.WORLD}
         self._levels: dict[tuple[int, ...], TwoLevels] = {}
@@ -62,6 +67,7 @@ class ProcessTransport:
         self._num_channels: dict[tuple[int, ...], int] = {}
         self._names: dict[int, str] = {}
         self._sent: list[tuple[Any, Tensor]] = []
+        self._waited_for: SimpleQueue[tuple[Any, Tensor] | None] | None = None
         shares_memory = links == "auto" and size > 1 and not self._over_nccl
         self._hosts = _exchange_hosts(rank, size) if shares_memory else {}
         if link is not None and size > 1 and len(set(self._hosts.values())) != 1:
@@ -92,7 +98,7 @@ class ProcessTransport:
         return {place: self.channel_of(ranks) for place, ranks in enumerate(groups) if self.rank in ranks}
 
     def channel_of(self, ranks: tuple[int, ...]) -> Channel:
-        """Returns a new channel over a group that holds this rank; all members make their channels in one order."""
+        """Returns a new channel over ``ranks``, a group with this rank; all members make its channels in one order."""
         number = self._num_channels.get(ranks, 0)
         self._num_channels[ranks] = number + 1
         name = f"{'-'.join(map(str, ranks))}/{number}"
@@ -158,15 +164,21 @@ class ProcessTransport:
 
     def keep(self, work: Any, message: Tensor) -> None:
         """Keeps a sent tensor alive until the send is done; the channel may be freed before that."""
-        self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
-        self._sent.append((work, message))
+        if self._over_nccl:
+            self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
+            self._sent.append((work, message))
+            return
+        if self._waited_for is None:
+            self._waited_for = SimpleQueue()
+            threading.Thread(target=_wait_for_sends, args=(self._waited_for,), name="sends", daemon=True).start()
+        self._waited_for.put((work, message))
 
-    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> None:
+    def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> WatchedCall:
         """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time.
 
         Over NCCL the watchdog is needed because ``wait`` itself reports no lost rank.
         """
-        self._watchdog.add(call, ranks, works)
+        return self._watchdog.add(call, ranks, works)
 
     def close(self) -> None:
         """Tells the other ranks, in a debug run, that this rank makes no more collective calls."""
@@ -180,18 +192,38 @@ class ProcessTransport:
     def disconnect(self) -> None:
         """Ends the watchdog, and closes the shared-memory connections to the other ranks of this machine."""
         self._watchdog.close()
+        if self._waited_for is not None:
+            self._waited_for.put(None)
         for levels in self._levels.values():
             levels.close()
         if self._exchange is not None:
             self._exchange.close()
 
 
-def torch_timeout(timeout: timedelta, backend: str) -> timedelta:
+def _wait_for_sends(sends: SimpleQueue[tuple[Any, Tensor] | None]) -> None:
+    """Waits for sends over gloo in turn, because one that nobody waits for never counts as complete."""
+    while (sent := sends.get()) is not None:
+        with suppress(RuntimeError):  # a lost partner: the call that needs it reports it
+            sent[0].wait(_NO_TIMEOUT)
+        del sent
+
+
+def has_native_group(kind: str) -> bool:
+    """Returns whether torch's default process group sends between devices of a type directly, as NCCL does.
+
+    It may have several backends: ``init_process_group()`` without a name gives "cpu:gloo,cuda:nccl".
+    """
+    if dist.get_backend() in NATIVE:
+        return True
+    return any(f"{kind}:{backend}" in dist.get_backend_config().split(",") for backend in NATIVE)
+
+
+def torch_timeout(timeout: timedelta, *, over_nccl: bool) -> timedelta:
     """Returns the timeout to give torch: twice ``timeout`` over NCCL and its like, ``timeout`` over gloo.
 
     So the watchdog, whose error names the call, is the first to report.
     """
-    return 2 * timeout if backend in NATIVE else timeout
+    return 2 * timeout if over_nccl else timeout
 
 
 @contextmanager

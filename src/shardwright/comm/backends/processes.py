@@ -23,7 +23,6 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 from shardwright.comm import failures
 from shardwright.comm.backends import rank_devices
-from shardwright.comm.backends.fork_server import ForkServer
 from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
@@ -37,15 +36,18 @@ from shardwright.comm.current_world import enter
 from shardwright.comm.failures import LostPartnerError, StopRequested
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
+from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
+from shardwright.fork_server import FORK_SERVER
+from shardwright.formatting import first_line
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 30.0
 
-_FORK_SERVER = ForkServer()
 _START_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 _NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 """The environment variables that bind torch's own sockets to the loopback interface."""
 
@@ -63,10 +65,7 @@ def run_here(
     go, if the process that started the ranks removes it at the end. ``report`` ends the process when a call over NCCL
     does not complete. The other options are those of :func:`~shardwright.comm.launch.launch`.
     """
-    rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if bind_cores:
-        bind(local, num_local)
+    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
         for name, value in _NETWORK.items():
@@ -78,19 +77,35 @@ def run_here(
         store = FileStore(f"{folder}/store", size)
     else:
         store = _new_store(rank, size, timeout)
-        rank, nodes = number_by_node(store, rank, size)
+        rank, nodes, hosts = number_by_node(store, rank, size)
+        elsewhere = [host for host, node in zip(hosts, nodes, strict=True) if node != nodes[rank]]
+        # to the first node MASTER_ADDR is itself, and may be a loopback address
+        os.environ.update(bind_sockets(os.environ, *elsewhere[:1]))
         os.environ["RANK"] = str(rank)  # rank 0 stays what it is
+    if bind_cores:
+        mine_there = [other for other, node in enumerate(nodes) if node == nodes[rank]] or [*range(size)]
+        bind(mine_there.index(rank), len(mine_there))
     mine = rank_devices.found(device, socket.gethostname(), size)
     ranks = rank_devices.exchanged(mine, store, rank, size, forked=folder is not None)
     place, backend = rank_devices.decided(ranks, rank)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    wait = torch_timeout(timeout, backend)
-    dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
+    wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
     recorder = Recorder()
-    call_checker = CallChecker(rank, timeout_s) if debug else None
-    transport = ProcessTransport(
-        rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
-    )
+    try:
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
+        call_checker = CallChecker(rank, timeout_s) if debug else None
+        transport = ProcessTransport(
+            rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
+        )
+    except RuntimeError as failure:
+        if isinstance(failure, CommunicationError):
+            raise
+        raise LostPartnerError(  # a rank that is connected already may have been killed
+            "this rank could not connect to the others",
+            given=f"rank {rank} of {size}; torch reports: {first_line(failure)}",
+            allowed="ranks that all start, and reach each other",
+            fix="see why another rank ended, and whether a firewall stands between",
+        ) from failure
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
@@ -103,12 +118,13 @@ def run_here(
         raise
     transport.close()
     try:
-        dist.barrier()  # no rank closes its connections while another still reads
+        # no rank closes its connections while another still reads
+        dist.barrier(device_ids=[place.index] if backend in NATIVE else None)
     except RuntimeError as failure:
         time.sleep(2 * failures.GRACE_S)  # lets a rank that waits in a call report first, with the call
         raise LostPartnerError(
             "another rank did not reach the end of its work",
-            given=f"rank {rank} has reached its own; torch reports: {str(failure).splitlines()[0]}",
+            given=f"rank {rank} has reached its own; torch reports: {first_line(failure)}",
             allowed="ranks that make the same calls, and end together",
             fix="look for a call that only some ranks make: 'if rank == 0: x.sum().item()'",
         ) from failure
@@ -148,7 +164,7 @@ def run_processes(
         started = StartedRanks(grace_s)
         with started.running():
             for rank in range(num_ranks):
-                pipes, pid = _FORK_SERVER.fork()
+                pipes, pid = FORK_SERVER.fork()
                 (folder / f"{rank}.pid").write_text(str(pid))
                 task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
                 started.add(RankProcess.started(rank, pipes, pid, task))
@@ -176,14 +192,14 @@ def rank_main(task: int, answer: int) -> None:
     _end_with_the_launcher(rank, task, folder)
     try:
         # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
-        process.current_process()._inheriting = True  # type: ignore[attr-defined]
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing does
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
         report = partial(_report_and_end, rank, answer)
         found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, report=report, **options)))
         code = 0
-    except BaseException as failure:
+    except BaseException as failure:  # whatever it is, the launcher reports it
         found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
         code = failures.INTERRUPTED if isinstance(failure, StopRequested) else 1
     with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
@@ -241,14 +257,14 @@ def _connected(rank: int, wait_s: float) -> TCPStore:
         raise LostPartnerError(
             "the rank at which all others meet has not come" if not opens else "rank 0 cannot open the store",
             given=f"rank {rank}, which tried {address} port {port} for up to {wait_s:g} s; torch reports: "
-            f"{str(failure).splitlines()[0]}",
+            f"{first_line(failure)}",
             allowed="MASTER_ADDR, the machine of rank 0, and a MASTER_PORT that is free there and reached from all",
             fix="see whether rank 0 runs on that machine, and whether a firewall stands between",
         ) from failure
 
 
 def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Returns the store that ``torchrun`` opened, with a prefix that only the ranks of this attempt use.
+    """Returns torch's store, with a prefix that only the ranks of this attempt use.
 
     torch keeps one store over all restarts, so it still holds what the ranks of earlier attempts wrote, and no number
     that it gives is the same on every machine and new at every attempt. So each rank writes a random key, rank 0
@@ -259,14 +275,18 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
     mine, end = f"{os.urandom(8).hex()}@{socket.gethostname()}", time.monotonic() + wait_s
     names = [f"shardwright/{other}" for other in range(size)]
 
+    pause_s = _FIRST_PAUSE_S
+
     def pause() -> None:
-        time.sleep(0.005)
+        nonlocal pause_s
+        time.sleep(pause_s)  # the store can tell no rank that others have come
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if time.monotonic() > end:
             there = {other: store.get(name).decode() for other, name in enumerate(names) if store.check([name])}
             missing = [other for other in range(size) if other not in there]
             hosts = ", ".join(sorted({key.partition("@")[2] for key in there.values()}))
             raise LostPartnerError(
-                "not all ranks that torchrun started came to the start",
+                "not all ranks came to the start",
                 given=f"after {wait_s:g} s {numbered(missing) if missing else 'no rank'} of {size} had not come; "
                 f"{numbered(list(there))} had, on {hosts}",
                 allowed="ranks that start within the timeout, or within a minute if that is longer",

@@ -87,7 +87,7 @@ def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: boo
     if forked and mine.kind == "cpu":
         return [mine] * size
     store.set(f"device/{rank}", json.dumps(mine))
-    return [RankDevice(*json.loads(store.get(f"device/{other}"))) for other in range(size)]
+    return [RankDevice(*json.loads(each)) for each in store.multi_get([f"device/{other}" for other in range(size)])]
 
 
 def decided(ranks: Sequence[RankDevice], rank: int) -> tuple[torch.device, str]:

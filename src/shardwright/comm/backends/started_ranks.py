@@ -21,7 +21,7 @@ from types import FrameType
 import psutil
 
 from shardwright.comm import failures
-from shardwright.comm.backends.fork_server import HELD_BACK, RankPipes, read_status
+from shardwright.fork_server import HELD_BACK, RankPipes, read_status
 
 KNOWN_S = 1.0
 """Seconds that the other ranks have to end once the cause of a failure is known."""

@@ -90,7 +90,7 @@ class TwoLevels:
             work, future = task
             try:
                 work()
-            except BaseException as failure:
+            except BaseException as failure:  # whatever it is: the rank that waits for the result raises it
                 future.set_exception(failure)
             else:
                 future.set_result(None)

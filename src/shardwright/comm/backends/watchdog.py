@@ -13,8 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from shardwright import devices
 from shardwright.comm.axis import CollectiveCall
 from shardwright.comm.backends.group_channel import lost_partner
 from shardwright.comm.failures import LostPartnerError
@@ -33,7 +37,10 @@ def end_with(failure: LostPartnerError) -> None:
     os._exit(1)
 
 
-class _WatchedCall(NamedTuple):
+@dataclass(eq=False)
+class WatchedCall:
+    """A call that has begun: torch's handles of it, or an event of the stream that waits for it."""
+
     call: CollectiveCall
     ranks: tuple[int, ...]
     works: tuple[Any, ...]
@@ -41,7 +48,12 @@ class _WatchedCall(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether the accelerator has completed the call."""
-        return all(work.is_completed() for work in self.works)
+        return all(work.query() if hasattr(work, "query") else work.is_completed() for work in self.works)
+
+    def waited(self, device: torch.device) -> None:
+        """Lets go of torch's handles once a stream waits for the call: they keep its tensors until it is complete."""
+        if device.type not in devices.HOST:
+            self.works = (devices.module_of(device).current_stream(device).record_event(),)
 
 
 class Watchdog:
@@ -52,18 +64,20 @@ class Watchdog:
 
     def __init__(self, rank: int, timeout_s: float, report: Report = end_with) -> None:
         self.rank, self.timeout_s, self._report = rank, timeout_s, report
-        self._under_way: deque[_WatchedCall] = deque()
+        self._under_way: deque[WatchedCall] = deque()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> None:
-        """Adds a call that has begun to the calls under way; ``works`` are torch's handles of it."""
+    def add(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> WatchedCall:
+        """Adds a call that has begun to the calls under way, and returns it; ``works`` are torch's handles of it."""
         while self._under_way and self._under_way[0].is_complete:  # so that tensors are not held longer than needed
             self._under_way.popleft()
-        self._under_way.append(_WatchedCall(call, ranks, tuple(works)))
+        watched = WatchedCall(call, ranks, tuple(works))
+        self._under_way.append(watched)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+        return watched
 
     def close(self) -> None:
         """Stops the thread: calls that are under way are no longer reported."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
+from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
@@ -41,7 +42,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     except Exception as error:  # of the user's own code, on other values than it makes itself: it was followed wrongly
         failure = UnknownCodeError(
             f"the code of {type(job.model).__name__} is not followed as it runs",
-            given=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{line_of(error)}",
+            given=f"{type(error).__name__}: {first_line(error)}{line_of(error)}",
             allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
             fix="give parallelize an example, or leave out pp",
         )

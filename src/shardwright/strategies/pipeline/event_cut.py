@@ -28,6 +28,7 @@ from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
+from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.strategies.pipeline.cut import partition
 
@@ -156,7 +157,7 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
     except (ValueReadError, NotImplementedError, RuntimeError) as failure:
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
-            given=f"{type(failure).__name__}: {str(failure).splitlines()[0]}{line_of(failure)}",
+            given=f"{type(failure).__name__}: {first_line(failure)}{line_of(failure)}",
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
             fix="leave out pp, or move what depends on values out of the model",
         ) from failure

@@ -222,7 +222,7 @@ class PipelineStage(Generic[StagesT]):
             came = Incoming(message, tuple(tensors[i] for i in differentiable))
             incoming.append(came)
             start = torch.empty(0, requires_grad=True)
-            for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
+            for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):
                 tensors[i] = tensor
         return fill(spec, tensors)
 

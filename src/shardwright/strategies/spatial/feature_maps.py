@@ -231,7 +231,7 @@ def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
     if silent:
         for name, parameter in kept.items():
             if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                module._parameters[name] = _NoGradient.apply(parameter)  # type: ignore[no-untyped-call]
+                module._parameters[name] = _NoGradient.apply(parameter)
     try:
         yield
     finally:

@@ -105,12 +105,12 @@ class PartsMode(TorchFunctionMode):
 
     def __enter__(self) -> PartsMode:
         self.depth += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.depth -= 1
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self._copies.clear()
         self._gathered.clear()
 

@@ -17,7 +17,6 @@ stop at NaN. Updates in the backward run in a thread of their own, one group at 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MethodType
@@ -27,9 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.copy_stream import arrival
+from shardwright.runtime.copy_stream import host_arrival
 from shardwright.runtime.mixed_precision import scale_gradients
 from shardwright.runtime.offload_storage import OffloadStorage
+from shardwright.runtime.optimizer_step import step_without_hooks
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 
 _StateKey = tuple[FlatParameter, str, torch.dtype]
@@ -120,7 +120,7 @@ class OffloadedState:
                 group["params"] = [p for p in group["params"] if self._group_of.get(p, _NO_GROUP) == index]
             mine = [parameter for group in groups for parameter in group["params"]]
             if mine:
-                _step_without_hooks(optimizer)
+                step_without_hooks(optimizer)  # they run once a step, around all param groups
         finally:
             for group, parameters in zip(groups, every, strict=True):
                 group["params"] = parameters
@@ -145,7 +145,7 @@ class OffloadedState:
             for flat in self._groups[index]:  # before the thread writes: from now on its shards are the next step's
                 flat.update_state = UpdateState.SHARD_UPDATED
             self._updates.wait()
-            arrived = arrival(self.storage.device)
+            arrived = host_arrival(self.storage.device)
             self._updates.running = self._updates.pool.submit(self._update, self._updates, index, arrived)
             self._updated.add((self._updates.optimizer, index))
 
@@ -203,16 +203,6 @@ class OffloadedState:
         for flats in self._groups:
             for flat in flats:
                 flat.update_state = UpdateState.NOT_UPDATED
-
-
-def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Runs the optimizer class's own step without its hooks, which run once a step, around all param groups."""
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        type(optimizer).step(optimizer)
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
 def _state_of(

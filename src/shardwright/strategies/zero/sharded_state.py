@@ -31,7 +31,7 @@ from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
 from shardwright.plan.schedule import Action
 from shardwright.runtime.applied import Applied
-from shardwright.runtime.copy_stream import arrival
+from shardwright.runtime.copy_stream import host_arrival
 from shardwright.runtime.executor import Events
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
@@ -196,7 +196,7 @@ class FSDPState:
         if not torch.is_grad_enabled():
             self._evaluated = True
             if self.offloaded is not None:
-                arrival(self._world.device)()  # code that follows may write into the shards that are being copied
+                host_arrival(self._world.device)()  # code that follows may write into the shards that are being copied
         elif action == self._last_forward:
             # On a CPU finished before the first reduce-scatter, which else would sum gradients of different groups.
             self._start_comparison()
@@ -320,7 +320,7 @@ class FSDPState:
         reads = bool(self._comparisons)
         self._finish_comparisons()
         if self.offloaded is not None and not reads:
-            arrival(self._world.device)()
+            host_arrival(self._world.device)()
 
 
 def _flatten(

@@ -1,8 +1,9 @@
 """The fork server: a process that forks the ranks of one machine, so that slow modules are imported only once.
 
-The launcher starts it as a new program and holds a socket pair to it that has no name. For each rank the launcher
-sends three pipes: the rank reads its task from one and writes its answer to another; the fork server writes the rank's
-process id and later its exit code to the third. No other process can connect, and a kill leaves nothing behind::
+The launcher starts it as a new program and holds a socket pair to it that has no name. ``shardwright train`` starts it
+before it imports torch itself, so that both import at once. For each rank the launcher sends three pipes: the rank
+reads its task from one and writes its answer to another; the fork server writes the rank's process id and later its
+exit code to the third. No other process can connect, and a kill leaves nothing behind::
 
     launcher --socket pair--> fork server --fork--> rank 0, rank 1, ...
         |<---- id and exit code ----+                  |
@@ -36,10 +37,24 @@ HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if os
 
 _STATUS = struct.Struct("<q")
 _ORPHANS_S = 3.0
-_COMMAND = (
-    "import sys; sys.path[:] = {path!r}; import shardwright, torch._dynamo, torch.optim; "  # optimizers load _dynamo
-    "from shardwright.comm.backends import fork_server, processes; fork_server.serve({line}, processes.rank_main)"
-)
+_COMMAND = """
+import os, select, sys, threading
+sys.path[:] = {path!r}
+hung_up, imported = select.poll(), threading.Event()
+hung_up.register({line}, select.POLLHUP)
+def end_with_the_launcher():
+    while not imported.is_set():
+        if hung_up.poll(50):
+            os._exit(1)
+watch = threading.Thread(target=end_with_the_launcher)
+watch.start()
+import shardwright, torch._dynamo, torch.optim  # optimizers load _dynamo
+from shardwright import fork_server
+from shardwright.comm.backends import processes
+imported.set()
+watch.join()  # ranks are forked from one thread
+fork_server.serve({line}, processes.rank_main)
+"""
 
 
 class RankPipes(NamedTuple):
@@ -107,6 +122,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [os.fsdecode(spawn.get_executable()), *flags, "-c", command],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -120,6 +136,10 @@ class ForkServer:
             line.close()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=2 * _ORPHANS_S)
+
+
+FORK_SERVER = ForkServer()
+"""The fork server of this process."""
 
 
 def read_status(handle: int) -> int | None:
@@ -201,7 +221,7 @@ def _end_orphans(children: dict[int, int]) -> None:
     end = time.monotonic() + _ORPHANS_S
     while children and time.monotonic() < end:
         _report_ended(children)
-        time.sleep(0.05)
+        time.sleep(0.05)  # selectors are closed by now
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

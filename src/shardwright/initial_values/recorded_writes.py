@@ -1,0 +1,196 @@
+"""The record of how tensors on the meta device were filled, and the values that it gives for one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright.tensor_bytes import bytes_of
+
+_GENERATOR_LOCK = threading.Lock()
+"""Held while random numbers are drawn, because ranks that are threads share torch's default generator."""
+
+
+@contextmanager
+def numbers_from(text: str) -> Iterator[None]:
+    """A context in which this thread alone draws from torch's default generator, which starts from ``text``.
+
+    >>> with numbers_from("0/layer"):
+    ...     first = torch.rand(3)
+    >>> with numbers_from("0/layer"):
+    ...     torch.equal(torch.rand(3), first)
+    True
+    """
+    key = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+        yield
+
+
+class StorageView(NamedTuple):
+    """A meta tensor as a view of a numbered storage: its dtype, shape, strides and offset there."""
+
+    storage: int
+    num_bytes: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def is_whole(self) -> bool:
+        """Whether the view covers all of its storage."""
+        return prod(self.size) * self.dtype.itemsize == self.num_bytes
+
+    def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+        """Returns the view as a tensor on the host, over its storage in ``storages``, which is allocated if missing."""
+        if self.storage not in storages:
+            storages[self.storage] = torch.UntypedStorage(self.num_bytes)
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(
+            storages[self.storage], self.offset, self.size, self.stride
+        )
+
+
+def view_of(tensor: Tensor, number: int) -> StorageView:
+    """Returns a meta tensor's shape, strides, dtype and offset in its storage, whose number is ``number``."""
+    num_bytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
+    return StorageView(number, num_bytes, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The state of a generator that a constructor made itself, before a draw from it."""
+
+    state: Tensor
+
+    def generator(self) -> torch.Generator:
+        """Returns a generator in this state."""
+        generator = torch.Generator(device="cpu")
+        generator.set_state(self.state)
+        return generator
+
+
+class WriteCall(NamedTuple):
+    """A recorded call of an operator that wrote to the storages of tensors on the meta device.
+
+    ``args`` and ``named`` have views of storages in place of meta tensors. ``writes``, ``overwrites`` (those written in
+    full) and ``reads`` are storages by number. ``draw`` numbers the calls that draw from torch's default generator;
+    others have -1.
+    """
+
+    function: str
+    args: Any
+    named: Any
+    results: tuple[StorageView | None, ...]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    reads: frozenset[int]
+    draw: int
+
+
+@dataclass
+class RecordedWrites:
+    """The write calls that a recorder has noted, and for each storage the indices of those that wrote to it."""
+
+    calls: list[WriteCall] = field(default_factory=list)
+    of_storage: dict[int, list[int]] = field(default_factory=dict)
+
+    def needed(self, storage: int) -> list[int] | None:
+        """Returns the indices of the calls that determine a storage's values, or None if some were never written."""
+        found: set[int] = set()
+        to_visit = [(storage, len(self.calls))]
+        while to_visit:
+            number, before = to_visit.pop()
+            for place in reversed(self.of_storage.get(number, [])):
+                if place >= before:
+                    continue
+                call = self.calls[place]
+                if place not in found:
+                    found.add(place)
+                    to_visit += [(other, place) for other in call.reads]
+                if number in call.overwrites:
+                    break
+            else:
+                return None
+        return sorted(found)
+
+
+@dataclass
+class RecordedValues:
+    """The record of how a constructor filled one tensor, from which :meth:`values` computes its initial values.
+
+    ``written`` has the recorded calls, and ``view`` is the tensor's view of its storage.
+    """
+
+    written: RecordedWrites
+    view: StorageView
+
+    def can_be_read(self) -> bool:
+        """Returns whether all values were written, and none of them by numbers from torch's default generator."""
+        places = self._places()
+        return places is not None and all(self.written.calls[place].draw < 0 for place in places)
+
+    def text(self) -> list[str] | None:
+        """Returns the calls as text, equal for tensors that are filled alike, or None if values were never written."""
+        places, numbers = self._places(), dict[int, int]()
+
+        def described(leaf: Any) -> Any:
+            leaf = leaf.state if isinstance(leaf, RngState) else leaf
+            if isinstance(leaf, StorageView):
+                return ("tensor", numbers.setdefault(leaf.storage, len(numbers)), *leaf[1:])
+            if isinstance(leaf, Tensor):
+                return hashlib.blake2b(bytes_of(leaf).numpy().tobytes(), digest_size=8).hexdigest()
+            return leaf
+
+        if places is None:
+            return None
+        calls = [self.written.calls[place] for place in places]
+        return [f"{call.function} {_mapped(described, (call.args, call.named, call.results))}" for call in calls]
+
+    def values(self, seed: int) -> Tensor:
+        """Returns the tensor's initial values, on the host; random ones depend on ``seed`` and on the draws' order."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        places = self._places()
+        assert places is not None, "there are values"
+        with torch.no_grad():
+            for place in places:
+                _run_again(self.written.calls[place], storages, seed)
+        return self.view.of(storages)
+
+    def _places(self) -> list[int] | None:
+        return self.written.needed(self.view.storage) if self.view.num_bytes else []
+
+
+def _run_again(call: WriteCall, storages: dict[int, torch.UntypedStorage], seed: int) -> None:
+    def on_host(leaf: Any) -> Any:
+        if isinstance(leaf, StorageView):
+            return leaf.of(storages)
+        if isinstance(leaf, RngState):
+            return leaf.generator()
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    function: Any = torch
+    for name in call.function.split("."):
+        function = getattr(function, name)
+    args, named = _mapped(on_host, (call.args, call.named))
+    if call.draw < 0:
+        results = function(*args, **named)
+    else:
+        with numbers_from(f"{seed}/{call.draw}"):
+            results = function(*args, **named)
+    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]  # a list's fill may return None
+    for view, result in zip(call.results, tensors, strict=True):
+        if view is not None:
+            view.of(storages).copy_(result)
+
+
+def _mapped(function: Any, tree: Any) -> Any:
+    return tree_map(function, tree, is_leaf=lambda leaf: isinstance(leaf, StorageView))
