@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from shardwright.planner.explain import where_it_loses
 from shardwright.planner.plans import plan_layouts
 
 TINY = ["--set", "num_layers=3", "--set", "width=32", "--set", "num_heads=4", "--set", "max_tokens=16", "--seq", "16"]
@@ -89,3 +90,11 @@ def test_a_file_that_cannot_be_written_loses_no_prices(tmp_path):
     found = CliRunner().invoke(app, [*PLAN, "--layout", "dp2 bf16", "--html", str(tmp_path / "file" / "p.html")])
     assert found.exit_code == 2
     assert "dp2 bf16: " in found.stdout
+
+
+def test_a_part_that_loses_more_than_the_step_is_named_beside_what_is_gained():
+    best = priced("dp2 bf16").best
+    waterfall = {**best.waterfall, "bubble": 3 * best.step_s, "matmul": best.waterfall["matmul"] - 2.5 * best.step_s}
+    other = best._replace(waterfall=waterfall, step_s=sum(waterfall.values()))
+    said = where_it_loses(best, other)
+    assert said == f"bubble {3 * best.step_s:+.3g} s, all other parts {-2.5 * best.step_s:+.3g} s"

@@ -12,17 +12,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
 from shardwright.models import MODELS
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
+from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
 from shardwright.planner.records import record_layout
-from shardwright.planner.rehearse import operator_record
+from shardwright.planner.rehearse import MessageRecord, operator_record
 from shardwright.rng import without_values
 
 CLUSTER = {1: "a100-80gb:1x1", 2: "a100-80gb:1x2", 4: "a100-80gb:1x4", 8: "a100-80gb:2x4"}
@@ -181,3 +182,55 @@ def test_products_in_place_count_the_flops_of_those_that_are_not():
     assert {each.part for each in records} == {"matmul"}
     flops = [priced(f"{line} bf16", 6).flops for line in ("tp8", "tp2x4/2d")]
     assert flops[1] == pytest.approx(flops[0], rel=0.05)  # what a grid cuts in another way
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_the_outermost_blocks_with_most_parameters_are_the_alike_ones():
+    assert alike_blocks(nn.Sequential(*(Experts() for _ in range(3)))).names == ("0", "1", "2")
+
+
+def test_blocks_that_hold_other_functions_or_lists_are_not_alike():
+    blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    for place, each in enumerate(blocks):
+        each.act, each.windows = (nn.functional.relu if place < 5 else nn.functional.gelu), [place // 2 * 0]
+    assert alike_blocks(blocks).number == 5
+    for place, each in enumerate(blocks):
+        each.windows = [place // 2]
+    assert alike_blocks(blocks).number == 2
+
+
+def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(PlanError, match="cannot be rehearsed without values"):
+        plan_layouts(Reads(8, 8), CLUSTER[2], batch, layout="dp2")
+
+
+def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
+    plans = {line: priced(f"pp2/{line} mb5 dp2 bf16", 12) for line in ("interleaved:v2", "1f1b")}
+    ends = [place for place in plans["interleaved:v2"].records.places[0].values() if not place.before]
+    assert len(ends) == 1
+    assert plans["interleaved:v2"].waterfall["dp"] < plans["1f1b"].waterfall["dp"]
+
+
+def test_the_sum_of_a_table_on_the_first_and_last_stage_is_among_their_ranks():
+    records = recorded("pp4/1f1b mb5 dp2 bf16", 12)[-1]
+    stage = records.stages[0].fewer
+    messages = [
+        each
+        for shape in (*stage.actions.values(), stage.update)
+        for each in shape.records
+        if isinstance(each, MessageRecord) and each.kind == "all_reduce" and each.source == "pipeline"
+    ]
+    assert {each.ranks for each in messages} == {(0, 1, 6, 7)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from contract.test_a_toy_axis import XP, Samples
 from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout, Option
 from shardwright.models.losses import CrossEntropy
 from shardwright.planner.estimate import Estimator, declared_options, schedule_cost
@@ -161,7 +162,7 @@ def test_a_schedule_that_rehearsals_with_few_microbatches_do_not_show_is_rehears
 
 def estimator_of(blocks, batch, ranks):
     short = ShortModel(blocks, CrossEntropy(), batch, "cuda", {}, ModelPlans(blocks))
-    given = short.plan, short.sent_bytes, len(blocks), short.summed_bytes
+    given = short.plan, short.sent_bytes, len(blocks), short.summed_bytes, len(blocks)
     pricing = Pricing(Cluster.parse(f"a100-80gb:1x{ranks}"))
 
     def alone(operators, samples):
@@ -204,3 +205,35 @@ def test_a_layout_of_stages_names_its_schedule_and_is_left_out_by_that_name():
     assert len({str(each.layout) for each in found.layouts}) == len(found.layouts)
     without = plan_layouts(blocks, "a100-80gb:1x2", batch, fix="pp2", without=["1f1b"], most_priced=6)
     assert not any("1f1b" in str(each.layout) for each in without.layouts)
+
+
+def test_a_word_that_names_nothing_is_not_left_out_in_silence():
+    with pytest.raises(PlanError, match="write zero3"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, without=["zero-3"])
+    with pytest.raises(PlanError, match="leave out --fix"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, layout="dp2", without=["zero3"])
+
+
+def test_stages_are_not_limited_by_blocks_that_are_a_small_part_of_the_model():
+    blocks = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+    short = ShortModel(blocks, CrossEntropy(), (torch.ones(8, 64), BATCH[1]), "cuda", {}, ModelPlans(blocks))
+    assert (short.blocks.number, short.most_stages) == (2, 0)
+    assert ShortModel(model(), CrossEntropy(), BATCH, "cuda", {}, ModelPlans(model())).most_stages == 4
+
+
+def test_fewer_listed_layouts_keep_the_runner_up():
+    one, two = (plan_layouts(nn.Linear(16, 16), "a100-80gb:1x2", BATCH, layout=line) for line in ("dp2", "dp2/zero1"))
+    plans = replace(one, layouts=(one.best, two.best), top=1)
+    assert len(plans.to_dict()["layouts"]) == 1
+    assert plans.to_dict()["runner_up"] == "dp2/zero1"
+    assert "runner-up" in plans.text()
+
+
+def test_numbers_of_ranks_have_the_same_nodes_in_any_order():
+    found = []
+    for ranks in ("6,8", "8,6"):
+        line = f"plan --model mlp --ranks {ranks} --most-priced 1 --batch 48 --json"
+        said = CliRunner().invoke(app, line.split())
+        assert said.exit_code == 0, said.output
+        found.append({each["cluster"] for each in json.loads(said.stdout)["by_ranks"]})
+    assert found == [{"a100-80gb:1x6", "a100-80gb:1x8"}] * 2

@@ -36,6 +36,25 @@ def signature(block: nn.Module) -> tuple[str, ...]:
     return tuple(map(repr, found))
 
 
+def likeness(block: nn.Module) -> object:
+    """Returns what two modules must have alike to be taken for one another: :func:`signature`, and what they hold.
+
+    Lists, dicts and sets are compared by what they hold, other objects are themselves alone.
+
+    >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
+    >>> likeness(one) == likeness(other), likeness(nn.Linear(2, 2)) == likeness(nn.Linear(2, 2))
+    (False, True)
+    """
+    held = {
+        (path, name): repr(value)
+        if isinstance(value := vars(block.get_submodule(path))[name], list | dict | set)
+        else key
+        for (path, name), key in held_objects(block).items()
+    }
+    return signature(block), held
+
+
 def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:
     """Returns the identity of every attribute of a module and its children that is no setting, module or tensor.
 

@@ -97,10 +97,10 @@ def plan(
     words = [word.strip() for word in without.split(",") if word.strip()]
     found = [
         price(cluster=each, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
-        for each in ([on.with_ranks(number) for number in numbers] or [on])
+        for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
     ]
     said = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
-    texts = [plans.text() for plans in found]
+    texts = [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
     compared: list[PriceDifference] = []
     for line in explain or []:
         text, row = _explained(line, found[0], partial(price, cluster=on), compared)

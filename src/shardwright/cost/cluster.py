@@ -18,6 +18,10 @@ MOST_OVER = 1.5
 """The factor by which a figure may exceed that of the profile that it replaces before a warning is given."""
 
 
+RANKS_PER_NODE = 8
+"""The most ranks of a node, where nodes are not given."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal accelerators with the constants of the time model, for which a layout is priced.
@@ -35,7 +39,7 @@ class Cluster:
     def parse(cls, text: str, num_ranks: int | None = None) -> Cluster:
         """Returns the cluster of a text: a profile's name or a TOML file, each alone or followed by ``:NODESxRANKS``.
 
-        Without nodes a profile has nodes of 8 ranks, for as many ranks as ``num_ranks``. A file may name a ``profile``,
+        Without nodes they have 8 ranks each, or as many below as ``num_ranks`` allows. A file may name a ``profile``,
         replace its figures, give ``nodes = "128x8"`` and a table ``[constants]``. Raises: PlanError, LayoutError.
         """
         name, colon, nodes = text.partition(":")
@@ -53,8 +57,7 @@ class Cluster:
             raise PlanError(
                 "how many nodes the cluster has is not given", given=text, allowed="NAME:NODESxRANKS", fix=fix
             )
-        in_node = next(size for size in (8, 4, 2, 1) if num_ranks % size == 0)
-        return cls(device, Nodes(num_ranks // in_node, in_node), constants)
+        return cls(device, Nodes(1, RANKS_PER_NODE), constants).with_ranks(num_ranks)
 
     @property
     def num_ranks(self) -> int:

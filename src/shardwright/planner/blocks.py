@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.alike import signature
+from shardwright.analysis.alike import likeness
 from shardwright.parallelize.planning import without_storage
 
 
@@ -37,18 +37,27 @@ class AlikeBlocks(NamedTuple):
 
 
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
-    """Returns the longest run of alike blocks in a list or sequence of modules; None if no two are alike."""
-    best: AlikeBlocks | None = None
+    """Returns the run of alike blocks in a list or sequence of modules with the most parameters; None if there is none.
+
+    Of lists inside of one another, such as the experts of each layer, the outermost is taken.
+    """
+    best, most = None, -1
     for path, module in model.named_modules():
         if type(module) not in (nn.ModuleList, nn.Sequential):
             continue
         number = 0
-        for _, run in groupby(signature(child) for child in module):
-            size = len(list(run))
-            if size > max(1, best.number if best else 1):
-                best = AlikeBlocks(path, number, size)
-            number += size
+        for _, run in groupby(module, likeness):
+            blocks = list(run)
+            held = num_parameters(blocks)
+            if len(blocks) > 1 and held > most:
+                best, most = AlikeBlocks(path, number, len(blocks)), held
+            number += len(blocks)
     return best
+
+
+def num_parameters(modules: Sequence[nn.Module]) -> int:
+    """Returns the number of elements of all parameters of modules."""
+    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def counts_of(blocks: AlikeBlocks, calls: Sequence[str]) -> tuple[int, tuple[str, ...]] | None:

@@ -159,8 +159,8 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
 class Estimator:
     """Estimates layouts of one model on one cluster; ``alone`` prices samples on the ranks that cut operators.
 
-    ``sent_bytes`` are those of a sample that a stage sends to the next; a model has ``most_chunks`` alike
-    blocks (0: unknown).
+    ``sent_bytes`` are those of a sample that a stage sends to the next; a model has ``num_blocks`` alike
+    blocks, and takes ``most_chunks`` stages times chunks (0: unknown).
     ``plan`` returns the plan of a model of few blocks; without it the options that strategies declare are unknown.
     ``summed_bytes`` returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
     """
@@ -173,6 +173,7 @@ class Estimator:
     sent_bytes: int = 0
     most_chunks: int = 0
     summed_bytes: Callable[[Layout], int] = lambda _: 0
+    num_blocks: int = 0
     _alone: dict[tuple[tuple[Factor, ...], int], Price | None] = field(default_factory=dict)
     _paces: dict[tuple[Factor, ...], tuple[float, float]] = field(default_factory=dict)
     _states: dict[Layout, StateShares | None] = field(default_factory=dict)
@@ -232,7 +233,7 @@ class Estimator:
         under_way, held = schedule.held(stages, number), kept_bytes(alone.records, 0) * samples / sizes[0] / stages
         activations = held * under_way
         if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
-            blocks = max(1, self.most_chunks)
+            blocks = max(1, self.num_blocks)
             pass_s, inputs = pass_s * 4 / 3, self.sent_bytes * samples * blocks / stages
             activations = min(held, inputs) * under_way + held * stages / blocks
         passes_s = (number + schedule.idle * (stages - 1)) * pass_s / stages
@@ -255,7 +256,7 @@ class Estimator:
 
         What is not of a block, such as the head, is taken to be in the last chunk, which has so many blocks fewer.
         """
-        blocks, number, slowest = self.most_chunks, stages * chunks, list[float]()
+        blocks, number, slowest = self.num_blocks, stages * chunks, list[float]()
         if not blocks or price.records.note:
             return 1.0
         operators = price.layout.factors

@@ -23,6 +23,10 @@ _LEAST = 5e-4
 """Text leaves out parts of a smaller share of the step; data have all."""
 
 
+FEW_GAINS = 0.1
+"""The share of what one part loses that the others may gain, so that the loss is not named beside it."""
+
+
 def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the names of the parts that take any time in one of the waterfalls, in the order in which they are shown.
 
@@ -85,6 +89,15 @@ def loses(best: Price, other: Price) -> tuple[str, float]:
     return most.part, most.more_s
 
 
+def where_it_loses(best: Price, other: Price) -> str:
+    """Returns in words the part in which a layout loses most, and what it gains elsewhere if that is much."""
+    part, seconds = loses(best, other)
+    gained = other.step_s - best.step_s - seconds
+    if gained < -FEW_GAINS * seconds:
+        return f"{name_of_part(part)} {seconds:+.3g} s, all other parts {gained:+.3g} s"
+    return f"most of it {name_of_part(part)} ({seconds:+.3g} s)"
+
+
 class PriceDifference(NamedTuple):
     """Why a layout is not the best: its memory beside the limit, and its step beside the best layout's."""
 
@@ -118,12 +131,10 @@ class PriceDifference(NamedTuple):
         if best.memory_bytes > self.limit_bytes:
             return f"{other.layout} fits, and {best.layout}, the nearest to fit of those that were priced, does not"
         if slower < 0:
-            return f"{other.layout} is {-slower:.1%} faster than {best.layout}, which a longer search may find too"
-        where, seconds = loses(best, other)
-        return (
-            f"{other.layout} is {slower:.1%} slower than {best.layout}, "
-            f"most of it {name_of_part(where)} ({seconds:+.3g} s)"
-        )
+            return (
+                f"{other.layout} is {-slower:.1%} faster than {best.layout}, and is not among the layouts priced here"
+            )
+        return f"{other.layout} is {slower:.1%} slower than {best.layout}, {where_it_loses(best, other)}"
 
     def text(self) -> str:
         """Returns the sentence of :meth:`why`, and a table of both steps part by part."""

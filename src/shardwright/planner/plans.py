@@ -14,19 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_bytes, format_duration
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import Scale, scale_of
-from shardwright.planner.explain import PriceDifference, loses, name_of_part, waterfall_lines
+from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, precision_of, search
 from shardwright.planner.short import ShortModel
+from shardwright.strategies import STRATEGIES
 
 INTERVAL = 0.21
 """The error, relative to the measured time, of nine in ten published runs of a model size that was held out
@@ -53,6 +54,13 @@ class Plans:
     """What the search looked at and left out; empty for one layout alone."""
     scale: Scale = field(default_factory=Scale)
     """By what factors runs that the user has correct the prices."""
+    top: int | None = None
+    """The most layouts that tables list; ``layouts`` has all."""
+
+    @property
+    def listed(self) -> tuple[Price, ...]:
+        """The best layouts, as many as are asked for."""
+        return self.layouts[: self.top]
 
     @property
     def best(self) -> Price:
@@ -64,7 +72,7 @@ class Plans:
         rest = self.layouts[1:]
         return {
             "cluster": str(self.cluster),
-            "layouts": [self.row(each) for each in self.layouts],
+            "layouts": [self.row(each) for each in self.listed],
             "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
             "simulated": self.found.priced or len(self.layouts),
@@ -159,6 +167,12 @@ class Plans:
             for each in self.layouts
             if each.records.schedule.num_chunks > each.records.schedule.num_stages
         ]
+        notes += [
+            f"{each.layout}: the host's time for what is offloaded is not priced; the step takes longer"
+            for each in self.layouts
+            if any(option.name == "offload" for factor in each.layout.factors for option in factor.options)
+            or (each.layout.recompute or "").startswith("offload")
+        ]
         return [*self.cluster.device.warnings, *dict.fromkeys(notes)]
 
     def text(self) -> str:
@@ -187,11 +201,11 @@ class Plans:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        if len(self.layouts) < 2:
+        if len(self.listed) < 2:
             return []
-        width = max(len(str(each.layout)) for each in self.layouts)
+        width = max(len(str(each.layout)) for each in self.listed)
         rows = []
-        for each in self.layouts:
+        for each in self.listed:
             said = f"mostly {name_of_part(self.limit(each))}" if self.fits(each) else "does not fit"
             rows.append(
                 f"  {each.layout!s:{width}}  {each.step_s:>8.3g} s  {each.memory_bytes / 1e9:>6.3g} GB  "
@@ -204,9 +218,8 @@ class Plans:
         lines = []
         if len(self.layouts) > 1 and self.fits(self.layouts[1]):
             second = self.layouts[1]
-            where, lost_s = loses(self.best, second)
             lines.append(f"runner-up         {second.layout}: {second.step_s / self.best.step_s - 1:+.0%}, "
-                         f"most of it {name_of_part(where)} ({lost_s:+.3g} s)")  # fmt: skip
+                         f"{where_it_loses(self.best, second)}")  # fmt: skip
         for each in self.rejected():
             lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}")
         return lines
@@ -228,7 +241,7 @@ def plan_layouts(
     ``anchors`` are runs on this cluster with this batch, seconds of a step by layout line: they correct all prices.
 
     Raises: LayoutError: the layout is for another number of ranks than the cluster, or does not fit the model; or no
-        layout can be. PlanError: no such accelerator.
+        layout can be. PlanError: no such accelerator, or no such word in ``without``.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
@@ -238,6 +251,7 @@ def plan_layouts(
     (True, {'dp': 49920})
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    _check_words(layout, fix, without)
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
     loss = CrossEntropy() if loss is None else loss
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
@@ -260,16 +274,15 @@ def plan_layouts(
         layouts, found = [Pricing(cluster).price(records.layout, records)], Found()
     else:
         short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
-        most_stages = short.blocks.number if short.blocks is not None else 0
-        wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, most_stages)
+        wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, short.most_stages)
         found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
             raise _none_found(cluster, found, fix, without)
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
-    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))[:top]
+    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
     num_tokens = tokens or _num_tokens(batch[0])
-    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale)
+    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top)
 
 
 def _num_tokens(inputs: Any) -> int:
@@ -300,6 +313,27 @@ def _check_ranks(layout: Layout, cluster: Cluster) -> None:
             allowed=f"layouts for {cluster.num_ranks} ranks",
             fix=f"name a cluster with nodes x ranks that multiply to {layout.num_ranks}",
         )
+
+
+def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> None:
+    """Raises PlanError for words to leave out that name nothing, and for what a search alone reads."""
+    if layout is not None and (fix or without):
+        raise PlanError(
+            "a layout that is given is not searched",
+            given=f"{layout}, fix '{fix}', without '{','.join(without)}'",
+            allowed="a layout, or parts that must hold and words to leave out",
+            fix="leave out --fix and --without",
+        )
+    known = {*layout_axes(), *(name for each in STRATEGIES.values() for name in each.options), "recompute", "mb"}
+    for word in without:
+        head = word.partition(":")[0]
+        if head not in known and head.rstrip("0123456789x") not in known:
+            raise PlanError(
+                "no axis and no option has this name",
+                given=word,
+                allowed=", ".join(sorted(known)),
+                fix=f"write {nearest(head, sorted(known))}",
+            )
 
 
 def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]) -> LayoutError:

@@ -238,7 +238,7 @@ class _StageTimes:
         return self._usual.get((slot, kind), 0.0)
 
     def _time(self, place: Place | None) -> ActionTime:
-        is_last = place is None or place.order in ("last", "only")
+        is_last = place is None or not place.before
         times = [self._pricing.action_time(each, is_last=is_last) for each in shapes_of(self._kind, place)]
         span = span_of(self._records, self._stage, place)
         few, more = times[0].parts, times[-1].parts

@@ -23,12 +23,13 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
+from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
-from shardwright.planner.places import Place, has_all_actions, kind_of, places, sample_chunks, stage_of
-from shardwright.planner.rehearse import ActionRecord, RankRecord, Record, rehearse
+from shardwright.planner.places import Place, has_all_actions, kind_of, places, representative, sample_chunks, stage_of
+from shardwright.planner.rehearse import ActionRecord, MessageRecord, RankRecord, Record, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
 """As many stages and microbatches hold one of each kind: the first, one between, the last. On stages it takes two
@@ -149,7 +150,24 @@ class _Shape(NamedTuple):
         """Rehearses the first rank of each stage, from one plan."""
         job, layout, plan, few = planned
         ranks = (layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages))
-        return [rehearse(job, plan, rank, few, self.device_type, self.optimizer) for rank in ranks]
+        found = [rehearse(job, plan, rank, few, self.device_type, self.optimizer) for rank in ranks]
+        if layout.mesh != self.layout.mesh:
+            for record in found:
+                for done in record.by_action.values():
+                    done.records = [self._among_all(each, layout.mesh) for each in done.records]
+        return found
+
+    def _among_all(self, record: Record, few: Mesh) -> Record:
+        """Returns the record of a message with the ranks that those of few stages stand for."""
+        if not isinstance(record, MessageRecord):
+            return record
+        ranks = []
+        for rank in record.ranks:
+            coord = few.coord(rank)
+            for axis in (each for each in mesh_axes("stages") if each in coord):
+                coord[axis] = representative(coord[axis], self.layout.mesh[axis], few[axis])
+            ranks.append(self.layout.mesh.rank(coord))
+        return record._replace(ranks=tuple(ranks))
 
 
 class _JobLayout(NamedTuple):

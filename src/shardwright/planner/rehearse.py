@@ -14,6 +14,7 @@ from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
+from shardwright.errors import PlanError
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
@@ -63,7 +64,24 @@ class RankRecord(NamedTuple):
 def rehearse(
     job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
 ) -> RankRecord:
-    """Rehearses one rank's second step; see :func:`shardwright.ledger.account.predict_memory`."""
+    """Rehearses one rank's second step; see :func:`shardwright.ledger.account.predict_memory`.
+
+    Raises: PlanError: the model's own code, or the loss, does not run without values.
+    """
+    try:
+        return _rehearsed(job, planned, rank, batch, device_type, optimizer)
+    except (RuntimeError, TypeError, NotImplementedError) as failure:
+        raise PlanError(
+            "a step of the model cannot be rehearsed without values",
+            given=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
+            allowed="code that runs on the meta device, and a batch like those of training",
+            fix="do not read values of tensors (.item(), .tolist()) in forward, and check the shapes of the batch",
+        ) from failure
+
+
+def _rehearsed(
+    job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
+) -> RankRecord:
     layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type}
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
         by_action: dict[str, ActionRecord] = {}

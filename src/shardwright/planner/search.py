@@ -78,7 +78,7 @@ class Wanted:
     limit_bytes: float = 0.0
     most: int = MOST_PRICED
     most_stages: int = 0
-    """The alike blocks of the model: more stages would begin inside of them. 0: unknown."""
+    """The most stages that the model has whole blocks for. 0: unknown."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether a layout has all fixed parts, and none of the words left out."""
@@ -116,7 +116,10 @@ def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short
             found.reject(error.what, layout)
             return None
 
-    known = (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes) if short is not None else ()
+    num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
+    known = (
+        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks) if short is not None else ()
+    )
     estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
     search_from = _Search(estimator, record, wanted, found)
     search_from.price_estimates()

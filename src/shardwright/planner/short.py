@@ -18,9 +18,12 @@ from shardwright.layout import Layout
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, without_storage
 from shardwright.plan.plan import Job, Plan
-from shardwright.planner.blocks import AlikeBlocks
+from shardwright.planner.blocks import AlikeBlocks, num_parameters
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.records import FEWER_AND_MORE, LayoutRecords, first_rows, record_layout
+
+MOST_OF_MODEL = 0.8
+"""The share of the parameters above which alike blocks are the model: beside them it has few modules for stages."""
 
 NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
 """The least blocks of a model that is rehearsed with fewer."""
@@ -41,6 +44,17 @@ class ShortModel:
     def blocks(self) -> AlikeBlocks | None:
         """The alike blocks of the model."""
         return self.model_plans.blocks
+
+    @property
+    def most_stages(self) -> int:
+        """The most stages that do not begin inside of a block: the alike blocks, where they are most of the model.
+
+        0 if other modules could be stages too.
+        """
+        if self.blocks is None:
+            return 0
+        held = num_parameters([self.model.get_submodule(name) for name in self.blocks.names])
+        return self.blocks.number if held >= MOST_OF_MODEL * num_parameters([self.model]) else 0
 
     @cached_property
     def _short(self) -> nn.Module:

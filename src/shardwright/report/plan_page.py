@@ -69,9 +69,9 @@ def _picture(plans: Plans) -> str:
 
 
 def _layouts(plans: Plans) -> str:
-    heads = ["layout", "step", "of peak", "memory", "sent by a rank", "bubble", "most of it"]
+    heads = ["layout", "step", "of peak", "memory", "payload of messages", "bubble", "most of it"]
     body = []
-    for price in plans.layouts:
+    for price in plans.listed:
         sent, most = sum(price.traffic_by_axis.values()), name_of_part(plans.limit(price))
         body.append([
             f"<code>{escape(str(price.layout))}</code>", format_seconds(price.step_s),
