@@ -60,7 +60,10 @@ def has_backend(kind: str) -> bool:
 
 
 def count() -> int:
-    """Returns the number of accelerators that this process sees, or 0 if ranks run on the CPU."""
+    """Returns the number of accelerators that this process sees; 0 if ranks cannot use their type, such as ``mps``.
+
+    The variable SHARDWRIGHT_DEVICE does not change it.
+    """
     return torch.accelerator.device_count() if accelerator() != "cpu" else 0
 
 

@@ -305,9 +305,10 @@ def record_forward(
 ) -> Recording:
     """Runs one forward of a model on the meta device and returns a record of its operators.
 
-    The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of the
-    inputs counts as false; if the code then raises or leaves parameters unused, it is run again with such conditions
-    true.
+    The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
+    inputs or parameters counts as false, and a mask that selects elements by them as true everywhere. If the code then
+    raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
+    that uses more parameters is returned.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input.
 

@@ -271,7 +271,10 @@ class RunAxes:
     uses: list[AxisUse] = field(default_factory=list)
 
     def of(self, tensor: TensorUse) -> list[DimAxis]:
-        """Returns the axis of each dim of a tensor."""
+        """Returns, for each dim of a tensor, its :class:`DimAxis`; dims with the same one must be sharded alike.
+
+        Equal axes are one object only after :func:`root`. A tensor that no operator related gets axes of its own.
+        """
         if tensor not in self.dims:
             self.dims[tensor] = [DimAxis(size) for size in tensor.shape]
         return self.dims[tensor]

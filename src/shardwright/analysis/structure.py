@@ -322,10 +322,11 @@ def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 
 
 def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
-    """Returns whether a node of a trace computes each output element from one element of each input.
+    """Returns whether a node of a trace is known to compute each output element from one element of each input.
 
-    A node with a constant tensor of several elements does not count, because that would have to be sharded too.
-    ``root`` is the traced module.
+    Known are common activations, dropout and products; any other node gives False. So does one with a constant tensor
+    that has dims or is trained, because that would have to be sharded, or its gradient summed. ``root`` is the traced
+    module.
     """
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):

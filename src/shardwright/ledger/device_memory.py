@@ -88,8 +88,8 @@ def beside_tensors(
     """Returns the bytes that an accelerator holds beside tensors, by purpose.
 
     ``rounding`` is lost to block sizes, ``segments`` is memory that the allocator has reserved and not used at the
-    peak, ``workspace`` is cuBLAS's, and ``nccl`` the buffers of ``num_communicators`` communicators. ``kind`` is the
-    device type. The size of workspace and buffers is read from the variables in ``environment``.
+    peak, ``workspace`` is cuBLAS's, and ``nccl`` the buffers of ``num_communicators`` communicators; the last two exist
+    only if the device type ``kind`` uses NCCL. Their sizes are read from the variables in ``environment``.
 
     >>> beside_tensors(DeviceMemory(), "cuda", 2, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_MAX_NCHANNELS": "4"})
     {'rounding': 0, 'segments': 0, 'workspace': 67108864, 'nccl': 33554432}

@@ -1,7 +1,8 @@
-"""Rehearses a model's forward on the meta device to find the shapes of tensors that pipeline stages send each other.
+"""Finds the shapes of the tensors that pipeline stages send each other, by a rehearsal on the meta device.
 
 Every chunk runs with the rank's shard of each layer, over the fake backend, so each tensor has the shape in which
-tensor parallelism leaves it. ``StepTraffic`` computes the messages from them, and the ledger their memory.
+tensor parallelism leaves it. For stages that were cut from a record of the forward, without tensor parallelism, the
+shapes are read from a record instead. ``StepTraffic`` computes the messages from them, and the ledger their memory.
 """
 
 from __future__ import annotations

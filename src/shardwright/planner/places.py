@@ -64,7 +64,10 @@ def representative(kind: int, num_stages: int, few: int) -> int:
 
 
 def stage_of(schedule: Schedule, few: int) -> tuple[int, ...]:
-    """Returns the stage of each chunk on few stages, in the pattern of a schedule on many."""
+    """Returns the stage of each chunk of a schedule like ``schedule`` but on only ``few`` stages.
+
+    Each pass over the stages keeps its direction: from the first to the last, or back, as in a V.
+    """
     found: list[int] = []
     for turn in range(schedule.num_chunks // schedule.num_stages):
         onward = schedule.stage_of[turn * schedule.num_stages] == 0

@@ -163,7 +163,10 @@ class Pricing:
         return self._messages[key]
 
     def axis_of(self, name: str) -> str:
-        """Returns the axis that a message's time is counted under; of several together the first, the slowest."""
+        """Returns the layout axis under which the time of messages on the mesh axis ``name`` is counted.
+
+        A joined name such as ``dp+tp`` counts as its first mesh axis, the slowest; any other name as the first axis.
+        """
         return self._of_mesh.get(name.partition("+")[0], self._axes[0])
 
     # ---- messages

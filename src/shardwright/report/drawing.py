@@ -46,7 +46,7 @@ def add_title(figure: Figure, title: str, words: str) -> None:
 
 
 def style_axes(axes: Axes) -> None:
-    """Gives axes of a curve their grid, their margins and their few whole ticks."""
+    """Styles matplotlib axes for a curve: horizontal grid lines, margins, and few ticks, at whole numbers along x."""
     from matplotlib.ticker import MaxNLocator
 
     for side in ("top", "right", "left"):

@@ -123,7 +123,10 @@ def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """A row of the table of layers, which equal layers of several blocks share."""
+    """A row of the table of layers that ``show`` prints; layers that differ only in their block's number share one.
+
+    ``module`` is their path, with * for numbers; ``kind`` the class, ``why`` the reason for the role, ``shapes`` text.
+    """
 
     module: str
     num_layers: int

@@ -1,4 +1,4 @@
-"""Pictures of a layout and of a training run, as PNGs: the ranks and their memory, and the loss by step."""
+"""Draws a layout and a training run as PNGs: the ranks and the model state that each stores, and the loss by step."""
 
 from __future__ import annotations
 

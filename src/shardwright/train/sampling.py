@@ -34,7 +34,8 @@ def sample(
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
     ``config`` is the config of that run, and ``layout`` the layout to run under, on ``ranks``. Text is ``prompt``
-    continued by ``num`` bytes, drawn at ``temperature`` with ``seed``; of pictures ``num`` are classified.
+    continued by ``num`` bytes, drawn at ``temperature`` (at 0 the most likely) with ``seed``. Of pictures the first
+    ``num`` of the eval split get a line each, with the true class if the prediction is wrong; the last counts hits.
     """
     check_finite("temperature", temperature)
     if not 0 <= num <= MOST_SAMPLES:

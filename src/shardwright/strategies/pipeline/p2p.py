@@ -106,11 +106,11 @@ class _Buffer:
 
 @dataclass
 class ReceiveBuffers:
-    """One stage's host buffers for received messages, each reused once no other tensor shares its storage.
+    """One stage's host buffers for messages of 2 MiB or more, each reused once no other tensor shares its storage.
 
     The schedule does not tell when a buffer is free: autograd, a module that keeps its input or a user's view may still
-    refer to it. So the storage's reference count decides. On a GPU every buffer is a fresh tensor: torch's caching
-    allocator reuses memory there, and knows which streams use it.
+    refer to it. So the storage's reference count decides. Smaller messages get fresh tensors, and on a GPU all do:
+    torch's caching allocator reuses memory there, and knows which streams use it.
     """
 
     _kept: dict[tuple[tuple[int, ...], torch.dtype], list[_Buffer]] = field(default_factory=dict)

@@ -163,7 +163,7 @@ class Pipeline:
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's p2p messages of the stage at ``coord``, and the all-reduces of shared gradients."""
+        """Returns one step's p2p messages of the stage at ``coord``, and sums of parameters that stages share."""
         schedule, stages = _placed(plan)
         edges = stages.chunked.edges
         sizes = {(edge.source, edge.target): edge.values for edge in edges}

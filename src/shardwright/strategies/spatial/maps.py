@@ -259,8 +259,9 @@ class _SettlingPass:
 def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps | None:
     """Returns a model's traced calls (:class:`Maps`), from which row sharding is planned; None if it cannot be traced.
 
-    It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which maps
-    are cut. The modules ``copied`` take whole maps. A module whose code cannot be traced is one step.
+    It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which
+    feature maps are cut; the modules ``copied`` take whole ones. If the code of any submodule cannot be traced, none is
+    followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is then one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)

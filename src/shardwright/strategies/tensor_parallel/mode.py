@@ -153,7 +153,10 @@ class LinearNote:
     elements: float = 0.0
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """Returns the all-gathers of the input, in order; none if an :class:`EntryNote` does them."""
+        """Returns the collectives of the input (:class:`AxisMove`), in order; none if an :class:`EntryNote` does them.
+
+        They are all-gathers; a move "whole" gathers nothing and all-reduces the input gradient (Megatron's ``f``).
+        """
         return input_moves(self.step, self.axes, self.x) if self.enters else ()
 
     def output_moves(self) -> tuple[AxisMove, ...]:

@@ -84,10 +84,10 @@ def share_cut(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class StoredParts:
-    """The sharding at rest of a weight in ``dim``, over the axes that cut samples: each rank's elements by index.
+    """How a weight is sharded between steps in ``dim``, over the axes that cut samples; all-gathered before use (FSDP).
 
-    ``axes`` are slowest first. ``sizes[n]`` are the elements of each index of ``axes[n]``, for each index on the axes
-    before it. The weight is all-gathered before use, as under FSDP.
+    ``axes`` are slowest first. ``sizes[n][i][j]`` is the number of elements of ``dim`` at index j of ``axes[n]``, for
+    the joint index i on the axes before it.
     """
 
     dim: int
@@ -115,13 +115,15 @@ class PartsNote:
 
 
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
-    """Returns the plan with parameters cut as a recorded forward allows; None if less than ``least`` of them is cut.
+    """Returns the plan to run the model's own forward on tensor shards, cut as its recorded operators allow, or None.
 
-    ``least`` is a share of parameter bytes. ``known`` is the plan that cuts only the layers that the grid modes know.
-    If that one would cut a parameter which other code than its own layer reads, as a head that is a table's transpose
-    does, less than ``least`` is enough. The job needs an example of the inputs, and a layout that does not cut tokens.
-    Models with backwards of their own (hooks, autograd functions) do not run on parts: these would see parts of
-    gradients.
+    None if less than the share ``least`` of the parameter bytes would be cut. None too if the forward was not recorded,
+    tokens are cut, the user gave roles or pinned the mode, or several axes cut features; if one does, for backward
+    hooks or autograd functions that would see parts of gradients; if samples are cut, for experts chosen by values.
+    ``known`` is the plan that cuts only layers of known classes: if it would cut a weight that other code reads too, as
+    a head that is a table's transpose does, the share :data:`LEAST_SHARE` is enough.
+
+    Raises: LayoutError: the layout cuts samples, and a layer mixes them.
     """
     tokens = mode.dim == 1 or is_asked(plan)
     if not mode.axes or job.graph is None or job.roles or tokens or mode.pinned:
