@@ -418,3 +418,13 @@ def test_a_lazy_module_can_be_built_and_is_refused_when_it_runs():
     model = without(lambda: nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(PlanError, match="has no shape yet"):
         launch(lambda world: parallelize(model, "single", world), 1, ranks="threads")
+
+
+def test_a_buffer_that_repeats_its_memory_has_its_values():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("mask", torch.tril(torch.ones(3, 3)).expand(2, 3, 3))
+
+    assert torch.equal(placed(without(Masked)).mask, Masked().mask)

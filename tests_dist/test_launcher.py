@@ -281,9 +281,18 @@ def test_a_run_that_is_stopped_while_it_imports_leaves_no_fork_server(tmp_path, 
 
 @pytest.mark.parametrize("words", [["--ranks", "threads"], ["--ranks=threads"], ["--help"]])
 def test_a_command_that_starts_no_ranks_starts_no_fork_server(monkeypatch, words):
+    for name in command_start._OF_RANKS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2"])
     assert command_start._trains_here()
     monkeypatch.setattr(sys, "orig_argv", [*sys.orig_argv, *words])
     assert not command_start._trains_here()
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "/bin/shardwright", "sample", "--from", "train"])
     assert not command_start._trains_here()
+
+
+def test_a_fork_server_that_cannot_import_what_ranks_need_is_explained(monkeypatch):
+    failing = fork_server._COMMAND.replace("import shardwright, torch._dynamo", "import no_such_module, torch._dynamo")
+    monkeypatch.setattr(fork_server, "_COMMAND", failing)
+    with pytest.raises(RankFailedError, match="could not import what ranks need"):
+        fork_server.ForkServer().fork()

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -87,4 +88,5 @@ if _is_command() and threading.current_thread() is threading.main_thread():
         _handle(_name, _end)
     _handle("SIGUSR1", _pass)
     if _trains_here() and os.name == "posix":
-        FORK_SERVER.start()
+        with suppress(OSError):  # too many processes or too little memory: the launcher tries again, and says so
+            FORK_SERVER.start()

@@ -46,7 +46,7 @@ def end_with_the_launcher():
     while not imported.is_set():
         if hung_up.poll(50):
             os._exit(1)
-watch = threading.Thread(target=end_with_the_launcher)
+watch = threading.Thread(target=end_with_the_launcher, daemon=True)  # must not hold a failed import
 watch.start()
 import shardwright, torch._dynamo, torch.optim  # optimizers load _dynamo
 from shardwright import fork_server

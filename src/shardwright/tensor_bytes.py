@@ -13,6 +13,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     [1, 0, 3, 0, 2, 0, 4, 0]
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride(0) != 1:  # torch calls one element contiguous whatever its stride
+    if flat.stride(0) != 1:  # a view with gaps, or of one element many times
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

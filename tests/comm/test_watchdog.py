@@ -120,3 +120,25 @@ def test_a_process_whose_main_thread_waits_for_the_card_ends_with_the_text():
 
 def _with_tests():
     return {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+class Events:
+    """A stream's events, which come in the order in which the stream waits for calls."""
+
+    def __init__(self, lost):
+        self.lost = lost
+
+    def query(self):
+        return not self.lost
+
+
+def test_of_calls_that_a_stream_waits_for_the_first_is_named():
+    told, come = [], threading.Event()
+    watchdog = Watchdog(3, 0.2, lambda failure: (told.append(str(failure)), come.set()))
+    gather = watchdog.add(CALL, (1, 3), [Work()])
+    receive = watchdog.add(CALL._replace(kind="receive"), (1, 3), [Work()])
+    for watched in (receive, gather):  # the stream waits for the message first, and comes to no later event
+        watched.waited(torch.device("cpu"))
+        watched.works = (Events(lost=True),)
+    assert come.wait(10)
+    assert "receive of" in told[0]

@@ -106,3 +106,9 @@ def test_rings_between_nodes_share_the_links_of_a_node():
     alone = cluster.message_s("all_gather", 1e9, (0, 8))
     together = cluster.message_s("all_gather", 1e9, tuple(range(16)))
     assert together < alone, "eight links carry one ring of sixteen, each of eight rings of two has one"
+
+
+@pytest.mark.parametrize("dims", [(1, 0, 8, 8), (1, 8, 8, 0)])
+def test_a_product_of_no_rows_or_its_weight_gradient_takes_the_time_of_its_bytes(dims):
+    record = OperatorRecord("matmul", 0, 64.0, "bf16", dims)
+    assert 0 < operator_s(record, profile("a100-80gb"), Constants()) < 1e-9

@@ -316,6 +316,22 @@ def test_a_buffer_that_the_step_has_written_without_counting_it_is_not_saved(tmp
     assert saved_in(tmp_path / "run") == [2]
 
 
+def test_a_buffer_that_complete_steps_write_without_counting_it_is_saved(tmp_path, monkeypatch):
+    mean, plain = torch.zeros(8), Run.step
+
+    def step(self, *given, **named):
+        if self.num_steps == 3:
+            raise BrokenError("before the forward")
+        torch.nn.functional.batch_norm(torch.randn(4, 8), mean, torch.ones(8), training=True)
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(emergency, "kept_buffers", lambda model: {"mean": mean})
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(RankFailedError, match="before the forward"):
+        train(config(save_every=2), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [2, 3]
+
+
 def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatch):
     def differ(*given):
         if given[4] == 3:

@@ -132,9 +132,6 @@ class MetaOperators(DispatchMode):
     torch.Size([2, 3])
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_meta(function, args, kwargs or {})
 

@@ -39,7 +39,7 @@ def check_steps(
         kinds.setdefault(f"{parameter.dim()} {parameter.dtype} {small}", (name, parameter, small))
     for name, parameter, small in kinds.values():
         failure = _failure(optimizer, {**group, **options}, parameter, small)
-        if isinstance(failure, AttributeError):
+        if isinstance(failure, AttributeError) and isinstance(failure.obj, type(optimizer)):
             continue  # the trial has no attributes of the optimizer's own, such as a step with state may read
         if failure is not None and _failure(optimizer, group, parameter, {}) is None:
             why = f"the state of '{name}': {type(failure).__name__}: {failure}"

@@ -15,6 +15,7 @@ import psutil
 
 from shardwright.cluster.job import ClusterJob
 from shardwright.errors import CommunicationError, PlanError
+from shardwright.formatting import first_line
 
 WAIT_S = 600.0
 """Seconds that the driver waits for the nodes that the job asks for."""
@@ -40,6 +41,7 @@ class _NodeJob:
         self._run_mark, self._attempt_mark = f"{run_id}/", f"{run_id}/{attempt}/"
         self._node_mark = f"{run_id}/{attempt}/{node}"
         self._torchrun: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     def address(self) -> tuple[str, str]:
         """Returns this node's address, as Ray knows it, and a free port."""
@@ -58,10 +60,13 @@ class _NodeJob:
         _kill(lambda mark: mark.startswith(self._run_mark) and not mark.startswith(self._attempt_mark))
         environment = {**os.environ, **environment, _MARK: self._node_mark}
         self._torchrun = subprocess.Popen([sys.executable, *words], env=environment)
+        if self._stopped:  # while ranks of an earlier attempt were killed
+            self.stop(0.0)
         return self._torchrun.wait()
 
     def stop(self, save_s: float) -> None:
         """Ends torchrun and its ranks, and returns when they are gone; the ranks have ``save_s`` seconds to save."""
+        self._stopped = True
         if self._torchrun is not None:
             self._torchrun.terminate()  # torchrun tells its ranks, and kills those that have not ended after save_s
             with suppress(subprocess.TimeoutExpired):
@@ -104,7 +109,7 @@ def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
         try:
             codes = _attempt(ray, job, run_id, attempt, wait_s)
         except ray.exceptions.RayError as failure:  # a node has gone, and its agent with it
-            codes = [f"{type(failure).__name__}: {str(failure).splitlines()[0]}"]
+            codes = [f"{type(failure).__name__}: {first_line(failure)}"]
         if not any(codes):
             return
         sys.stderr.write(f"attempt {attempt + 1} of {job.restarts + 1} ended: {', '.join(map(str, codes))}\n")

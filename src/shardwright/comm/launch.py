@@ -45,7 +45,7 @@ def launch(
     ``timeout_s``, ``grace_s`` for the seconds that ranks have to end after a stop signal, ``device`` ("auto", "cpu",
     "cuda", or "cuda/gloo" for several ranks a card), ``bind_cores`` to bind each rank to cores, and ``link``, a
     :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
-    machine what overlap gains. Threads take ``device`` alone, one for all ranks.
+    machine what overlap gains. Threads take ``device`` alone, one for all ranks: the CPU for "auto".
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks; or more ranks than this machine can start.

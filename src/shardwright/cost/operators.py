@@ -44,12 +44,14 @@ def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -
     bytes_s = operator.num_bytes / (device.memory_bytes_per_s * constants.memory_efficiency)
     if operator.part == "memory":
         return bytes_s * constants.traffic_share
+    if not operator.flops:  # a product of no rows
+        return bytes_s
     efficiency = constants.matmul_efficiency
     batch, m, n, k = operator.dims
     if operator.part == "attention":
         efficiency *= constants.attention_efficiency
     else:
-        tiles = max(1, batch * ceil(m / TILE) * ceil(n / TILE))  # a product without rows has none
+        tiles = batch * ceil(m / TILE) * ceil(n / TILE)
         waves = ceil(tiles / device.num_multiprocessors)
         efficiency *= tiles / (device.num_multiprocessors * waves) * k / (k + constants.half_depth)
         efficiency *= constants.batched_efficiency if batch > 1 else 1.0

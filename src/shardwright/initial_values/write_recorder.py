@@ -41,7 +41,6 @@ _FROM_DATA: dict[Any, tuple[int, str]] = {
 ``Tensor.new`` is one more, where it is not given sizes.
 """
 
-
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # what a function mode sees of ``tensor.data = other``
 
@@ -278,7 +277,7 @@ class _FunctionRecorder(TorchFunctionMode):
         try:
             result = function(*args, **(kwargs or {}))
         except RuntimeError as failure:
-            # torch raises the latter, in many words, for operators whose result's shape depends on values
+            # torch raises NotImplementedError, in many words, where the shape of a result depends on values
             if "meta tensor" not in str(failure) and not isinstance(failure, NotImplementedError):
                 raise
             name = getattr(function, "__name__", str(function))

@@ -127,6 +127,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     """
     if not tensor.is_meta:
         return tensor
+    if any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")  # of an expanded one no element is alone
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 

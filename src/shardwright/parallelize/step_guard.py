@@ -8,11 +8,12 @@ run, since ranks may be threads.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from functools import wraps
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 from zlib import crc32
 
 import torch
@@ -43,6 +44,8 @@ class StepGuard:
         self.num_waiting = self.num_updates = 0
         self._past_rates = self._past_samples = 0  # digests: what differed between two comparisons of the ranks counts
         self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
+        self._numbers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in order of first steps
+        self._count = itertools.count()
         self._recent_rates: dict[int, str] = {}  # of each optimizer that has made a step since ranks were compared
         self._own = {id(parameter) for parameter in parameters.values()}
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
@@ -99,7 +102,9 @@ class StepGuard:
             self.num_waiting = 0
             self.num_updates += 1
             if self.are_compared:
-                self._recent_rates[id(optimizer)] = rates = _rates_of(optimizer)
+                if optimizer not in self._numbers:
+                    self._numbers[optimizer] = next(self._count)
+                self._recent_rates[self._numbers[optimizer]] = rates = _rates_of(optimizer)
                 self._past_rates = crc32(rates.encode(), self._past_rates)
 
     def count_samples(self, num_samples: int | None) -> str:

@@ -69,9 +69,8 @@ class CopyStream:
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
         found = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        source = tensor.contiguous()
-        # pin_memory copies, but for a tensor that is pinned: into that the loader may write the next batch
-        self.start(found, (source.clone() if source.is_pinned() else source).pin_memory())
+        # a copy also of what is pinned: the loader may write the next batch into it
+        self.start(found, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
         return found
 
 

@@ -8,7 +8,10 @@ from torch.optim import Optimizer
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Runs the step of the optimizer's class without its own hooks and without those of all optimizers."""
+    """Runs the step of the optimizer's class without its own hooks and without those of all optimizers.
+
+    Where that step calls a base class's, hooks of all optimizers may still run there.
+    """
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     # a step that calls its base class's runs hooks once more, so they are taken away too
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -15,6 +15,9 @@ from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
 from shardwright.train.progress import say
 
+_LARGE = 2**16
+"""The elements from which a buffer is copied only where its version says that it was written, as masks are not."""
+
 
 class EmergencyCheckpoint:
     """Saves the last step that all ranks have completed when a rank fails, unless a later step has changed its state.
@@ -40,7 +43,7 @@ class EmergencyCheckpoint:
         self._buffers = {name: self._copied(name, buffer) for name, buffer in kept.items()}
         self._scale = replace(self.run.loss_scale) if self.run.loss_scale is not None else None
 
-    def forget(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """Called before a step changes parameters: until it is complete, nothing can be saved, and ``why`` says so."""
         self._why_not = why
 
@@ -74,9 +77,11 @@ class EmergencyCheckpoint:
             say(said)
 
     def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
-        """Returns a buffer with its version and a copy; the copy of the step before, if nothing has written to it."""
+        """Returns a buffer with its version and a copy; a large one's copy of before, if nothing has written to it."""
         before = self._buffers.get(name)
-        if before is not None and before[0] is buffer and before[1] == buffer._version:
+        # torch's own BatchNorm writes its statistics, which are small, without counting it
+        is_large = buffer.numel() >= _LARGE
+        if is_large and before is not None and before[0] is buffer and before[1] == buffer._version:
             return before
         return buffer, buffer._version, buffer.detach().clone()
 

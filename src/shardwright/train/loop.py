@@ -279,13 +279,13 @@ class _Training:
         norm = None
         # clipping needs the norm of all gradients before any update
         if not config.clip and overlapped_offload(run.plan, run.offload):
-            self.emergency.forget("without clipping, offloaded state is updated while gradients are computed")
+            self.emergency.refuse("without clipping, offloaded state is updated while gradients are computed")
             loss = run.step(part, update=self.optimizer)
         else:
             loss = run.step(part)
             if config.clip:
                 norm = run.clip_grad_norm_(config.clip)
-            self.emergency.forget("the step that failed had begun to update the parameters")
+            self.emergency.refuse("the step that failed had begun to update the parameters")
             self.optimizer.step()
             if not config.clip:
                 self.optimizer.zero_grad()

@@ -90,8 +90,7 @@ def bind_sockets(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Returns the environment variables that bind torch's sockets to the interface that reaches the other nodes.
 
     That is the one that reaches ``MASTER_ADDR``, or else one of ``hosts``. There are none if it is unknown or the
-    loopback. A variable that ``environment`` already has is the
-    user's choice, and is left out.
+    loopback. A variable that ``environment`` already has is the user's choice, and is left out.
     """
     found = next(filter(None, map(interface_to, (environment.get("MASTER_ADDR", ""), *hosts))), None)
     return {} if found is None else {name: found for name in SOCKETS if name not in environment}

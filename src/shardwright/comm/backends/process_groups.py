@@ -170,7 +170,8 @@ class ProcessTransport:
             return
         if self._waited_for is None:
             self._waited_for = SimpleQueue()
-            threading.Thread(target=_wait_for_sends, args=(self._waited_for,), name="sends", daemon=True).start()
+            self._sends = threading.Thread(target=_wait_for_sends, args=(self._waited_for,), name="sends", daemon=True)
+            self._sends.start()
         self._waited_for.put((work, message))
 
     def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> WatchedCall:
@@ -194,6 +195,7 @@ class ProcessTransport:
         self._watchdog.close()
         if self._waited_for is not None:
             self._waited_for.put(None)
+            self._sends.join(timeout=1.0)  # it may wait for a rank that has failed, and ends with the process then
         for levels in self._levels.values():
             levels.close()
         if self._exchange is not None:

@@ -98,7 +98,7 @@ def run_here(
             rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
         )
     except RuntimeError as failure:
-        if isinstance(failure, CommunicationError):
+        if isinstance(failure, CommunicationError | torch.AcceleratorError | NotImplementedError):
             raise
         raise LostPartnerError(  # a rank that is connected already may have been killed
             "this rank could not connect to the others",
@@ -192,7 +192,7 @@ def rank_main(task: int, answer: int) -> None:
     _end_with_the_launcher(rank, task, folder)
     try:
         # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
-        process.current_process()._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing does
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
@@ -279,7 +279,7 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
 
     def pause() -> None:
         nonlocal pause_s
-        time.sleep(pause_s)  # the store can tell no rank that others have come
+        time.sleep(pause_s)  # the store can wait for a key, but those of earlier attempts are there already
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if time.monotonic() > end:
             there = {other: store.get(name).decode() for other, name in enumerate(names) if store.check([name])}

@@ -7,6 +7,7 @@ the call, its axis and its ranks.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from shardwright.comm.failures import LostPartnerError
 Report = Callable[[LostPartnerError], None]
 """A function that reports the error of a call that did not complete, and ends the process."""
 
+_ORDER = itertools.count()
 _LOOKS = 20
 """The number of checks within the timeout; there is one each second at least."""
 
@@ -44,6 +47,8 @@ class WatchedCall:
     call: CollectiveCall
     ranks: tuple[int, ...]
     works: tuple[Any, ...]
+    order: float = inf
+    """The place of the call among those that a stream waits for; of one that none waits for yet, infinity."""
 
     @property
     def is_complete(self) -> bool:
@@ -52,6 +57,7 @@ class WatchedCall:
 
     def waited(self, device: torch.device) -> None:
         """Lets go of torch's handles once a stream waits for the call: they keep its tensors until it is complete."""
+        self.order = next(_ORDER)
         if device.type not in devices.HOST:
             self.works = (devices.module_of(device).current_stream(device).record_event(),)
 
@@ -86,7 +92,10 @@ class Watchdog:
     def _watch(self) -> None:
         before, since_s = None, time.monotonic()
         while not self._closed.wait(min(1.0, self.timeout_s / _LOOKS)):
-            first = next((each for each in list(self._under_way) if not each.is_complete), None)
+            open_calls = [each for each in list(self._under_way) if not each.is_complete]
+            # of calls that a stream waits for only the first is known to be under way: later ones may be done
+            head = min(open_calls, key=lambda each: each.order, default=None)
+            first = next((each for each in open_calls if each is head or each.order == inf), None)
             if first is not before:
                 before, since_s = first, time.monotonic()
             elif first is not None and time.monotonic() - since_s > self.timeout_s:
