@@ -3,11 +3,12 @@
 ::
 
     module(x) -> hooks        UNSHARD > GATHER > FRAME                         run by torch, outside of the forward
-                 forward      OFFLOAD > RECOMPUTE > CONTRIBUTE_ONCE > ...      run by this stack, outermost first
+                 forward      OFFLOAD > RECOMPUTE > UNSHARD_BLOCK > COMPILE >  run by this stack, outermost first
+                              CONTRIBUTE_ONCE > ...
                  own code     the class's forward, or one that the user has assigned to the module
 
-The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks run in the
-order of their registration and are only recorded here. The forwards are composed when a wrapper is added:
+The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks of UNSHARD
+and GATHER are prepended, so those of the strategy that is applied last, ZeRO, run first; they are only recorded here. The forwards are composed when a wrapper is added:
 ``module.forward`` *is* the composed function, so the stack itself costs nothing per call. :func:`stack_of` returns the
 record of the wrappers.
 """
