@@ -8,9 +8,9 @@
                  own code     the class's forward, or one that the user has assigned to the module
 
 The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks of UNSHARD
-and GATHER are prepended, so those of the strategy that is applied last, ZeRO, run first; they are only recorded here. The forwards are composed when a wrapper is added:
-``module.forward`` *is* the composed function, so the stack itself costs nothing per call. :func:`stack_of` returns the
-record of the wrappers.
+and GATHER are prepended, so those of the strategy that is applied last, ZeRO, run first; they are only recorded here.
+The forwards are composed when a wrapper is added: ``module.forward`` *is* the composed function, so the stack itself
+costs nothing per call. :func:`stack_of` returns the record of the wrappers.
 """
 
 from __future__ import annotations
