@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.comm.backends.block_sizes import Blocks
-from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.device_memory import DeviceMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
@@ -109,7 +109,7 @@ class _StorageEntry:
     alive: weakref.ref[Any] = field(repr=False)
 
 
-class Tracker(DispatchMode):
+class Tracker(TorchDispatchMode):
     """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
     >>> with Tracker() as tracker:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 from shardwright.axes import mesh_axes
-from shardwright.dispatch_mode import DispatchMode
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, wrap
 from shardwright.plan.plan import Job, Plan
@@ -61,7 +61,7 @@ class _StopRecompute(BaseException):
     """Raised to end a recomputation once all saved tensors are recomputed."""
 
 
-class _KeepCostly(DispatchMode):
+class _KeepCostly(TorchDispatchMode):
     """Keeps the results of costly operators, in order, for :class:`_ReplayCostly`.
 
     With ``copies`` it keeps copies, because collectives overwrite results in place.
@@ -89,7 +89,7 @@ class _KeepCostly(DispatchMode):
         return result
 
 
-class _ReplayCostly(DispatchMode):
+class _ReplayCostly(TorchDispatchMode):
     """Returns the kept results of costly operators, in order, instead of computing them again."""
 
     def __init__(self, kept: Sequence[Any]) -> None:

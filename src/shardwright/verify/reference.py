@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.module_calls import call_model
-from shardwright.dispatch_mode import DispatchMode
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
@@ -188,7 +188,7 @@ def _largest(named: Mapping[str, Tensor | None]) -> float:
 # ---- by how much one device differs from itself
 
 
-class RoundingRecorder(DispatchMode):
+class RoundingRecorder(TorchDispatchMode):
     """A dispatch mode that finds the narrowest dtype to which an operator rounds a tensor of ``dtype``: ``narrowest``.
 
     >>> with RoundingRecorder(torch.float64) as inside:
