@@ -1,8 +1,9 @@
 """Two source trees in one interleaved run: how many times as long shardwright's own variants take in the new one.
 
-A round runs each benchmark in the old tree and then in the new one, each in a process of its own, in its own checkout.
-The medians of both are divided round by round, so that a slower hour of the machine counts for both. Limits are plain
-torch in both trees: how far their ratios lie from 1 is the noise of the machine.
+A round runs each benchmark in both trees, each in a process of its own, in its own checkout; every second round begins
+with the new one. The medians of both are divided round by round, so that a slower hour of the machine counts for both.
+Limits are plain torch in both trees: how far their ratios lie from 1 is the noise of the machine. Benchmarks that count
+CPU seconds are compared by these too, which other programs of the machine change less.
 """
 
 import argparse
@@ -21,8 +22,8 @@ MOST_S = 600
 """Seconds after which a benchmark is taken to hang."""
 
 
-def seconds_of(checkout: Path, name: str, *more: str) -> dict[str, float]:
-    """The median seconds of each of shardwright's variants, in one run of the checkout's own benchmark."""
+def seconds_of(checkout: Path, name: str, *more: str) -> dict[str, dict[str, float]]:
+    """The median seconds (and CPU seconds, if counted) of each of shardwright's variants, in one run of a benchmark."""
     environment = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{checkout}"}
     script = checkout / "benchmarks" / name / "run.py"
     with tempfile.TemporaryDirectory() as folder:
@@ -33,29 +34,42 @@ def seconds_of(checkout: Path, name: str, *more: str) -> dict[str, float]:
         )
         if done.returncode:
             sys.exit(f"{name} failed in {checkout}\n{done.stdout}{done.stderr}")
-        rounds = json.loads(rows.read_text())["rounds"]
-    return {variant: statistics.median(row[variant] for row in rounds) for variant in rounds[0]}
+        found = json.loads(rows.read_text())
+    return {
+        key: {variant: statistics.median(row[variant] for row in found[kind]) for variant in found[kind][0]}
+        for key, kind in (("s", "rounds"), ("cpu_s", "cpu_rounds"))
+        if kind in found
+    }
 
 
-def rows_of(name: str, rounds: list[dict[str, dict[str, float]]]) -> list[dict]:
+def ratios_of(rounds: list[dict[str, dict[str, dict[str, float]]]], kind: str, variant: str) -> dict:
+    """The median and the range of the ratios new / old of one variant, and the medians of both; none if not counted."""
+    pairs = [
+        (row["old"][kind][variant], row["new"][kind][variant])
+        for row in rounds
+        if kind in row["old"] and kind in row["new"]
+    ]
+    if not pairs:
+        return {}
+    ratios, of = [new / old for old, new in pairs], "" if kind == "s" else "cpu_"
+    return {
+        f"old_{kind}_median": statistics.median(old for old, _ in pairs),
+        f"new_{kind}_median": statistics.median(new for _, new in pairs),
+        f"{of}ratio_median": statistics.median(ratios),
+        f"{of}ratio_min": min(ratios),
+        f"{of}ratio_max": max(ratios),
+    }
+
+
+def rows_of(name: str, rounds: list[dict[str, dict[str, dict[str, float]]]]) -> list[dict]:
     """A row for each variant that both trees have: the median and the range of the ratios new / old."""
-    variants = [variant for variant in rounds[0]["new"] if variant in rounds[0]["old"]]
-    rows = []
-    for variant in variants:
-        ratios = [row["new"][variant] / row["old"][variant] for row in rounds]
-        rows.append(
-            {
-                "benchmark": name,
-                "name": variant,
-                "old_s_median": statistics.median(row["old"][variant] for row in rounds),
-                "new_s_median": statistics.median(row["new"][variant] for row in rounds),
-                "ratio_median": statistics.median(ratios),
-                "ratio_min": min(ratios),
-                "ratio_max": max(ratios),
-                "rounds": len(ratios),
-            }
-        )
-    return rows
+    variants = [variant for variant in rounds[0]["new"]["s"] if variant in rounds[0]["old"]["s"]]
+    return [
+        {"benchmark": name, "name": variant, "rounds": len(rounds)}
+        | ratios_of(rounds, "s", variant)
+        | ratios_of(rounds, "cpu_s", variant)
+        for variant in variants
+    ]
 
 
 def commit_of(checkout: Path) -> str:
@@ -90,8 +104,8 @@ def main(words: list[str]) -> None:
     rounds: dict[str, list] = {name: [] for name in options.only}
     for number in range(options.rounds):
         for name in options.only:
-            trees = {"old": options.old, "new": options.new}
-            rounds[name].append({tree: seconds_of(checkout, name, *more) for tree, checkout in trees.items()})
+            trees = [("old", options.old), ("new", options.new)][:: -1 if number % 2 else 1]
+            rounds[name].append({tree: seconds_of(checkout, name, *more) for tree, checkout in trees})
         print(f"round {number + 1} of {options.rounds} is done", flush=True)
         if options.out is not None:  # after each round, so that an interrupted run has its rows
             table = [row for name in options.only for row in rows_of(name, rounds[name])]
@@ -100,7 +114,8 @@ def main(words: list[str]) -> None:
     for name in options.only:
         for row in rows_of(name, rounds[name]):
             old_ms, new_ms = (row[f"{tree}_s_median"] * 1000 for tree in ("old", "new"))
+            cpu = f"   CPU seconds {row['cpu_ratio_median']:.3f}" if "cpu_ratio_median" in row else ""
             print(
                 f"{name:14} {row['name']:28} {new_ms:9.1f} ms, old {old_ms:9.1f} ms   "
-                f"new / old {row['ratio_median']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
+                f"new / old {row['ratio_median']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f}){cpu}"
             )

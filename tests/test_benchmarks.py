@@ -56,14 +56,16 @@ def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):
     for tree, seconds in (("old", 0.4), ("new", 0.1)):
         folder = tmp_path / tree / "benchmarks" / "gpt_step"
         folder.mkdir(parents=True)
-        result = json.dumps({"rounds": [{"tp2": seconds}, {"tp2": 3 * seconds}, {"tp2": seconds}]})
+        rounds = [{"tp2": seconds}, {"tp2": 3 * seconds}, {"tp2": seconds}]
+        result = json.dumps({"rounds": rounds, "cpu_rounds": [{"tp2": 2 * seconds + 0.2}]})
         (folder / "run.py").write_text(WRITES_ROWS.replace(".close()", f".write({result!r})"))
     given = ["--old", tmp_path / "old", "--new", tmp_path / "new", "--only", "gpt_step", "--out", tmp_path / "out.json"]
     done = benchmarks("compare", *map(str, given), "--rounds", "2")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["table"]
     assert (row["name"], row["old_s_median"], row["ratio_median"], row["rounds"]) == ("tp2", 0.4, 0.25, 2)
-    assert "new / old 0.250 (0.250 to 0.250)" in done.stdout
+    assert (row["old_cpu_s_median"], row["cpu_ratio_median"]) == (1.0, 0.4)
+    assert "new / old 0.250 (0.250 to 0.250)   CPU seconds 0.400" in done.stdout
 
 
 def test_a_benchmark_that_does_not_exist_is_refused_by_name():

@@ -84,7 +84,8 @@ def newest(folder: str) -> dict:
 
 def compared() -> str:
     """Steps and starts of an older commit and of a newer one, from the newest run that has each benchmark."""
-    lines = ["| benchmark | variant | old, ms | new, ms | new / old (median) | range |", "|---" * 6 + "|"]
+    titles = "| benchmark | variant | old, ms | new, ms | new / old (median) | range | CPU seconds, new / old | range |"
+    lines = [titles, "|---" * 8 + "|"]
     rows: dict[str, list[dict]] = {}
     for path in sorted((ROOT / "benchmarks" / "compared" / "results").glob("*.json")):
         table = json.loads(path.read_text())["table"]
@@ -93,7 +94,8 @@ def compared() -> str:
         }
     for row in (row for name in sorted(rows) for row in rows[name]):
         times = " | ".join(f"{row[f'{tree}_s_median'] * 1000:.0f}" for tree in ("old", "new"))
-        lines.append(f"| {row['benchmark']} | `{row['name']}` | {times} | {ratio_of(row)} |")
+        cpu = ratio_of(row, "cpu_ratio") if "cpu_ratio_median" in row else " | "
+        lines.append(f"| {row['benchmark']} | `{row['name']}` | {times} | {ratio_of(row)} | {cpu} |")
     return "\n".join(lines)
 
 

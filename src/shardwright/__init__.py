@@ -1,4 +1,4 @@
-"""Trains one plain PyTorch model over many devices, and verifies that the result equals that of one device."""
+"""Trains one plain PyTorch model over many devices; ``verify`` compares a layout's result with one device's."""
 
 from typing import TYPE_CHECKING, Any
 

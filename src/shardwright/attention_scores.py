@@ -1,6 +1,8 @@
-"""Attention with torch's semantics and a custom dropout of the weights, and its parts: masks and the softmax.
+"""Computes scaled dot-product attention as torch does, but with a custom dropout of the attention weights.
 
-B batch, T tokens, S tokens that queries see, N heads, D head width
+The mask and the softmax are functions of their own, for code that needs the weights.
+
+B batch, T query tokens, S key tokens, N heads, D head width
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ def attend_dropping(
     """Returns the output (B, N, T, D) of ``scaled_dot_product_attention`` with a custom dropout of its weights.
 
     ``drop`` takes the attention weights (B, N, T, S) after the softmax, and returns them with dropout applied. ``mask``
-    is added to the scores before the softmax; with ``causal``, keys after a query's position are hidden. A query that
-    sees no key gives zeros, as in torch.
+    is a floating-point tensor that is added to the scores before the softmax, not a boolean one. With ``causal``, keys
+    after a query's position are hidden, also where there is a mask. The output of a query whose keys are all hidden is
+    zero, as in torch.
 
     >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
@@ -31,7 +34,9 @@ def attend_dropping(
 
 
 def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Returns attention scores with ``mask`` added; if ``causal``, keys after each query's position are hidden.
+    """Returns attention scores with the floating-point ``mask`` added; None adds nothing.
+
+    If ``causal``, the scores of keys after each query's position become -inf.
 
     >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0]
     tensor([[0., -inf],
@@ -44,7 +49,9 @@ def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
 
 
 def softmax_of_seen(scores_BNTS: Tensor) -> Tensor:
-    """Returns the softmax of attention scores over the keys that each query sees; zeros where it sees none.
+    """Returns the softmax of attention scores over the keys; zeros for a query whose scores are all -inf.
+
+    torch's own softmax gives NaN for such a query.
 
     >>> softmax_of_seen(torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]]))
     tensor([[1., 0.],

@@ -1,6 +1,6 @@
-"""The registry of the axes that a layout line can name; the file of a strategy declares an axis and it is added here.
+"""The registry of the parallel axes (``dp``, ``tp``, ...) that a layout line such as ``dp2x4/zero3`` can name.
 
-::
+The file of a strategy declares an axis as ``AXIS``, and ``shardwright.strategies`` registers it here::
 
     strategies/data_parallel.py      AXIS = LayoutAxis("dp", order=10, mesh_axes=(("dp",), ("replica", "dp")), ...)
                                                         |                            |
@@ -33,7 +33,11 @@ KEYS = ("parallel", "microbatches", "precision", "recompute", "compile", "size",
 
 
 class MisfitError(Exception):
-    """Raised for sizes or options that an axis cannot have; it carries the problem and the nearest ones that work."""
+    """Raised if an axis of a layout line cannot have the sizes or options given; parsing makes a LayoutError of it.
+
+    ``what`` is the problem, ``sizes`` and ``options`` are the nearest ones that work, and ``allowed`` is text on what
+    else works; if that is empty, the axis's own text is used.
+    """
 
     def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
         super().__init__(what)
@@ -42,19 +46,21 @@ class MisfitError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class LayoutAxis:
-    """One axis that a layout line can name (dp, tp, ...): how it is written, and which mesh axes its sizes are.
+    """One axis that a layout line can name (dp, tp, ...): how the line writes it, and which mesh axes it becomes.
 
     Args:
         name: the axis's name in the line.
-        order: its position in the line and in the mesh, slowest first. Ranks of the last axis are neighbors.
-        kind: what the ranks along the axis divide.
-        mesh_axes: the names of its mesh axes, for a size of one number, of two, and so on.
-        sizes: how the sizes are written, for error texts.
+        order: its position among the axes, in the line and in the mesh. The axis with the largest order varies
+            fastest: its ranks have consecutive numbers.
+        kind: what the ranks along the axis divide: pipeline stages, the batch ("copies") or single operators.
+        mesh_axes: the names of its mesh axes, for a size of one number, of two, and so on: by the entry for two
+            numbers below, ``dp2x4`` becomes the mesh axes ``replica`` of size 2 and ``dp`` of size 4.
+        sizes: text for errors on how the sizes are written.
         settle: a function that returns the canonical sizes and options, or raises MisfitError.
-        automatic: the options that are replaced by others before a strategy is chosen.
-        keyword: the axis's key in the dictionary form; "" if that form cannot name the axis.
-        keys: the keys of the dictionary entry besides ``size`` and ``options``, and the types of each: str, int.
-        written: a function from a dictionary entry to the options that it means, in the order of the line.
+        automatic: options such as ``auto`` that the library replaces by others before it chooses a strategy.
+        keyword: the axis's key in a layout given as a dictionary; "" if such a layout cannot name the axis.
+        keys: the keys of the axis's dictionary entry besides ``size`` and ``options``, each with the types allowed.
+        written: a function that returns the options of the line for the axis's dictionary entry, in order.
 
     >>> axis = LayoutAxis("dp", 10, "copies", (("dp",), ("replica", "dp")), "dp4, or replicas x slices: dp2x4")
     >>> axis.all_mesh_axes
@@ -74,7 +80,7 @@ class LayoutAxis:
 
     @property
     def all_mesh_axes(self) -> tuple[str, ...]:
-        """The names of all mesh axes that this layout axis may become, slowest first."""
+        """The names of all mesh axes that this layout axis can become, slowest first, whatever its sizes."""
         return tuple(dict.fromkeys(name for names in reversed(self.mesh_axes) for name in names))
 
 
@@ -84,7 +90,8 @@ _REGISTERED: dict[str, LayoutAxis] = {}
 def register(axis: LayoutAxis) -> None:
     """Adds an axis to the registry, so that a layout line (``dp2 tp4``) may name it.
 
-    Raises: LayoutError: another axis has one of its names, or its place.
+    Raises: LayoutError: its order or one of its names belongs to another axis; or a name is not allowed, such as one
+        with other characters than a-z, or a word that a layout already uses for something else.
 
     >>> xp = LayoutAxis("xp", 5, "copies", (("xp",),), "one number: xp4")
     >>> register(xp)
@@ -124,7 +131,7 @@ def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
 
 
 def unregister(axis: LayoutAxis) -> None:
-    """Removes an axis from the registry, so that a layout line can no longer name it."""
+    """Removes a registered axis from the registry, so that a layout line cannot name it."""
     del _REGISTERED[axis.name]
     _clear_caches()
 
@@ -140,11 +147,14 @@ def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
 
 @cache
 def layout_axes() -> Mapping[str, LayoutAxis]:
-    """Returns all registered axes that a layout line can name, by name, slowest first."""
+    """Returns all registered axes by name, in the order that a layout line and the mesh have: slowest first."""
     return {axis.name: axis for axis in sorted(_REGISTERED.values(), key=lambda axis: axis.order)}
 
 
 @cache
 def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
-    """Returns the names of all axes that a mesh may have, slowest first; with ``kind``, only those of that kind."""
+    """Returns the names of all axes that a mesh may have, slowest first.
+
+    With ``kind`` only those that come from layout axes of that kind: "stages", "copies" or "operators".
+    """
     return tuple(name for axis in layout_axes().values() if kind in (None, axis.kind) for name in axis.all_mesh_axes)

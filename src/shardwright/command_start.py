@@ -1,11 +1,12 @@
-"""What the ``shardwright`` command does before it imports torch: it sets signal handlers, and starts the fork server.
+"""Sets the signal handlers of the ``shardwright`` command, and starts its fork server, before torch is imported.
 
-A stop signal then ends it with one line of text, and ``train`` and the process that forks its ranks import torch at
-the same time.
+``import shardwright`` imports this module first. If the program is the ``shardwright`` command, SIGINT, SIGTERM and
+SIGHUP then end it with exit code 130 and the line "stopped" instead of a traceback. SIGUSR1, by which a scheduler warns
+of its time limit, has no effect until there is something to save. Signals that are ignored, as under ``nohup``, stay
+ignored.
 
-``import shardwright`` imports this module first. In the ``shardwright`` command it sets signal handlers: SIGINT,
-SIGTERM and SIGHUP end the command, and SIGUSR1, a scheduler's early warning, has no effect until there is something to
-save. Signals that are ignored, as under ``nohup``, stay so. In every other program the module does nothing.
+For ``shardwright train`` with processes as ranks the module also starts the fork server, the process that forks the
+ranks, so that both import torch at the same time. In every other program the module does nothing.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ def _pass(*_: Any) -> None:
 
 
 def imported() -> None:
-    """Restores the SIGINT handler that was set before the import; ``cli.main`` calls it once all is imported.
+    """Restores the SIGINT handler that this module replaced; ``cli.main`` calls it once all modules are imported.
 
-    The other handlers stay: commands that end in another way by a signal, or can save, set their own.
+    The handlers of SIGTERM, SIGHUP and SIGUSR1 stay until a command sets its own. In a program that is not the
+    ``shardwright`` command there is nothing to restore.
     """
     while _BEFORE:
         signal.signal(signal.SIGINT, _BEFORE.pop())
 
 
 def ending() -> None:
-    """Lets SIGUSR1 be ignored to the end of the process; Python's own end, which takes a while, undoes all handlers."""
+    """Sets SIGUSR1 to be ignored until the process ends, if this module's handler for it is still set.
+
+    Python's shutdown takes time and resets handlers that are Python functions; the signal would then kill the process.
+    """
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is _pass:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

@@ -1,8 +1,8 @@
-"""The only file that queries the accelerator: number, names, memory, timing, and the precision of float32 products.
+"""Queries and sets up this process's accelerators: type, number, names, memory, timing, and exact kernels.
 
-It uses ``torch.accelerator`` and the module of the device type, so every accelerator of torch that has a backend like
-NCCL is used as CUDA is. The rest of the library names no device type: a test checks that. Ranks on an accelerator
-without such a backend (``mps``) run on the CPU.
+The functions use ``torch.accelerator`` and torch's module of the device type (``torch.cuda``), so every accelerator for
+which torch has a backend like NCCL is used as CUDA is. Other files of the library use these functions, and not those of
+``torch.cuda``. Where the accelerator has no such backend (``mps``), ranks run on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Moment: TypeAlias = Any
 
 
 def accelerator() -> str:
-    """Returns the device type of this process's accelerator, such as "cuda", or "cpu" if ranks can use none.
+    """Returns the device type of this process's accelerator, such as "cuda", or "cpu" if there is none to use.
+
+    Ranks can use one only if torch has a collective backend like NCCL for it, so ``mps`` gives "cpu".
 
     >>> accelerator() in ("cpu", "cuda", "xpu")
     True
@@ -40,7 +42,7 @@ def accelerator() -> str:
 
 
 def backend_of(kind: str) -> str:
-    """Returns the name of torch's collective backend for a device type, such as "nccl"; "gloo" if it has no own one.
+    """Returns the name of torch's collective backend for a device type, such as "nccl"; "gloo" if it has none.
 
     >>> backend_of("cuda"), backend_of("cpu"), backend_of("mps")
     ('nccl', 'gloo', 'gloo')
@@ -68,40 +70,47 @@ def count() -> int:
 
 
 def default() -> torch.device:
-    """Returns the accelerator that is current in this process, or the CPU if there is none."""
+    """Returns the accelerator that is current in this process, or the CPU if :func:`accelerator` is "cpu"."""
     kind = accelerator()
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
 def wanted() -> str:
-    """Returns the device type that ranks run on: that of the variable SHARDWRIGHT_DEVICE, or else the accelerator's."""
+    """Returns the device type that the variable SHARDWRIGHT_DEVICE asks for ranks, such as "cuda" for "cuda/gloo".
+
+    If the variable is unset or "auto", it is the type of this process's accelerator, or "cpu". Whether the device
+    exists is not checked.
+    """
     found = os.environ.get(OPTION, "auto").partition("/")[0]
     return accelerator() if found == "auto" else found
 
 
 def select(index: int) -> torch.device:
-    """Makes a visible accelerator the current one of this process, and returns it as a device."""
+    """Makes the visible accelerator number ``index`` the current one of this process, and returns it as a device."""
     torch.accelerator.set_device_index(index)
     return default()
 
 
 def names() -> list[str]:
-    """Returns the name of each accelerator that this process sees."""
+    """Returns the name of each accelerator that this process sees; its device type where torch knows no name."""
     return [str(getattr(_properties(index), "name", accelerator())) for index in range(count())]
 
 
 def total_bytes() -> int:
-    """Returns the memory of all accelerators that this process sees, in bytes."""
+    """Returns the total memory of all accelerators that this process sees, in bytes; 0 where torch does not know it."""
     return sum(int(getattr(_properties(index), "total_memory", 0)) for index in range(count()))
 
 
 def generation() -> int | None:
-    """Returns the first accelerator's major compute capability (9 for Hopper), or None if it has no such number."""
+    """Returns the first accelerator's major compute capability, such as 9 for Hopper.
+
+    None if this process sees no accelerator, or one without such a number.
+    """
     return getattr(_properties(0), "major", None) if count() else None
 
 
 def identity(device: torch.device) -> str:
-    """Returns the UUID of an accelerator, by which ranks notice that they share one; "" if its type has none."""
+    """Returns the UUID of an accelerator, by which ranks notice that they share it; "" if its type has no UUIDs."""
     return str(getattr(_properties(device.index), "uuid", ""))
 
 
@@ -112,26 +121,27 @@ def _properties(index: int) -> Any:
 
 
 def module_of(device: torch.device) -> Any:
-    """Returns torch's module for a device type, such as ``torch.cuda``, with its streams and events."""
+    """Returns torch's module for the type of ``device``, such as ``torch.cuda``, with its streams and events."""
     return torch.get_device_module(device.type)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until ``device`` has finished all queued work; returns at once for the CPU."""
+    """Waits until ``device`` has finished all queued work; returns at once for the CPU and the meta device."""
     if device.type not in HOST:
         torch.accelerator.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process's tensors on an accelerator, as torch's allocator counts it, in bytes."""
+    """Returns the peak memory of this process's tensors on an accelerator in bytes, as torch's allocator counts it."""
     return int(torch.accelerator.max_memory_allocated(device))
 
 
 def moment(device: torch.device) -> Moment:
-    """Returns the present point in time on ``device``, for :func:`seconds_between`, without making the host wait.
+    """Returns a timestamp on ``device``, from which :func:`seconds_between` computes a duration.
 
-    On an accelerator it is an event in the current stream, so that it is the time at which queued work runs. Only on a
-    device type whose events take no times does the host wait for the queued work.
+    On an accelerator the timestamp is an event recorded in the current stream: it marks when the work queued before it
+    is done, and the host does not wait. On the CPU, and on an accelerator without events, it is the host's clock; in
+    the latter case the host first waits for all queued work.
     """
     if device.type in HOST:
         return perf_counter()
@@ -145,7 +155,9 @@ def moment(device: torch.device) -> Moment:
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
-    """Returns the seconds between two moments of one device; the host waits until the device has reached the later one.
+    """Returns the seconds from ``start`` to ``end``, two timestamps that :func:`moment` returned for one device.
+
+    The host waits until the device has reached ``end``.
 
     >>> cpu = torch.device("cpu")
     >>> start = moment(cpu)
@@ -175,9 +187,9 @@ _PRECISIONS: tuple[Any, ...] = (
 def exact_float32() -> Iterator[None]:
     """Returns a context in which float32 products have full float32 precision on every device, without TF32 or bf16.
 
-    It is for the whole process, and all settings are restored after it. torch has an older and a newer set of them and
-    raises where the two disagree, so both are written. Inside of another such context it does nothing, so that ranks
-    that are threads may enter one each.
+    It applies to the whole process, and restores torch's settings at its end. torch has an older and a newer set of
+    settings and raises where the two disagree, so both are written. Inside another such context it changes nothing, so
+    that ranks that are threads may enter one each.
 
     >>> with exact_float32():
     ...     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
@@ -208,10 +220,10 @@ def exact_float32() -> Iterator[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """Makes this process use only kernels that are deterministic to the bit; torch raises for operators without one.
+    """Makes this process use only kernels whose results repeat bit for bit; torch raises for operators without one.
 
-    It sets cuBLAS's workspace to a fixed size, which cuBLAS reads before its first product, because only then do its
-    sums repeat.
+    It also sets ``CUBLAS_WORKSPACE_CONFIG``, unless the user has, because cuBLAS's sums repeat only in a workspace of
+    fixed size. cuBLAS reads the variable at its first product, so call this function before.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

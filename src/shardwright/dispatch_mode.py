@@ -1,4 +1,4 @@
-"""The base class of dispatch modes that see a model's operators on the meta device, or write them down."""
+"""The base class of the torch dispatch modes that analyze a model by the operators that it calls."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not make torch import its compiler, which takes about a second.
+    """A ``TorchDispatchMode`` that does not make torch import its compiler, which takes about a second.
 
-    torch keeps its compiler out of the code of a mode, for which it imports it at the mode's first operator. So this
-    class is for analysis alone: under modes of real steps, which may run compiled code, the compiler must be kept out.
+    torch disables its compiler inside the code of a mode, and for that imports the compiler at the mode's first
+    operator. This class turns that off, so it is for analysis alone: a mode of real training steps, in which compiled
+    code may run, must subclass ``TorchDispatchMode`` itself.
     """
 
     @classmethod

@@ -1,9 +1,10 @@
-"""Computes random bits for a tensor's elements, on its device, by hashing each one's place in the whole tensor.
+"""Computes random bits for a tensor's elements, on the tensor's device, by hashing each element's global index.
 
-So a rank that has a shard computes the bits of its elements alone, equal to those of one device. A place is a row,
-which is a sample and an index in the outer dims, and a column, an index in the last dims. Each row is mixed into two
-words of 32 bits, and the column with both by two rounds of xor-shift and multiply, in few passes over blocks that stay
-in a cache. Only torch's operators on int32 and int64 are used: they wrap around on every device.
+A rank that holds a shard computes the bits of its own elements alone, and they equal those on one device. The index of
+an element has two parts: a row (its sample, and its index in the outer dims) and a column (its index in the last dims).
+Each row is hashed into two words of 32 bits, and each element mixes these words with its column by two rounds of
+xor-shift and multiply. On the CPU this is done in blocks that fit a cache, and on a GPU in one compiled kernel if
+possible. Only torch's operators on int32 and int64 are used: they wrap around on every device.
 
 N elements along dim 0, O outer places, R rows, C columns
 """
@@ -34,7 +35,7 @@ _FIRST, _SECOND, _HIGH = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 class HeldDim(NamedTuple):
-    """The elements of a dim that this rank holds: their ``ranges`` in the whole dim, and the whole dim's ``size``."""
+    """The elements of a dim that this rank holds: pairs (start, stop) of indices, and the whole dim's ``size``."""
 
     ranges: Sequence[tuple[int, int]]
     size: int
@@ -62,13 +63,16 @@ def random_bits(
     dims: Sequence[HeldDim],
     least: int | None = None,
 ) -> Tensor:
-    """Returns 24 random bits for each element or, with ``least``, whether a random int32 is at least ``least``.
+    """Returns 24 random bits for each element that this rank holds, as an int32 tensor.
 
-    Elements at the same place of the whole tensor get the same bits on every rank, for the same key.
+    With ``least`` it returns a bool tensor instead: for each element, whether a random int32 is at least ``least``. For
+    the same key, an element with the same index in the whole tensor gets the same bits on every rank.
 
-    ``words`` are the key: integers of 64 bits, or tensors that hold one. For each row along dim 0, ``sample_N`` has the
-    number of its sample, and ``within_N`` its index within the sample. ``dims`` are the other dims. Shapes: returns (N,
-    held of each dim), on the device of ``sample_N``.
+    ``words`` are the key: integers of 64 bits, or tensors that hold one each. For each index along dim 0, ``sample_N``
+    has the number of the sample, and ``within_N`` the index within the sample. ``dims`` are the other dims, with the
+    elements of each that this rank holds.
+
+    Shapes: returns (N, number of elements held of each dim), on the device of ``sample_N``.
 
     >>> samples, within = torch.arange(2), torch.zeros(2, dtype=torch.int64)
     >>> whole = random_bits([7], samples, within, [HeldDim([(0, 6)], 6)])

@@ -1,4 +1,4 @@
-"""The errors for users. Each says what is wrong, what was given, what is allowed and how to fix it."""
+"""The exceptions for users of the library; most say what is wrong, what was given, what is allowed and the fix."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _ExplainedError(Exception):
 
 
 class LayoutError(_ExplainedError, ValueError):
-    """Raised for a layout that cannot run: a wrong line, or sizes that do not fit the model or the ranks."""
+    """Raised for a layout that cannot run: a malformed line, or sizes that do not fit the model or the ranks."""
 
 
 class GridError(LayoutError):
-    """Raised for a tensor-parallel grid that layers do not fit; ``path`` names the layer that is too small, if any.
+    """Raised if the model's layers do not fit a tensor-parallel grid; ``path`` names the layer if one is too small.
 
-    The caller that has the whole layout catches this error and adds the grids that do fit.
+    Callers catch it to keep that layer whole, or to name grids that do fit in the :class:`LayoutError` for the user.
     """
 
     def __init__(self, what: str, *, path: str | None = None, **parts: object) -> None:
@@ -42,15 +42,18 @@ class GridError(LayoutError):
 
 
 class UnknownCodeError(LayoutError):
-    """Raised if a model's code cannot be traced, so that the caller may cut the model into stages in another way."""
+    """Raised if a model's code cannot be traced; callers catch it to cut the model into pipeline stages another way."""
 
 
 class PlanError(_ExplainedError, ValueError):
-    """Raised for a model, loss or optimizer that cannot run as asked."""
+    """Raised if a run is impossible for a reason other than its layout, such as its model, loss or device."""
 
 
 class NoValuesError(PlanError):
-    """Raised if a model's constructor, run under ``without_values``, reads values that only the seed will decide."""
+    """Raised if a model's constructor needs values of tensors that ``without_values`` keeps on the meta device.
+
+    Examples are values drawn at random, which depend on a seed that is not known yet.
+    """
 
 
 class CheckpointError(_ExplainedError, ValueError):
@@ -58,15 +61,20 @@ class CheckpointError(_ExplainedError, ValueError):
 
 
 class CommunicationError(_ExplainedError, RuntimeError):
-    """Raised when ranks make different calls, deadlock, or lose one of them."""
+    """Raised if ranks make different collective calls, deadlock, or lose a rank; and for a call with bad arguments."""
 
 
 class RankFailedError(_ExplainedError, RuntimeError):
-    """Raised when a rank raised or died and ended the run; the message starts with its own traceback."""
+    """Raised by the launcher if a rank raised or died, which ends the run.
+
+    As far as the launcher knows them, the message has the rank and its traceback, or how it died.
+    """
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the entry of ``known`` most like a mistyped ``word``, or the first one if none is alike.
+    """Returns the entry of ``known`` that is spelled most like a mistyped ``word``, to suggest it in an error text.
+
+    Some entry is returned even if none is similar; ``known`` must not be empty.
 
     >>> nearest("lerning_rate", ["steps", "learning_rate"])
     'learning_rate'

@@ -1,4 +1,4 @@
-"""Locks of files and folders between processes; the system releases the lock of a process that has died."""
+"""Locks files and folders between processes; the operating system releases the locks of a process that has died."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import IO
 
 
 def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True) -> bool:
-    """Locks an open file for this process; returns False if another process, or another open file here, has the lock.
+    """Locks an open file and returns True, or returns False if the file is locked already.
 
-    With ``wait`` it blocks until the lock is free. If the file system has no locks, ``without_locks`` is returned.
+    The lock may be another process's, or this process's through another open file. With ``wait`` the call blocks until
+    the lock is free, on Windows for about ten seconds at most. If locking itself fails, as on a file system without
+    locks, nothing is locked and ``without_locks`` is returned.
     """
     try:
         if sys.platform == "win32":
@@ -30,7 +32,7 @@ def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True)
 
 
 def is_same(file: IO[str], path: Path) -> bool:
-    """Returns whether ``path`` still names the open file ``file``; False if it was replaced or removed."""
+    """Returns whether ``path`` still names the open file ``file``; False if the path was removed or names another."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,16 +1,17 @@
-"""The fork server: a process that forks the ranks of one machine, so that slow modules are imported only once.
+"""The fork server: a process that forks the ranks of one machine, so that torch is imported once and not by each rank.
 
-The launcher starts it as a new program and holds a socket pair to it that has no name. ``shardwright train`` starts it
-before it imports torch itself, so that both import at once. For each rank the launcher sends three pipes: the rank
-reads its task from one and writes its answer to another; the fork server writes the rank's process id and later its
-exit code to the third. No other process can connect, and a kill leaves nothing behind::
+The launcher starts the fork server as a new program, connected by a socket pair without a name. ``shardwright train``
+starts it before importing torch itself, so that both import at the same time. For each rank the launcher sends the
+ends of three pipes: the rank reads its task from one and writes its answer to another; the fork server writes the
+rank's process id and later its exit code to the third. No other process can connect, and after a kill no files are left
+behind::
 
     launcher --socket pair--> fork server --fork--> rank 0, rank 1, ...
         |<---- id and exit code ----+                  |
         +------------- task, answer (pipes) -----------+
 
-Signals to the whole process group (Slurm, systemd, ``timeout``) do not end it, so that the ranks can save. Once the
-ranks are there they can do without it; then only their exit codes are unknown.
+The fork server blocks signals to the whole process group (Slurm, systemd, ``timeout``), so that the ranks can save. If
+it is killed after the ranks have started, they run on, and only their exit codes stay unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import NamedTuple
 from shardwright.errors import RankFailedError
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if os.name == "posix" else set()
-"""Signals that the fork server blocks always, and a rank until its signal handlers are set."""
+"""The signals that the fork server always blocks. A new rank unblocks them once it has set its first handlers."""
 
 _STATUS = struct.Struct("<q")
 _ORPHANS_S = 3.0
@@ -58,7 +59,11 @@ fork_server.serve({line}, processes.rank_main)
 
 
 class RankPipes(NamedTuple):
-    """The launcher's ends of a rank's three pipes, as file descriptors: for its task, its answer and its exit code."""
+    """The launcher's ends of a rank's three pipes, as file descriptors.
+
+    The launcher writes the rank's task to ``task``, and reads the rank's answer from ``answer`` and its process id and
+    exit code from ``status``.
+    """
 
     task: int
     answer: int
@@ -66,7 +71,7 @@ class RankPipes(NamedTuple):
 
 
 class ForkServer:
-    """The launcher's handle on the fork server, which is started for the first rank, and again if it was killed."""
+    """The launcher's handle on the fork server process; starts it for the first rank, and again if it has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,16 +81,21 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the fork server, or None before it is started."""
+        """The process id of the fork server that was started last, or None if none was."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the fork server unless it runs, without waiting for its imports."""
+        """Starts the fork server unless one is running, without waiting for its imports."""
         with self._lock:
             self._start()
 
     def fork(self) -> tuple[RankPipes, int]:
-        """Forks a new rank, and returns its pipes and process id. Raises RankFailedError: the fork server has ended."""
+        """Starts a new rank process, and returns the launcher's ends of its pipes, and its process id.
+
+        It starts the fork server first if none is running, and waits until that has forked the rank.
+
+        Raises: RankFailedError: the fork server ended before it had forked the rank.
+        """
         pairs = [os.pipe() for _ in range(3)]
         theirs = [pairs[0][0], pairs[1][1], pairs[2][1]]
         pipes = RankPipes(pairs[0][1], pairs[1][0], pairs[2][0])
@@ -143,18 +153,20 @@ FORK_SERVER = ForkServer()
 
 
 def read_status(handle: int) -> int | None:
-    """Returns the next number from a rank's status pipe: its process id, and later its exit code.
+    """Waits for the next number from a rank's status pipe and returns it: first its process id, then its exit code.
 
-    It is None if the fork server has ended.
+    An exit code of -N means that signal N killed the rank. Returns None if the fork server has ended.
     """
     data = os.read(handle, _STATUS.size)
     return _STATUS.unpack(data)[0] if len(data) == _STATUS.size else None
 
 
 def serve(line: int, main: Callable[[int, int], None]) -> None:
-    """Forks ranks until the launcher closes its end of the socket ``line``; a rank runs ``main(task, answer)``.
+    """Forks a rank, which runs ``main(task, answer)``, at each request of the launcher on the socket ``line``.
 
-    ``line``, ``task`` and ``answer`` are file descriptors; the last two are the rank's ends of its pipes.
+    It is the main function of the fork server and does not return. When the launcher has closed its end of the socket,
+    ranks have three seconds to end; the others are killed, and this process ends. ``line``, ``task`` and ``answer`` are
+    file descriptors; the last two are the rank's ends of its pipes.
     """
     children: dict[int, int] = {}
     woken, wakes = os.pipe()

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Returns a value as standard JSON, in which a number that is not finite becomes null.
+    """Returns ``value`` as standard JSON text, in which a number that is not finite becomes null.
 
     >>> json_text({"loss": float("nan"), "steps": (1, float("inf"))})
     '{"loss": null, "steps": [1, null]}'
@@ -26,7 +26,7 @@ def _finite(value: Any) -> Any:
 
 
 def first_line(failure: object) -> str:
-    """Returns the first line of an error's text; the name of its class if it has no text.
+    """Returns the first line of the text of an error (or other object), or the name of its class if it has no text.
 
     >>> first_line(ValueError("too long\\nfor a line")), first_line(ValueError())
     ('too long', 'ValueError')
@@ -35,7 +35,7 @@ def first_line(failure: object) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns a number of bytes as text in the largest binary unit of which there is at least one.
+    """Returns a number of bytes as text, in the largest binary unit in which it is at least one.
 
     >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
     ('1.5 KiB', '3.0 GiB', '12 B')
@@ -59,7 +59,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a time with three digits, in the unit in which it is at least one.
+    """Returns a time as text with three significant digits, in the largest of s, ms, us and ns in which it reaches one.
 
     >>> format_seconds(0.000114), format_seconds(0.0079), format_seconds(-1.5), format_seconds(166)
     ('114 us', '7.9 ms', '-1.5 s', '166 s')
@@ -71,7 +71,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a duration as text: hours, minutes and seconds, or milliseconds if it is below a second.
+    """Returns a duration as text in units that suit its length: from milliseconds to hours and minutes.
 
     >>> format_duration(0.012), format_duration(75), format_duration(4000)
     ('12 ms', '1 min 15 s', '1 h 06 min')

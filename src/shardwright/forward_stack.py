@@ -1,16 +1,17 @@
-"""The one place that replaces the ``forward`` of a run's modules: wrappers that nest in a fixed order, by rung.
+"""Wraps the ``forward`` of a model's modules, so that the wrappers of several strategies nest in a fixed order.
 
-::
+The *rung* of a wrapper is its position in this order::
 
     module(x) -> hooks        UNSHARD > GATHER > FRAME                         run by torch, outside of the forward
                  forward      OFFLOAD > RECOMPUTE > UNSHARD_BLOCK > COMPILE >  run by this stack, outermost first
                               CONTRIBUTE_ONCE > ...
                  own code     the class's forward, or one that the user has assigned to the module
 
-The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks of UNSHARD
-and GATHER are prepended, so those of the strategy that is applied last, ZeRO, run first; they are only recorded here.
-The forwards are composed when a wrapper is added: ``module.forward`` *is* the composed function, so the stack itself
-costs nothing per call. :func:`stack_of` returns the record of the wrappers.
+The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks are only
+recorded here: strategies register them with torch, those of UNSHARD and GATHER in front of others, so that the hooks of
+the strategy that is applied last, ZeRO, run first. The forwards are composed when a wrapper is added:
+``module.forward`` *is* the composed function, so the stack itself costs nothing per call. :func:`stack_of` returns the
+record of the wrappers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Forward = Callable[..., Any]
 
 
 class Rung(IntEnum):
-    """The position of a wrapper in the fixed order around a forward, outermost first; comments say why it is there."""
+    """The position of a wrapper, hook or other change in the fixed order around a module's forward, outermost first."""
 
     # hooks: torch runs them around the forward, and not again where a block is recomputed
     UNSHARD = 1  # ZeRO unshards parameters first: all below read them
@@ -63,10 +64,11 @@ NO_FORWARD = frozenset((Rung.UNSHARD, Rung.GATHER, Rung.FRAME, Rung.ATTEND, Rung
 
 
 class Wrapper(NamedTuple):
-    """One change to a module's forward, on its rung: ``around(inner)`` returns the new forward.
+    """One change to a module's forward: ``around(inner)`` returns the new forward, made from the forward inside of it.
 
-    ``name`` says what it does, and ``by`` which strategy added it. ``around`` is None for a hook, a replaced function
-    or a replaced class, which are only recorded here. ``replaces`` says that the new forward does not call ``inner``.
+    ``rung`` is the wrapper's position among others, ``name`` says what it does, and ``by`` which strategy added it.
+    ``around`` is None for a hook, a replaced function or a replaced class, which are only recorded. ``replaces`` says
+    that the new forward does not call ``inner``.
     """
 
     rung: Rung
@@ -126,7 +128,10 @@ _KEY = "_forward_stack"
 
 
 def stack_of(module: nn.Module) -> ForwardStack:
-    """Returns the record of the wrappers around a module's forward, which is empty if it has none; print it to read it.
+    """Returns the record of the wrappers around a module's forward; printed, it has one line for each.
+
+    It is empty if there are none. If the module is a copy, or its ``forward`` was assigned from elsewhere since, that
+    forward counts as the module's own code, and the record keeps only hooks and other changes that wrap no forward.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.RECOMPUTE, "recompute", by="core", around=lambda inner: lambda x: inner(x))
@@ -146,13 +151,13 @@ def stack_of(module: nn.Module) -> ForwardStack:
 def wrap(
     module: nn.Module, rung: Rung, name: str, *, by: str, around: Callable[[Forward], Forward], replaces: bool = False
 ) -> None:
-    """Wraps a module's forward by ``around(inner)``, at the position of ``rung`` among the module's other wrappers.
+    """Wraps a module's forward in place by ``around(inner)``, at the position of ``rung`` among its other wrappers.
 
-    ``inner`` is the forward with all wrappers on lower rungs; ``around`` is called again whenever one is added there.
-    ``name`` says what the wrapper does and ``by`` which strategy added it, or "core". With ``replaces`` the new forward
-    does not call ``inner``; see :func:`set_forward`.
+    ``inner`` is the module's own forward with all wrappers whose rungs are further inside. ``around`` is called again
+    whenever another wrapper is added to the module. ``name`` says what the wrapper does and ``by`` which strategy added
+    it, or "core". ``replaces`` says that the new forward does not call ``inner``; see :func:`set_forward`.
 
-    Raises: PlanError: the rung is taken.
+    Raises: PlanError: the rung has a wrapper already and is not one that allows several.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.OPERATOR, "doubled", by="toy", around=lambda inner: lambda x: 2 * inner(x))
@@ -179,7 +184,9 @@ def wrap(
 
 
 def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: Forward) -> None:
-    """Replaces a module's forward and all wrappers on lower rungs by ``forward``. Raises: as :func:`wrap`.
+    """Replaces a module's own forward, and all wrappers whose rungs are inside of ``rung``, by ``forward``.
+
+    Wrappers further outside stay and call ``forward``. Raises: as :func:`wrap`.
 
     >>> layer = nn.ReLU()
     >>> set_forward(layer, Rung.OPERATOR, "doubled", by="toy", forward=lambda x: 2 * x)
@@ -190,9 +197,10 @@ def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: F
 
 
 def without_partials(module: nn.Module) -> None:
-    """Turns the partials in a module's forward into functions, so that a compiler shares code between equal blocks.
+    """Replaces each ``functools.partial`` among a module's wrapped forwards by a plain function.
 
-    A compiler takes functions of equal code for equal, but never partials.
+    Use it before ``torch.compile``, which shares compiled code between functions of equal code, but not between
+    partials. It changes nothing in a module whose forward is not wrapped.
 
     >>> layer = nn.ReLU()
     >>> set_forward(layer, Rung.OPERATOR, "multiplied", by="toy", forward=partial(lambda by, x: by * x, 3))
@@ -208,7 +216,9 @@ def without_partials(module: nn.Module) -> None:
 
 
 def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
-    """Records a change that does not wrap the forward (rungs :data:`NO_FORWARD`), so that :func:`stack_of` shows it.
+    """Records a change that does not wrap a module's forward, such as a hook, so that :func:`stack_of` shows it.
+
+    ``rung`` is one of :data:`NO_FORWARD`, ``name`` says what the change does, and ``by`` which strategy made it.
 
     >>> layer = nn.ReLU()
     >>> record(layer, Rung.UNSHARD, "gathers parameters", by="zero")

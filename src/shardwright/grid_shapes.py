@@ -1,4 +1,4 @@
-"""Shapes of tensor-parallel grids (2d, 2.5d, 3d): the shapes that a mode allows, and its default for some ranks."""
+"""Computes the shapes of tensor-parallel grids (2d, 2.5d, 3d) for a number of ranks: all possible, and the default."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ NUM_SIDES = {"2d": 2, "2.5d": 3, "3d": 3}
 
 
 def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
-    """Returns the default shape of a tensor-parallel mode's grid of ``num_ranks``, with sides as equal as possible.
+    """Returns the default grid shape of tensor-parallel ``mode`` for ``num_ranks`` ranks: sides as equal as possible.
 
-    A 2.5D grid has the depth nearest to ``depth`` of those that divide ``num_ranks``.
+    ``mode`` is "2d", "2.5d" or "3d". The first side of a 2.5D grid is its depth: the divisor of ``num_ranks`` that is
+    nearest to ``depth``.
 
     >>> default_shape("2d", 8), default_shape("2.5d", 8, 2), default_shape("3d", 12)
     ((2, 4), (2, 2, 2), (2, 2, 3))
@@ -28,9 +29,9 @@ def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
 
 
 def shapes(mode: str, num_ranks: int) -> list[tuple[int, ...]]:
-    """Returns every shape that the grid of a tensor-parallel mode can have with ``num_ranks`` ranks, most even first.
+    """Returns every grid shape that tensor-parallel ``mode`` can have with ``num_ranks`` ranks, most even first.
 
-    An empty ``mode`` means 1-D.
+    The order is by the longest side, then by the sides. An empty ``mode`` means 1-D: one side of ``num_ranks``.
 
     >>> shapes("2d", 4), len(shapes("3d", 8)), shapes("", 4)
     ([(2, 2), (1, 4), (4, 1)], 10, [(4,)])

@@ -1,12 +1,12 @@
-"""The layout line: the user's description of a run, parsed, checked for syntax and printed in one canonical form.
+"""Parses and prints the layout line, in which a user describes how a run is parallelized, in one canonical form.
 
     pp2/1f1b mb8 dp2/zero1 tp2x2/2d bf16
     |   |    |   |         |   |    +-- a word: mbN, mbN/own-statistics, bf16, fp16, recompute:..., compile
     |   |    |   |         |   +------- an option of its axis
     |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
 
-Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute, compile. The files of the
-strategies declare the axes, their sizes and their options: see :mod:`shardwright.axes`.
+Items may be given in any order, and are printed in this one: pp, mb, dp, cp, tp, precision, recompute, compile. The
+files of the strategies declare the axes with their sizes (:mod:`shardwright.axes`), and the options of each axis.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One ``/name`` or ``/name:value`` behind an axis of a layout line, such as ``/zero3``; a strategy defines it.
+    """An option of an axis in a layout line, written ``/name`` or ``/name:value`` behind the axis, such as ``/zero3``.
 
-    Raises: LayoutError: a name or a value outside the grammar; only ``file`` may have a ``/`` in its value.
+    The strategies of the axis define which options exist; this class checks only how they are written.
+
+    Raises: LayoutError: the name or the value is malformed; only the option ``file`` may have a ``/`` in its value.
 
     >>> str(Option("interleaved", "v2")), str(Option("zero3"))
     ('interleaved:v2', 'zero3')
@@ -98,13 +100,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One axis of a layout with its sizes and options, such as ``dp2x4/zero3``, in canonical form once built.
+    """One axis of a layout with its sizes and options, such as ``dp2x4/zero3``, which are made canonical when built.
 
-    A tensor-parallel grid given by its number of ranks becomes explicit: the most square one with rows <= columns,
-    under the given depth for ``2.5d``, the most cubic one for ``3d``. Options are sorted: bare ones, names with a digit
-    first; then those with a value; ``file`` last.
+    A tensor-parallel grid given only as a number of ranks gets its sides, as equal as possible: ``tp8/2d`` becomes
+    ``tp2x4/2d``. Options are sorted: first those without a value (names with a digit before others), then those with a
+    value, and ``file`` last.
 
-    Raises: LayoutError: an unknown axis, sizes that do not fit it or its grid, an option twice.
+    Raises: LayoutError: the axis is unknown, the sizes do not fit it or its grid, or an option is given twice.
 
     >>> str(Factor("tp", (8,), (Option("2.5d", "d2"),)))
     'tp2x2x2/2.5d'
@@ -145,12 +147,14 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parallel layout of a run: the number of ranks along each axis, the options of each, precision and recompute.
+    """The parallel layout of a run: sizes and options of each axis, microbatches, precision, recompute and compile.
 
-    Factors are in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics`` lets BatchNorm take
-    the statistics of each microbatch, not of the batch.
+    ``factors`` are sorted into the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``recompute`` is the kind of
+    activation checkpointing ("full", "selective", "offload" or a pattern of module names) or None, and ``compile`` is a
+    backend of ``torch.compile`` or None. ``own_statistics`` lets BatchNorm take the statistics of each microbatch, not
+    of the batch; with one microbatch it becomes False.
 
-    Raises: LayoutError: an axis twice, or a value that the line cannot express.
+    Raises: LayoutError: an axis is given twice, or the line cannot express a value.
 
     >>> layout = Layout((Factor("tp", (4,)), Factor("dp", (2,), (Option("zero1"),))), precision="bf16")
     >>> str(layout), layout.num_ranks, str(layout.mesh)
@@ -185,9 +189,11 @@ class Layout:
 
     @classmethod
     def parse(cls, line: str) -> Layout:
-        """Returns the layout of a line such as ``pp2 mb8 dp2/zero1``, its items in any order; ``mb1`` without ``mb``.
+        """Returns the layout that a line such as ``pp2 mb8 dp2/zero1`` describes; its items may be in any order.
 
-        Raises: LayoutError: a line outside the grammar; the text ends in the nearest line that works.
+        The line ``single`` is the layout of one rank. A line without ``mb`` has one microbatch.
+
+        Raises: LayoutError: the line is not a valid layout; the error's text ends in the nearest line that is.
 
         >>> str(Layout.parse("bf16 tp8/2d  mb8 pp2/1f1b"))
         'pp2/1f1b mb8 tp2x4/2d bf16'
@@ -223,13 +229,14 @@ class Layout:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
-        """Returns the layout of the nested dictionary form, which may also be under one outer key ``parallel``.
+        """Returns the layout that a nested dictionary describes; it may also lie under one outer key ``parallel``.
 
-        ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of ``size`` (4, or
-        ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and ``zero`` (0 is plain) for data,
-        ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d, 2.5d, 3d) and ``depth`` for tensor. Beside
-        them: ``microbatches`` (8, or ``"8/own-statistics"``), ``precision``, ``recompute``, ``compile``
-        (``"inductor"``). A value of ``None`` counts as a missing key. An axis of size 1 is left out.
+        The keys ``data``, ``pipeline``, ``context`` and ``tensor`` each have a number of ranks, or a dictionary with
+        ``size`` (4, or ``"2x4"`` as in a layout line) and ``options`` (``"sp"``, as in the line). That dictionary may
+        also have: for data ``zero`` (the ZeRO stage; 0 is plain data parallel), for pipeline ``schedule`` and
+        ``microbatches``, for tensor ``mode`` (1d, 2d, 2.5d, 3d) and ``depth``. The other keys are ``microbatches`` (8,
+        or ``"8/own-statistics"``), ``precision``, ``recompute`` and ``compile`` (``"inductor"``). A value of ``None``
+        counts as a missing key. An axis of size 1 is left out.
 
         Raises: LayoutError: an unknown key, a value of the wrong type, or an impossible layout.
 
@@ -249,7 +256,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh (grid of ranks) of the layout, in which axes of size 1 are kept."""
+        """The mesh (grid of ranks) of the layout; an axis that the layout gives the size 1 is kept."""
         return Mesh(**{a: n for f in self.factors for a, n in zip(f.mesh_axes, f.sizes, strict=True)})
 
     @property

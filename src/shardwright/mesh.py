@@ -23,7 +23,9 @@ Coord = Mapping[str, int]
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:
-    """Returns the cut points that split ``size`` items into ``parts`` runs; the first ``size % parts`` have one more.
+    """Returns the ``parts + 1`` cut points that split ``size`` items into ``parts`` contiguous runs of equal length.
+
+    If they cannot be equal, the first ``size % parts`` runs have one item more.
 
     >>> balanced(10, 4)
     (0, 3, 6, 8, 10)
@@ -33,7 +35,7 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
 
 
 def balanced_part(size: int, parts: int, part: int) -> range:
-    """Returns the index range of run number ``part`` of those that :func:`balanced` cuts, without computing the others.
+    """Returns the index range of one of the runs that :func:`balanced` cuts, without computing the others.
 
     >>> balanced_part(10, 4, 1), len(balanced_part(10**12, 10**9, 7))
     (range(3, 6), 1000)
@@ -44,7 +46,12 @@ def balanced_part(size: int, parts: int, part: int) -> range:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """A grid of ranks with named axes, slowest first in the order of :func:`shardwright.axes.mesh_axes`.
+    """A grid of ranks with named axes; ranks are numbered so that the last axis varies fastest.
+
+    Axes are put in the order of :func:`shardwright.axes.mesh_axes`, in whatever order they are given. ``mesh[axis]`` is
+    the size of an axis, 1 for one that the mesh lacks.
+
+    Raises: LayoutError: there is no such axis, or a size is below 1.
 
     >>> mesh = Mesh(tp=3, dp=2)
     >>> mesh.size, mesh.axes, mesh.coord(4)
@@ -94,7 +101,7 @@ class Mesh:
         return rank
 
     def first_rank(self, axes: Iterable[str], index: int) -> int:
-        """Returns the first rank whose index is ``index`` on each of ``axes``; those that the mesh lacks do not count.
+        """Returns the lowest rank whose index is ``index`` on each of ``axes``; axes that the mesh lacks are ignored.
 
         >>> Mesh(pp=2, dp=2).first_rank(("pp",), 1)
         2
@@ -102,16 +109,19 @@ class Mesh:
         return self.rank(dict.fromkeys(axes, index))
 
     def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
-        """Returns every coordinate over ``axes``, by default all axes of the mesh, in rank order."""
+        """Returns every combination of indices on ``axes``, by default on all axes of the mesh, in rank order."""
         names = [axis for axis in self.axes if axes is None or axis in set(axes)]
         return tuple(dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names)))
 
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
-        """Returns the process group of ``rank`` along ``axes``: the ranks that differ from it only there, in order."""
+        """Returns the process group of ``rank`` along ``axes``, in ascending order.
+
+        These are the ranks, itself included, whose index is the same as its own on every other axis.
+        """
         return _group(self.sizes, frozenset({axes} if isinstance(axes, str) else axes), rank)
 
     def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns all process groups along ``axes``, each as its ranks; together they are a partition of the ranks."""
+        """Returns all process groups along ``axes``, each as a tuple of ranks; every rank is in exactly one group."""
         varied = {axes} if isinstance(axes, str) else set(axes)
         first = (self.rank(coord) for coord in self.coords(set(self.axes) - varied))
         return tuple(self.group(varied, rank) for rank in first)

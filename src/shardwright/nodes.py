@@ -1,6 +1,7 @@
 """``Nodes``: the number of nodes (machines, containers) and of ranks on each, and which axes cross between nodes.
 
-Ranks are numbered node by node, and the mesh has its slowest axis first, so the axes that send most stay inside::
+Ranks are numbered node by node, and the mesh has its slowest axis first, so the axes that send most stay inside a node.
+Here each node holds one index of ``pp`` and all indices of the other axes::
 
     pp2 dp2 tp2 on 2x4      ranks      pp    dp    tp
                   node 0    0 to 3     0     0-1   0-1
@@ -47,6 +48,9 @@ class Nodes:
     def of_environment(cls, environment: Mapping[str, str], num_ranks: int) -> Nodes | None:
         """Returns the nodes on which torchrun, Slurm or Open MPI started ``num_ranks`` ranks, or None if none did.
 
+        They are read from the variables in ``environment``. Returns None also if these tell of another number of ranks,
+        or of a number of ranks per node that does not divide ``num_ranks``.
+
         >>> Nodes.of_environment({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 8)
         Nodes(num_nodes=2, ranks_per_node=4)
         """
@@ -67,7 +71,7 @@ class Nodes:
             )
 
     def places(self, num_ranks: int) -> tuple[int, ...]:
-        """Returns the node of each rank, numbered from 0, for ranks that are numbered node by node."""
+        """Returns the number of each rank's node, from 0, if ranks are numbered node by node."""
         return tuple(rank // self.ranks_per_node for rank in range(num_ranks))
 
     def __str__(self) -> str:
@@ -75,7 +79,7 @@ class Nodes:
 
 
 def crosses(mesh: Mesh, axis: str, nodes: Nodes) -> bool:
-    """Returns whether any process group of an axis has ranks on two nodes, so that its messages use the network.
+    """Returns whether any process group along ``axis`` has ranks on two nodes, so that messages use the network.
 
     >>> [axis for axis in ("pp", "dp", "tp") if crosses(Mesh(pp=2, dp=2, tp=2), axis, Nodes(2, 4))]
     ['pp']
@@ -91,10 +95,10 @@ def crosses(mesh: Mesh, axis: str, nodes: Nodes) -> bool:
 
 
 def share_between(mesh: Mesh, axes: Sequence[str], rank: int, places: Sequence[int], *, ring: bool) -> float:
-    """Returns the fraction of the bytes that a rank sends along ``axes`` that goes to another node.
+    """Returns which fraction of the bytes that ``rank`` sends along ``axes`` goes to another node, from 0 to 1.
 
-    ``places`` is the node of each rank. With ``ring`` the rank sends to the next one of its group; without, as a
-    pipeline stage does, to the next one and the one before.
+    ``places`` is the node of each rank. With ``ring`` the rank is taken to send to the next rank of its group, as in a
+    ring collective; without it, to the next and the previous rank alike, as a pipeline stage does.
 
     >>> mesh, places = Mesh(dp=2, tp=2), (0, 0, 1, 1)
     >>> share_between(mesh, ["tp"], 0, places, ring=True), share_between(mesh, ["dp"], 0, places, ring=True)

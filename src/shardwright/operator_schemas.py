@@ -1,4 +1,4 @@
-"""Reads schemas of torch operators: the arguments that a call writes to, and a random operator's result undrawn."""
+"""Reads torch operators' schemas: which arguments a call writes to, and what a random operator returns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type) -> list[Any]:
     """Returns the arguments of type ``kind`` that a call of an operator writes to in place, also those inside lists.
+
+    ``args`` and ``named`` are the call's positional and keyword arguments.
 
     >>> x = torch.zeros(2)
     >>> [each is x for each in written_arguments(torch.ops.aten.add_.Tensor, (x, torch.ones(2)), {}, Tensor)]
@@ -29,15 +31,16 @@ def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, An
 
 
 def makes_meta(named: Mapping[str, Any]) -> bool:
-    """Returns whether an operator's keyword arguments ``named`` put its results on the meta device."""
+    """Returns whether ``device`` among an operator's keyword arguments ``named`` is the meta device."""
     device = named.get("device")
     return device is not None and torch.device(device).type == "meta"
 
 
 def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device: torch.device | str) -> Any:
-    """Returns a random operator's result without drawing numbers: a new tensor is uninitialized.
+    """Returns what a random operator would return, without drawing numbers: a new, uninitialized tensor on ``device``.
 
-    On the meta device the first draw would make torch import its compiler, which takes longer than importing torch.
+    For an operator that writes its numbers in place, or into ``out``, it is that tensor, unchanged. On the meta device
+    the first draw would make torch import its compiler, which takes longer than importing torch.
 
     >>> undrawn(torch.ops.aten.multinomial.default, (torch.ones(3, 4), 2), {}, "meta")
     tensor(..., device='meta', size=(3, 2), dtype=torch.int64)

@@ -1,8 +1,10 @@
-"""Random numbers that do not depend on the layout: the RNG tracker, and dropout keyed by it.
+"""Makes dropout independent of the layout, by masks that are computed from keys instead of drawn from a stream.
 
-Whether an element is dropped depends on (seed, step, sample, layer, element) and nothing else: not on which rank
-computes it, nor on how the batch is cut into microbatches. So a mask is not drawn from a stream but computed, by
-hashing each element's index in the whole tensor; a rank that holds a slice computes the slice.
+Whether an element is dropped depends on the seed, the step, the sample, the layer, the number of the layer's call in
+the forward, and the element's index in the whole tensor; not on which rank computes it, nor on how the batch is cut
+into microbatches. A mask is a hash of all these, so a rank that holds a slice of a tensor computes that slice of the
+mask. ``RngTracker`` keeps the seed, step, samples and calls. ``without_values``, beside that, builds models without
+drawing their initial values.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True)
 class DimSlice:
-    """The elements of one dim that this rank holds of a sharded activation, as ranges; ``size`` is the whole dim's."""
+    """The elements that this rank holds of a sharded activation along ``dim``, whose whole size is ``size``.
+
+    ``ranges`` are pairs (start, stop) of indices in the whole dim.
+    """
 
     dim: int
     size: int
@@ -55,9 +60,10 @@ def _of_whole(_: Tensor) -> None:
 
 
 class RngTracker:
-    """The state from which random numbers are keyed: seed, step, samples of the microbatch, and calls of each layer.
+    """The state from which dropout masks are computed: seed, step, samples of the microbatch, and calls of each layer.
 
-    The executor sets ``step`` and ``samples`` for each forward. Equal keys give equal numbers under every layout.
+    ``step`` and ``samples`` are set for each forward, by the code that runs the steps. Equal states give equal numbers
+    under every layout.
     """
 
     def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
@@ -79,7 +85,7 @@ class RngTracker:
 
     @property
     def step(self) -> int:
-        """The number of the optimizer step, from which the keys of its random numbers are made."""
+        """The number of the current optimizer step; random numbers differ from step to step."""
         return self._step
 
     @step.setter
@@ -90,7 +96,10 @@ class RngTracker:
 
     @property
     def samples(self) -> Sequence[int]:
-        """The indices of this microbatch's samples in the global batch. Setting them starts a new forward."""
+        """The indices of this microbatch's samples in the global batch.
+
+        Setting them starts a new forward, in which the calls of each layer are counted from 0.
+        """
         return self._samples
 
     @samples.setter
@@ -101,9 +110,9 @@ class RngTracker:
         self._backward = _current_graph_task_id()  # autograd's backward that runs now, -1 for none
 
     def call(self, layer: str) -> str:
-        """Returns the key of the dropout mask for one call of a layer; every call in a forward has a key of its own.
+        """Counts a call of a layer in this forward, and returns the key of the call's dropout mask, as text.
 
-        Raises: as :meth:`count`.
+        The key is the layer's name and, after the first call, the call's number. Raises: as :meth:`count`.
         """
         number = self.count(layer)
         return f"{layer}#{number}" if number else layer
@@ -111,8 +120,11 @@ class RngTracker:
     def count(self, layer: str) -> int:
         """Counts a call of a layer in this forward, and returns the call's number, from 0.
 
-        A call from inside a backward, without a restored snapshot, repeats the forward's call, as under
-        ``torch.utils.checkpoint``. Raises: PlanError: the layer was called several times in the forward.
+        A call from inside a backward in which no :meth:`snapshot` was restored is taken for a recomputation, as by
+        ``torch.utils.checkpoint``: it is not counted, and gets the number of the layer's first call.
+
+        Raises: PlanError: such a recomputation of a layer that was called several times in the forward, because it
+            cannot be known which of these calls it repeats.
         """
         number = self._calls[layer]
         if self._in_unrestored_backward() and layer in self._first:
@@ -134,9 +146,9 @@ class RngTracker:
         return not torch.compiler.is_dynamo_compiling() and _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the tracker's present state.
+        """Returns a function that restores the tracker's step, samples and call counts to what they are now.
 
-        Activation checkpointing restores it before a recomputed forward, so that this drops the same elements.
+        Activation checkpointing calls it before it recomputes a forward, so that the same elements are dropped.
         """
         step, moment = self._step, self._moment
         samples, calls, first = self._samples, Counter(self._calls), dict(self._first)
@@ -151,15 +163,18 @@ class RngTracker:
         return restore
 
     def repeat(self, layer: str, times: int) -> None:
-        """Sets how often ``layer`` and the layers inside it count as called in this forward.
+        """Sets to ``times`` how often ``layer`` and the layers inside it count as called in this forward.
 
-        A pipeline chunk uses it to continue after the calls that earlier chunks made, on other ranks.
+        A pipeline chunk uses it to count on from the calls that earlier chunks of the model made on other ranks.
         """
         for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):
             self._calls[name] = times
 
     def words(self, layer: str) -> tuple[int | Tensor, int]:
-        """Returns the key of a layer's random numbers: 64 bits of the seed and step, and 64 of the layer's name."""
+        """Returns the key of a layer's random numbers: a 64-bit hash of seed and step, and one of the layer's name.
+
+        In code that ``torch.compile`` traces, the first is a tensor, so that a new step does not recompile the code.
+        """
         return self._moment if torch.compiler.is_dynamo_compiling() else _word(f"{self.seed}/{self.step}"), _word(layer)
 
 
@@ -171,7 +186,7 @@ _word._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_
 
 
 def sample_indices(samples: Sequence[int], device: torch.device) -> Tensor:
-    """Returns sample indices as an int64 tensor that is computed on ``device``, without a copy from the host.
+    """Returns ``samples`` (indices) as an int64 tensor that is computed on ``device``, without a copy from the host.
 
     >>> sample_indices((0, 1, 2, 7, 4), torch.device("cpu"))
     tensor([0, 1, 2, 7, 4])
@@ -184,7 +199,10 @@ def sample_indices(samples: Sequence[int], device: torch.device) -> Tensor:
 
 
 def held_of(shape: Sequence[int], cuts: Sequence[DimSlice]) -> list[HeldDim]:
-    """Returns the elements that this rank holds of each dim of a tensor of local ``shape``: ``cuts``, or else all."""
+    """Returns, for each dim of a tensor with local ``shape``, the elements of the whole dim that this rank holds.
+
+    These are given by the dim's entry in ``cuts``; a dim without one is held whole.
+    """
     held = {cut.dim % len(shape): HeldDim(cut.ranges, cut.size) for cut in cuts}
     return [held.get(dim) or HeldDim(((0, size),), size) for dim, size in enumerate(shape)]
 
@@ -205,8 +223,11 @@ def dropout_mask(
 ) -> Tensor:
     """Returns this rank's slice of a dropout mask, True where dropout of probability ``p`` keeps the element.
 
-    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` gives the elements that it holds of a dim, and
-        ``samples`` the rows, where they are not the microbatch's.
+    ``layer`` is the layer's name, or the key of one of its calls (:meth:`RngTracker.call`). ``cuts`` give the elements
+    that this rank holds of dims that are sharded. ``samples`` are the indices of the samples in the global batch, by
+    default ``rng.samples``. The mask is made on ``device``, by default the CPU.
+
+    Shapes: ``shape`` is that of this rank's slice, (samples, ...), and of the mask.
 
     >>> whole = dropout_mask(RngTracker(seed=1, samples=range(2)), "drop", (2, 6), (), 0.5)
     >>> right = dropout_mask(RngTracker(seed=1, samples=range(2)), "drop", (2, 2), (DimSlice(1, 6, ((4, 6),)),), 0.5)
@@ -233,11 +254,12 @@ def dropout_factors(keep: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class KeyedDropout:
-    """Dropout of one layer with masks keyed by ``rng``; ``cuts`` are the slices of the activation that this rank has.
+    """Dropout of one layer, whose masks depend on the state of ``rng`` and not on the layout; call it on a tensor.
 
-    ``rows()`` returns the indices of the samples, by default the microbatch's. ``tokens(shape)`` returns further cuts
-    of a tensor of that shape, which depend on the length of its sequences. ``dim``, 0 or 1, is the dim of the samples;
-    masks are made with the samples in dim 0. ``traced`` replaces :meth:`factors` in compiled code.
+    ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the samples, by
+    default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose sequences are cut.
+    ``dim``, 0 or 1, is the dim of the samples. ``traced`` replaces :meth:`factors` in code that ``torch.compile``
+    traces.
     """
 
     rng: RngTracker
@@ -255,9 +277,9 @@ class KeyedDropout:
         return input * self.factors(input, p)
 
     def factors(self, input: Tensor, p: float) -> Tensor:
-        """Returns the factors by which this call of dropout multiplies the input, and counts the call.
+        """Returns the factors by which dropout multiplies ``input``: 0, or 1 / (1 - p). Counts one call of the layer.
 
-        Raises PlanError unless the samples of the input are in ``dim``.
+        Raises: PlanError: dim ``dim`` of the input does not have one entry for each sample.
         """
         samples = self.rng.samples if self.rows is None else self.rows()
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
@@ -285,7 +307,10 @@ def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:
 
 
 def drop_out_slice(module: nn.Dropout, input: Tensor, cut: DimSlice) -> Tensor:
-    """Applies a dropout module, keyed by :func:`key_dropout`, to a slice of its input that is known only at the call.
+    """Returns ``input`` after a module's dropout, with the slice ``cut`` of the mask that the whole input would get.
+
+    Use it where the slice that this rank holds is known only at the call. The module must have been set up by
+    :func:`key_dropout`. In evaluation the input is returned unchanged.
 
     >>> model, rng = nn.Dropout(0.5), RngTracker(seed=1, samples=range(2))
     >>> key_dropout(model, rng)
@@ -323,7 +348,7 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Calla
 
 
 def with_names(function: Any, **names: Any) -> FunctionType:
-    """Returns a copy of a function in which some global names, such as a called function's, are replaced.
+    """Returns a copy of a function, in whose code the global names ``names`` have other values.
 
     >>> def count(things):
     ...     return len(things)
@@ -338,9 +363,9 @@ def with_names(function: Any, **names: Any) -> FunctionType:
 
 
 def keyed_dropout_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor] | None:
-    """Returns the dropout of a module's attention weights that :func:`key_dropout` set, as a function of the weights.
+    """Returns the function that applies dropout to a module's attention weights, as :func:`key_dropout` set it up.
 
-    It is None if there is none, or if the module is not in training.
+    Returns None if it set up none for this module, or if the module is not in training.
 
     >>> keyed_dropout_of(nn.MultiheadAttention(4, 2)) is None
     True
@@ -359,11 +384,12 @@ def key_dropout(
     tokens: Mapping[str, Callable[[Sequence[int]], tuple[DimSlice, ...]]] | None = None,
     but: Collection[str] = (),
 ) -> None:
-    """Makes every ``nn.Dropout`` of ``model``, and the dropout of attention weights, compute its masks from ``rng``.
+    """Makes every ``nn.Dropout`` and ``nn.MultiheadAttention`` of ``model`` compute its dropout masks from ``rng``.
 
-    ``cuts``, ``rows`` and ``tokens`` map names of layers to the fields of their :class:`KeyedDropout`: the elements
-    that a layer sees on this rank; the samples, where they are not the microbatch's; and the tokens, for a tensor of a
-    given shape. Layers in ``but`` are left as they are.
+    Their forwards are replaced in place. ``cuts``, ``rows`` and ``tokens`` map names of layers to the fields of their
+    :class:`KeyedDropout`: the slices that this rank holds of a layer's input; the samples, if they are not
+    ``rng.samples``; and further slices, for an input of a given shape. An ``nn.Dropout`` named in ``but`` stays as it
+    is, and so do subclasses of the two and attention whose forward was replaced before.
 
     >>> model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
     >>> key_dropout(model, rng)
@@ -392,7 +418,11 @@ def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
 
 
 def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
-    """Yields the names of dropouts inside torch's transformer layers that are not ``batch_first``."""
+    """Yields the names of the dropouts of ``model`` whose input has the samples in dim 1.
+
+    These are the dropouts that belong directly to torch's transformer encoder and decoder layers without
+    ``batch_first``.
+    """
     for path, layer in model.named_modules():
         if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
             yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
@@ -402,8 +432,10 @@ def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
 def without_values() -> Iterator[None]:
     """Returns a context in which models are built on the meta device, so that no initial values are drawn or stored.
 
-    Use it to build a model that is too large for one host. Modules remember how their constructors would have filled
-    them, so that a run starts from such values, each rank with its shard alone.
+    Use it to build a model that is too large for one host. How the constructors would have filled the parameters is
+    recorded, and a run draws such values when it starts, on each rank those of its shard alone.
+
+    Raises: NoValuesError: a constructor needs values that are not known, such as random ones.
 
     >>> with without_values():
     ...     layer = nn.Embedding(10**9, 4096)

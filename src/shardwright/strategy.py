@@ -1,7 +1,8 @@
 """The ``Strategy`` protocol, which a file of ``strategies/`` implements, and checks that several strategies share.
 
-A strategy is one frozen value with three methods. ``place`` refines the plan (pure, on the meta device), ``apply``
-changes this rank's modules, ``traffic`` states the collectives of a step and shares no code with the recorder.
+A strategy, such as data parallel or ZeRO, is one immutable object with three methods. ``place`` adds the strategy's
+sharding to the plan, without changing anything else; ``apply`` changes this rank's modules; ``traffic`` predicts the
+collectives of a step, in code of its own, so that tests can compare it with what the backends record.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from shardwright.runtime.applied import Applied
 
 
 class Strategy(Protocol):
-    """One way to divide work or state, such as data parallel or ZeRO: ``STRATEGY`` of a file in ``strategies/``.
+    """One way to divide work or state over ranks, such as data parallel or ZeRO: ``STRATEGY`` of a strategy's file.
 
-    For each axis of a layout and each phase, the strategy that declares one of the given options is chosen, or else the
-    one with ``default``.
+    For each axis of a layout and each phase at most one strategy runs: one that is not the default, if the layout has
+    an option that only it declares there, or else the default.
     """
 
     @property
@@ -38,7 +39,7 @@ class Strategy(Protocol):
 
     @property
     def axis(self) -> str:
-        """The mesh axis over which the strategy divides work or state: its own (``AXIS`` of its file) or another's."""
+        """The layout axis over which the strategy divides work or state, such as ``dp``; strategies may share one."""
         ...
 
     @property
@@ -53,34 +54,47 @@ class Strategy(Protocol):
 
     @property
     def options(self) -> Mapping[str, StrategyOption]:
-        """The layout options that the strategy declares, by name; the text of one with a value ends with an example."""
+        """The layout options that the strategy declares, by name.
+
+        The text of an option that takes a value has an example, such as ``auto:8GiB``.
+        """
         ...
 
     @property
     def source(self) -> str:
-        """The paper whose method the strategy implements."""
+        """The source of the method that the strategy implements, such as a paper."""
         ...
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan with this strategy's sharding added.
+        """Returns a plan with this strategy's sharding added to that of ``plan``.
 
-        Raises LayoutError if the strategy does not fit the model.
+        Raises: LayoutError: the strategy does not fit the model.
         """
         ...
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Changes this rank's modules and loss, whose parameters are already sharded, and returns its event hooks."""
+        """Changes the forwards and the loss of this rank's model in place, after its parameters were sharded.
+
+        Returns what the strategy adds to the training step, such as hooks on its events, or None if it adds nothing.
+        """
         ...
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the collectives and messages of a step on the rank at ``coord``, equal to the recorded ones."""
+        """Returns the collectives and messages that the strategy causes in a step on the rank at ``coord``.
+
+        They must equal those that the backend records when the step runs: kind, axis and bytes.
+        """
         ...
 
 
 def apply_in_turn(
     strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
 ) -> tuple[Job, tuple[Applied, ...]]:
-    """Applies the strategies to this rank's modules in order; returns the job, and each strategy's :class:`Applied`."""
+    """Applies the strategies to this rank's modules in order, each with axes that record calls under its name.
+
+    Returns the job, whose ``frame`` a strategy may have replaced, and what each strategy's ``apply`` returned, if not
+    None.
+    """
     found = []
     for strategy in strategies:
         own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
@@ -94,9 +108,10 @@ def apply_in_turn(
 def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError if a layer mixes the samples of a batch, which ``factor`` cuts, in an unsupported way.
 
-    With a ``graph`` of the model, the model's own code is checked too, between layers and in unregistered ones. The
-    statistics of torch's own BatchNorms are combined over ranks. Embedding tables that renormalize rows or scale
-    gradients by the tokens they see are errors: they would see one rank's tokens only.
+    torch's own BatchNorms are supported: their statistics are combined over ranks. Errors are subclasses of them,
+    InstanceNorms that track running statistics, and embedding tables that renormalize rows or scale gradients by the
+    tokens in the batch, because a rank has only its own tokens. With a ``graph`` of the model, the code between layers,
+    and in layers that are not registered as submodules, is checked too.
 
     >>> class Halved(nn.BatchNorm1d):
     ...     def forward(self, input): return super().forward(input) / 2
@@ -124,7 +139,10 @@ def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None 
 
 
 def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ()) -> None:
-    """Raises LayoutError if the model's own code mixes samples, outside of the modules ``shared``, which may."""
+    """Raises LayoutError if the model's own code computes a sample's values from other samples of the batch.
+
+    ``factor``, which cuts the batch, is named in the error. ``shared`` are paths of modules that may mix samples.
+    """
     call = graph.mixing_call(shared)
     if call is not None:
         where = f"in '{call.module}'" if call.module else "in the model's own forward"
@@ -144,7 +162,12 @@ TABLE_OPTIONS: Mapping[str, str] = {
 
 
 def check_table(path: str, table: nn.Module, factor: str, options: Collection[str] = tuple(TABLE_OPTIONS)) -> None:
-    """Raises LayoutError for an embedding table with one of ``options``, because ``factor`` cuts tokens or rows."""
+    """Raises LayoutError if an embedding table uses one of ``options``, which need the tokens of the whole batch.
+
+    By default these are ``max_norm`` and ``scale_grad_by_freq``. The module at ``path`` may be of any class: only
+    ``nn.Embedding`` and ``nn.EmbeddingBag`` are checked. ``factor`` is the part of the layout that cuts the
+    tokens or the table.
+    """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
         return
     for option in options:

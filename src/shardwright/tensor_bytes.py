@@ -1,4 +1,4 @@
-"""The bytes of a tensor, to compare, hash or write them: equal bytes also where two NaN are not equal numbers."""
+"""Gives the bytes of a tensor, to compare, hash or write them; NaNs of the same bits have equal bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the elements of ``tensor``, in order, as a flat uint8 tensor on its device: a view where it can be one.
+    """Returns the bytes of a tensor's elements, in row-major order, as a flat uint8 tensor on the same device.
+
+    It is a view of the tensor's memory if possible, or else a copy.
 
     >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16).t()).tolist()
     [1, 0, 3, 0, 2, 0, 4, 0]

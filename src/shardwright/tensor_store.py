@@ -15,20 +15,23 @@ class TensorStore(Protocol):
     def save_tensors(
         self, tensors: Mapping[str, Any], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
     ) -> Path:
-        """Saves global tensors as the checkpoint ``folder/step-N`` and returns its path: ``global_tensor.save``."""
+        """Saves global tensors as a checkpoint, with the user data ``extra``, and returns its path.
+
+        The path is ``folder/step-00000003`` for step 3.
+        """
 
     def load_tensors(self, path: str | Path, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fills global tensors from a checkpoint and returns ``extra``, the user data saved with them."""
+        """Fills ``tensors`` in place from a checkpoint, and returns ``extra``, the user data saved with them."""
 
 
 _PROVIDER: list[Callable[[], TensorStore]] = []
 
 
 def provide_tensor_store(load_store: Callable[[], TensorStore]) -> None:
-    """Sets the function that imports the checkpoint functions at their first use; ``import shardwright`` calls it."""
+    """Sets the function by which :func:`tensor_store` imports the checkpoint functions; ``shardwright`` calls it."""
     _PROVIDER[:] = [load_store]
 
 
 def tensor_store() -> TensorStore:
-    """Returns the checkpoint functions for global tensors, imported at the first call."""
+    """Returns the checkpoint functions for global tensors, which are imported at the first call."""
     return _PROVIDER[0]()

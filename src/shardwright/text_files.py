@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def read_text(path: Path, most_bytes: int, encoding: str = "utf-8", *, pipes: bool = True) -> str:
-    """Returns the text of a regular file or, unless ``pipes`` is False, of a pipe, of up to ``most_bytes`` bytes.
+    """Returns the text of a file of up to ``most_bytes`` bytes: a regular file or, unless ``pipes`` is False, a pipe.
 
     Raises: OSError: the file cannot be read, is something else, such as a device, or is longer than ``most_bytes``.
-        UnicodeDecodeError: it is no text.
+        UnicodeDecodeError: its bytes are not text in ``encoding``.
 
     >>> read_text(Path("/dev/null"), 100)
     Traceback (most recent call last):

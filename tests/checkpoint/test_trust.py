@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -160,6 +161,11 @@ WRONG = {
     "version 0": lambda m: m.update(version=0),
     "groups as a table": lambda m: m.update(groups={}),
     "a manifest nested deeply": lambda m: m.update(extra=1),
+    "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
+    "a rate that is not a number": lambda m: m["groups"][0]["options"].update(lr=math.nan),
+    "a rate without end": lambda m: m["groups"][0]["options"].update(lr=math.inf),
+    "a negative rate": lambda m: m["groups"][0]["options"].update(lr=-0.1),
+    "betas that are not numbers": lambda m: m["groups"][0]["options"].update(betas=[math.nan, 0.9]),
 }
 
 
@@ -177,7 +183,6 @@ UNFIT = {
     "a moment of one parameter is missing": lambda m: m["tensors"].pop("optimizer/0.bias/exp_avg"),
     "no scalars": lambda m: m["scalars"].clear(),
     "a step count that is no tensor": lambda m: m["scalars"]["0.bias"].update(step=["", "x"]),
-    "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
     "betas that are text": lambda m: m["groups"][0]["options"].update(betas=["x", 0.9]),
     "a parameter of no group": lambda m: m["groups"][0]["parameters"].remove("0.bias"),
 }

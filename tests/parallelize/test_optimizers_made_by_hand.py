@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from functools import partial
 
 import pytest
@@ -12,6 +14,7 @@ from shardwright import launch, parallelize, without_values
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import structural_copy
+from shardwright.parallelize.step_guard import MOST_UNCHANGED
 
 LINES = ("dp2/zero3", "dp2/zero1", "tp2", "dp2 bf16", "pp2 mb2")
 
@@ -377,12 +380,56 @@ def test_groups_by_name_may_leave_one_empty_in_a_model_without_biases(line):
 
 def test_rates_of_an_optimizer_that_one_rank_has_dropped_are_not_compared():
     def work(run):
-        optimizers = [run.optimizer(torch.optim.SGD, lr=rate) for rate in (0.1, 0.2)]
-        for optimizer in optimizers:
+        kept = []
+        for rate in (0.1, 0.2, 0.3, 0.4):  # a new optimizer each step, as the next may have the address of the last
+            optimizer = run.optimizer(torch.optim.SGD, lr=rate)
             run.step(next(run.shard([batch()])))
             optimizer.step()
-        if run.world.rank == 1:  # as the garbage collector may have it
-            del optimizers[0]
+            if run.world.rank == 1:
+                kept.append(optimizer)
+            del optimizer
+            gc.collect()
         return run.step(next(run.shard([batch()]))).item() > 0
 
-    assert on_ranks("dp2", work, check_every=2) == [True, True]
+    assert on_ranks("dp2", work, check_every=4) == [True, True]
+
+
+def update_by_hand(tensors):
+    with torch.no_grad():
+        for parameter in tensors:
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def told_after(line, tensors_of, num_steps=MOST_UNCHANGED + 2):
+    """Returns the warnings and the first and last losses of a loop with updates by hand."""
+    model = plain()
+
+    def work(run):
+        losses = []
+        for _ in range(num_steps):
+            losses.append(run.step(next(run.shard([batch()]))).item())
+            update_by_hand(tensors_of(run, model))
+        return losses[0], losses[-1]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = on_ranks(line, work, model, check_every=5)
+    return [str(each.message) for each in caught if "no parameter has changed" in str(each.message)], losses[0]
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero3", "dp2 bf16", "pp2 mb2"])
+def test_updates_by_hand_that_train_nothing_are_warned_of(line):
+    told, (first, last) = told_after(line, lambda run, model: model.parameters())
+    assert first == last
+    assert told
+    assert all("update run.parameters.values()" in text for text in told)
+    if "zero" in line or "bf16" in line:
+        assert told_after(line, lambda run, model: run.model.parameters())[0]
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero3", "dp2 bf16", "pp2 mb2"])
+def test_updates_by_hand_of_the_run_s_own_tensors_train(line):
+    told, (first, last) = told_after(line, lambda run, model: run.parameters.values())
+    assert last < first
+    assert told == []

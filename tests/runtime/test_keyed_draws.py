@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from tests.contract.test_draws import HEADS, TOKENS, Language
@@ -11,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.analysis.draw_calls import draw_of
-from shardwright.analysis.draws import FIRST, Draws, SamplePlace
+from shardwright.analysis.draws import FIRST, Draws, SamplePlace, other_generators
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
@@ -188,6 +191,14 @@ def test_dropout_between_recurrent_layers_needs_padded_sequences():
         drawn(lambda _: layers(packed), torch.ones(2))
 
 
+@pytest.mark.parametrize(("num_layers", "dropout", "training"), [(2, 0.5, False), (2, 0.0, True), (1, 0.0, True)])
+def test_recurrent_layers_that_draw_nothing_take_packed_sequences(num_layers, dropout, training):
+    layers = nn.LSTM(4, 6, num_layers=num_layers, dropout=dropout).train(training)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3]))
+    expected = layers(packed)[0].data
+    assert torch.equal(drawn(lambda _: layers(packed)[0].data, torch.ones(2)), expected)
+
+
 @pytest.mark.parametrize(
     ("args", "named", "expected"),
     [
@@ -279,3 +290,14 @@ def run_of_heads(line):
         return [run.step(batch).item() for batch in run.shard([(tokens, tokens)])]
 
     launch(work, 2 if line == "tp2" else 1, ranks="threads")
+
+
+def test_the_generators_of_python_and_numpy_are_restored_after_a_forward_that_fails():
+    state, numpys = random.getstate(), np.random.get_state()[1].tolist()
+    with suppress(ZeroDivisionError), other_generators() as found:
+        random.random()
+        np.random.random()
+        raise ZeroDivisionError
+    assert found == ["Python's random", "numpy.random"]
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == numpys

@@ -334,7 +334,7 @@ def test_a_buffer_that_complete_steps_write_without_counting_it_is_saved(tmp_pat
 
 def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatch):
     def differ(*given):
-        if given[4] == 3:
+        if given[5] == 3:
             raise PlanError("they differ", given="", allowed="", fix="")
 
     monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", differ)

@@ -1,4 +1,4 @@
-"""Tells which modules are alike: of the same code, sizes and settings, so that what is found of one holds for all."""
+"""Compares modules by classes, sizes and settings, so that the analysis of one block serves all blocks like it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def signature(block: nn.Module) -> tuple[str, ...]:
-    """Returns what two modules must have alike so that they do the same: classes, settings, shapes, ties, hooks.
+    """Returns a key that is equal for modules with the same submodules, classes, settings and tensor shapes.
+
+    Settings are attributes that are numbers, strings, tuples or None, and ``training``. The key also holds dtypes,
+    ``requires_grad``, which parameters are tied, how many forward hooks there are, and whether a module's ``forward``
+    was replaced. The values of tensors are not part of it, nor are attributes such as lists and functions
+    (:func:`held_objects`).
 
     >>> one, other, wide = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 4)
     >>> signature(one) == signature(other), signature(one) == signature(wide)
@@ -37,9 +42,10 @@ def signature(block: nn.Module) -> tuple[str, ...]:
 
 
 def likeness(block: nn.Module) -> object:
-    """Returns what two modules must have alike to be taken for one another: :func:`signature`, and what they hold.
+    """Returns a key that is equal for modules with the same :func:`signature` and the same further attributes.
 
-    Lists, dicts and sets are compared by what they hold, other objects are themselves alone.
+    The further attributes are those of :func:`held_objects`. Lists, dicts and sets among them are compared by their
+    text (``repr``), any other object by its identity.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
@@ -56,10 +62,11 @@ def likeness(block: nn.Module) -> object:
 
 
 def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:
-    """Returns the identity of every attribute of a module and its children that is no setting, module or tensor.
+    """Returns the ``id`` of each attribute of a module and its submodules that is not a plain value, by (path, name).
 
-    Modules of one :func:`signature` that hold the same objects, such as one function, do the same. If the mapping, or
-    the signature, is another one after a call, the call has kept something.
+    Left out are numbers, strings, tuples and None, and what ``nn.Module`` itself stores: registered parameters,
+    buffers, submodules and hooks. Two modules that have one :func:`signature` and hold the same objects, such as the
+    same function, do the same. If this mapping or the signature changes in a call, the call has stored something.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.act = nn.functional.gelu

@@ -11,6 +11,8 @@ from torch import Tensor
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
     """Returns every autograd node through which a backward of ``tensors`` would pass, each once.
 
+    A tensor without a ``grad_fn``, such as a leaf, adds none.
+
     >>> import torch
     >>> x = torch.ones(1, requires_grad=True)
     >>> [node.name() for node in nodes_behind([(x * 2).exp()])]
@@ -28,6 +30,8 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
 
 def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the ids of the leaf tensors, such as parameters, to which a backward of ``tensors`` would add a gradient.
+
+    A leaf that is itself among ``tensors`` is not found, because its ``grad_fn`` is None.
 
     >>> import torch
     >>> x, y = (torch.ones(1, requires_grad=True) for _ in range(2))

@@ -30,9 +30,9 @@ def iterates(module: nn.Module) -> bool:
 
 
 def sees_batch(module: nn.Module) -> bool:
-    """Returns whether a module computes statistics over the samples of a batch.
+    """Returns whether a module is of a kind that, in training, computes statistics over the samples of a batch.
 
-    These are every BatchNorm, and InstanceNorm with ``track_running_stats``.
+    These are every BatchNorm, and InstanceNorm with ``track_running_stats``. The module's current mode does not matter.
 
     >>> sees_batch(nn.BatchNorm1d(2)), sees_batch(nn.InstanceNorm1d(2))
     (True, False)
@@ -43,6 +43,8 @@ def sees_batch(module: nn.Module) -> bool:
 def keeps_state_between_calls(module: nn.Module) -> bool:
     """Returns whether a training forward updates a module's buffers, so that the number and order of its calls matter.
 
+    Known are spectral norm, and BatchNorm and InstanceNorm with running statistics; any other module gives False.
+
     >>> [keeps_state_between_calls(nn.BatchNorm1d(2, track_running_stats=tracks)) for tracks in (True, False)]
     [True, False]
     """
@@ -51,6 +53,8 @@ def keeps_state_between_calls(module: nn.Module) -> bool:
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the name and the module of every BatchNorm whose statistics can be synchronized over ranks.
+
+    These are torch's own BatchNorm classes; a subclass is left out, because its forward may compute anything.
 
     >>> [path for path, _ in batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
     ['1']
@@ -70,9 +74,10 @@ def uses_batch(module: nn.Module) -> bool:
 
 
 def ignore_batch_statistics(model: nn.Module) -> None:
-    """Replaces the BatchNorm forwards of a model on the meta device, so that it accepts a batch of one or no sample.
+    """Replaces the forwards of a model's BatchNorms, so that a batch of one sample, or of none, raises no error.
 
-    The replaced forwards return the right shapes and compute no statistics. The model is changed in place.
+    It is for models on the meta device: the new forwards return results of the right shape, and neither compute nor
+    update statistics. The model is changed in place. The BatchNorms are those that :func:`batch_norms` yields.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
@@ -86,7 +91,9 @@ def ignore_batch_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Returns a context with :func:`ignore_batch_statistics` applied to a model; the forwards are restored at its end.
+    """Returns a context inside which a model's BatchNorms have the forwards of :func:`ignore_batch_statistics`.
+
+    At its end the forwards are what they were before.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")

@@ -2,8 +2,8 @@
 
 Each call of a module is assigned to a chunk. An operator between modules (an addition, a reshape) joins the latest
 chunk among its inputs. An operator that depends only on the model's inputs is computed by every chunk that needs it,
-from the microbatch. Any other value used by a later chunk is sent to it directly by the chunk that made it, so a skip
-connection may cross any number of stages::
+from the microbatch, and a parameter that the model's own code reads is read by each of them. Any other value used by a
+later chunk is sent to it directly by the chunk that made it, so a skip connection may cross any number of stages::
 
     tokens --> token --> + --> blocks.0 | blocks.1 --> blocks.2 | norm --> head
                     chunk 0             |        chunk 1        |   chunk 2
@@ -49,7 +49,8 @@ class Edge(NamedTuple):
 class Chunked:
     """A model's traced graph in which every module call is assigned to a pipeline chunk.
 
-    ``chunk_of`` gives the chunk of each call, and ``names`` gives the parameters and buffers inside each module.
+    ``chunk_of`` gives the chunk of each call. A call without an entry, or one that takes a result of a later chunk,
+    runs in the latest chunk among its inputs. ``names`` gives the parameters and buffers inside each module.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 0, CallSite("2"): 1}
@@ -93,7 +94,7 @@ class Chunked:
     def attributes(self) -> tuple[tuple[str, str], ...]:
         """The attributes of modules that the model's code reads, as pairs of module path and attribute name.
 
-        Parameters, buffers and submodules are not among them.
+        Parameters, buffers, submodules, ``training`` and names that begin with an underscore are not among them.
         """
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
@@ -126,7 +127,8 @@ class Chunked:
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
         """Returns the graph nodes that one chunk runs, in order.
 
-        These are the nodes assigned to the chunk, and the weight reads and shared operators on which they depend.
+        These are the nodes assigned to the chunk, and those that it needs and every chunk computes for itself: reads of
+        parameters and buffers, and operators that depend on the model's inputs alone.
         """
         needed: set[fx.Node] = set()
         found: list[fx.Node] = []
@@ -142,11 +144,11 @@ class Chunked:
         return {node: site.number for node, site in sites(self.graph) if site is not None}
 
     def before(self, repeat: Repeat) -> Callable[[fx.Node], None]:
-        """Returns a function to pass to :func:`run` as ``before``, which reports the module calls of earlier chunks.
+        """Returns a function to pass to :func:`run` as ``before``; it tells ``repeat`` of the calls of earlier chunks.
 
-        Before this chunk calls a module that earlier chunks have called too, ``repeat(path, times, total)`` is called:
-        earlier chunks made ``times`` of the ``total`` calls of the module. Random numbers and buffers then continue as
-        if one device had made all the calls.
+        Before a chunk calls a module that earlier chunks have called too, the function calls ``repeat(path, times,
+        total)``: earlier chunks made ``times`` of the ``total`` calls of the module. Random numbers and buffers can
+        then continue as if one device had made all the calls. The function counts, so each run needs a new one.
         """
         called: Counter[str] = Counter()
 
@@ -174,6 +176,9 @@ class Chunked:
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
+
+        ``module`` may also be inside a module of the graph. All numbers are 0 if the graph calls neither it nor a
+        module around it.
 
         >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
         >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
@@ -217,10 +222,12 @@ def read_graph(
     """Traces a model and returns its graph of calls, ready to be cut into pipeline chunks.
 
     Parameters and buffers that the model's own code reads become ``get_attr`` nodes. Moves between devices are removed,
-    since a rank has one device. ``opened`` names modules whose code is traced too, ``whole`` containers that stay one
-    call each, and ``given`` the optional arguments that are passed; all are handed to :func:`trace`.
+    since a rank has one device, and reads after an in-place write use the result of the write (:func:`follow_writes`).
+    ``opened`` names modules whose code is traced too, ``whole`` containers that stay one call each, and ``given`` the
+    optional arguments that are passed; all are handed to :func:`trace`.
 
-    Raises: LayoutError: the code depends on tensor values, or writes into a parameter or buffer.
+    Raises: UnknownCodeError: the code cannot be traced, for instance because it depends on tensor values.
+        LayoutError: code outside of the layers writes into a parameter or buffer.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['input_1', '_0', '_1', 'output']
@@ -287,9 +294,9 @@ def _read_weights(node: fx.Node, names: Mapping[int, str]) -> None:
 
 
 class Ready(NamedTuple):
-    """A graph node with the function that it calls looked up.
+    """A graph node together with the function that it calls, and with the values that can be freed after it.
 
-    ``call`` is None for nodes that call nothing, and ``done_with`` names the values that can be freed after the node.
+    ``call`` is None for the model's inputs and output, which call nothing. ``done_with`` names the values.
     """
 
     node: fx.Node
@@ -338,8 +345,8 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
     """Runs the nodes of one chunk and returns the model's output, or None if another chunk computes the output.
 
     ``ready`` is the chunk as :func:`prepare` returns it. ``values`` holds, by node name, the model's inputs and the
-    values received from other chunks. Results are added to it, and removed after their last use unless they are sent to
-    another chunk. ``before`` is called with the node of each module call just before the call.
+    values received from other chunks. Results are added to it, and each value is removed after its last use unless it
+    is sent to another chunk. ``before`` is called with the node of each module call just before the call.
 
     >>> import torch
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())

@@ -77,7 +77,7 @@ def plain_containers(model: nn.Module) -> frozenset[str]:
 
 
 def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
-    """Returns the names of the layers that other code than their allowed callers calls.
+    """Returns the names of those layers in ``allowed_callers`` that are also called by code that is not allowed to.
 
     The modules around each owner are traced to find such calls; code that cannot be traced is skipped.
 

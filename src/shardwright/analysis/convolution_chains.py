@@ -67,7 +67,9 @@ def find_convolution_chains(
     """Returns the chains of convolutions in a model whose channels can be sharded.
 
     A layer belongs to one chain at most, and to none if its name is in ``taken``. A chain contains a GroupNorm only if
-    each of ``parts`` shards gets at least one whole group.
+    each of ``parts`` shards gets at least one whole group. Chains are found only in forwards that can be traced and
+    have no optional arguments. A layer that is called or registered twice is in no chain, and a chain is left out if
+    code elsewhere calls one of its layers.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     >>> (chain,) = find_convolution_chains(block)

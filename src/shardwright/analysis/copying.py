@@ -38,9 +38,9 @@ _HOOKS = frozenset(vars(nn.Module()))
 def copied(model: M, memo: dict[int, Any]) -> M:
     """Returns a deep copy of a model, as ``copy.deepcopy`` does but in half the time, and with closures copied too.
 
-    ``memo`` maps ids of objects to the copies to use for them, as for ``deepcopy``. Functions that hold an object of
-    the model, for instance in a closure, are rebuilt to hold its copy. Most of a module's attributes are empty dicts
-    for hooks, which are copied directly, to save time.
+    ``memo`` maps ids of objects to the copies to use for them, as for ``deepcopy``, and all other copies are added to
+    it. Functions that hold an object of the model, for instance in a closure, are rebuilt to hold its copy. Most of a
+    module's attributes are empty dicts for hooks, which are copied directly, to save time.
 
     Raises: PlanError: a function that holds an object of the model cannot be rebuilt.
 
@@ -224,7 +224,9 @@ def _same(one: Any, other: Any) -> bool:
 def check_apart(model: nn.Module, other: nn.Module) -> None:
     """Raises PlanError if the copy ``other`` of a model still holds a module, parameter or buffer of ``model`` itself.
 
-    The error names the module, parameter or buffer.
+    It looks where a copy may have missed one: in plain attributes, containers, closures, hooks, classes, and globals
+    that functions read. Registered parameters, buffers and submodules are not checked, because a copy may share
+    them on purpose. The error names the module, parameter or buffer.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> check_apart(model, copied(model, {}))

@@ -1,12 +1,13 @@
-"""The cost of each call in a model's graph: work and bytes, by which pipeline stages are balanced.
+"""Computes the cost of each module call in a model's graph: its work and bytes, by which pipeline stages are balanced.
 
-``work`` counts the forward's floating-point operations of matrix products and convolutions. Any other operator counts
-``WORK_PER_ELEMENT`` for each element that it makes, since memory traffic limits it.
+``work`` counts the forward's floating-point operations of matrix products, convolutions and attention. Any other
+operator counts ``WORK_PER_ELEMENT`` for each element that it makes, since memory traffic limits it; a view counts 0.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
@@ -50,7 +51,8 @@ compared.
 class Cost(NamedTuple):
     """The cost of one call: its forward work, the bytes of its parameters, and the bytes of the activations it makes.
 
-    ``work`` is in floating-point operations; see the module's header for how operators without any are counted.
+    ``work`` is in floating-point operations of matrix products, convolutions and attention. Any other operator counts
+    ``WORK_PER_ELEMENT`` of them for each element that it makes.
     """
 
     work: float = 0.0
@@ -59,7 +61,10 @@ class Cost(NamedTuple):
 
 
 class CostCounting(DispatchMode):
-    """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results."""
+    """A dispatch mode that adds up the work of all operators that run inside it, and the bytes of their results.
+
+    Views count neither. Parameters are not counted, so ``parameter_bytes`` of the results is 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +92,7 @@ class CostCounting(DispatchMode):
 
 
 def flops_of(call: RecordedCall) -> int:
-    """Returns the floating-point operations of a recorded matrix product, convolution or attention, or else 0.
+    """Returns the floating-point operations of a recorded matrix product, convolution or attention, else 0.
 
     >>> from shardwright.analysis.recording import record_forward
     >>> recording = record_forward(nn.Linear(4, 8).to("meta"), torch.empty(2, 4, device="meta"))
@@ -114,6 +119,8 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     """Returns the cost of each module call, counted in a run of the model on the meta device.
 
     ``inputs`` are the model's inputs, on the meta device too. ``graph`` is the model's graph, from :func:`read_graph`.
+
+    Raises: RuntimeError: the model's code reads tensor values, which the meta device lacks.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
@@ -172,7 +179,8 @@ def _setting(value: Any) -> object:
 def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallSite, Cost]:
     """Estimates the cost of each module call from the sizes of its weights, for a model without example inputs.
 
-    Each entry of a weight matrix, embeddings excepted, is assumed to be used once for each of ``num_tokens`` tokens.
+    Each entry of a weight of two or more dims, embeddings excepted, is assumed to cost two floating-point operations
+    for each of ``num_tokens`` tokens. ``activation_bytes`` are 0.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -214,11 +222,12 @@ def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) ->
 
 
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
-    """Returns ``costs`` with each call's work replaced by measured time.
+    """Returns ``costs`` with the work of each call computed from the measured time of its module.
 
     ``seconds`` gives the seconds spent in modules, by name; they are multiplied by ``FLOPS_PER_S`` to give work. The
-    time of a module is its own entry in ``seconds``, or else the sum of the entries inside it. The work of calls that
-    were not measured is scaled by the same factor as the work of those that were.
+    time of a module is its own entry in ``seconds``, or else the sum of the entries inside it; its calls get equal
+    shares of that time. The work of all other calls is multiplied by one factor: the work that was measured, divided by
+    the work counted for the same calls.
 
     >>> costs = {CallSite("a"): Cost(10.0), CallSite("b"): Cost(20.0), CallSite("c"): Cost(30.0)}
     >>> found = measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5})
@@ -226,17 +235,18 @@ def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> di
     [1.0, 2.0, 3.0]
     """
     timed: dict[CallSite, float] = {}
+    num_calls = Counter(site.module for site in costs)
     for site in costs:
         inside = [s for name, s in seconds.items() if name.startswith(f"{site.module}.")]
         if site.module in seconds or inside:
-            timed[site] = seconds.get(site.module, sum(inside)) * FLOPS_PER_S
+            timed[site] = seconds.get(site.module, sum(inside)) * FLOPS_PER_S / num_calls[site.module]
     counted_work = sum(costs[site].work for site in timed)
     scale = sum(timed.values()) / counted_work if counted_work else 1.0
     return {site: cost._replace(work=timed.get(site, cost.work * scale)) for site, cost in costs.items()}
 
 
 def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, float]:
-    """Returns the median seconds that one forward spends in each module, by module name.
+    """Returns the median seconds that one forward spends in all calls of each submodule together, by its name.
 
     Pass the result to ``parallelize`` as ``seconds``. ``model`` must have values; it runs ``repeats`` times after a
     warm-up, in this process and in eval mode, and is not changed. ``inputs`` should be as large as one microbatch.

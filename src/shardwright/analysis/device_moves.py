@@ -21,7 +21,10 @@ _MOVES = frozenset(MOVES.values())
 
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the positional and named arguments of a ``Tensor.to`` call without the device, or None if none are left.
+    """Returns the arguments of a ``Tensor.to`` call besides the device, as (positional, named), or None if none remain.
+
+    Kept are a dtype, a memory format, and a tensor whose dtype to take. ``non_blocking`` and ``copy`` are dropped with
+    the device.
 
     >>> without_device(("cuda:1",), {}), without_device((torch.float16,), {})
     (None, ((torch.float16,), {}))
@@ -37,10 +40,10 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 
 
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
-    """Calls ``function`` on meta tensors that report ``device`` as their device, and returns its result.
+    """Calls ``function`` and returns its result, but says ``device`` where it asks for the device of a meta tensor.
 
-    Code that branches on the kind of device then takes the same branch as in a real run. A ``device`` among the
-    arguments in ``named`` is replaced by the meta device.
+    A torch function mode uses it, so that code which branches on the kind of device takes the same branch as in a real
+    run. A ``device`` among the arguments in ``named`` is replaced by the meta device.
     """
     if function == _DEVICE and args[0].is_meta:
         return torch.device(device)
@@ -67,9 +70,10 @@ class OnMeta(TorchFunctionMode):
 
 
 def ignore_device_moves(graph: fx.Graph) -> None:
-    """Removes calls of ``cpu``, ``cuda`` and ``to`` that only move a tensor to another device from an fx graph.
+    """Removes from an fx graph all calls of ``cpu``, ``cuda`` and ``to`` that only move a tensor to another device.
 
-    A call that also changes the dtype keeps that part; ``x.to(other)`` stays, since it may change the dtype.
+    A call that also changes the dtype or memory format keeps that part; ``x.to(other)`` stays, since it may change the
+    dtype. The graph is changed in place.
     """
     for node in list(graph.nodes):
         moved = node.args[0] if node.op == "call_method" and node.target in MOVES else None

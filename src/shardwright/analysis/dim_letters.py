@@ -62,7 +62,7 @@ class Letters:
         self.roles: list[Role] = []
 
     def new(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Adds a letter of this size and role, and returns a dim made of it; for size 1 no letter is added."""
+        """Adds a letter of this size and role, and returns a dim of it; size 1 adds none and gives an empty dim."""
         return () if size == 1 else self.piece(size, role)
 
     def piece(self, size: int, role: Role = Role.SAME) -> Dim:
@@ -102,9 +102,9 @@ def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
 
 
 def all_whole(call: RecordedCall, a: Letters) -> Any:
-    """Returns the dims of an operator whose tensors may not be sharded, as letters of role WHOLE.
+    """Returns the dims of a call's operands, and of its results, as letters of role WHOLE: no tensor may be sharded.
 
-    It is the rule of operators that no table lists.
+    It is the rule of operators that no table lists. The letters (independent indices) are added to ``a``.
     """
     return [a.of(v.shape, Role.WHOLE) for v in call.operands], [a.of(v.shape, Role.WHOLE) for v in call.results]
 

@@ -125,14 +125,19 @@ class DrawCall:
         return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
 
     def drawn(self, result: Any) -> Any:
-        """Returns the tensor whose shape the random numbers have: the call's input tensor, or else ``result``."""
+        """Returns the tensor for which numbers are drawn: the first tensor among the call's operands, or ``result``.
+
+        The operands are the arguments ``input`` (a query, for attention), ``mean`` and ``std``.
+        """
         inputs = (self.given.get(name) for name in ("input", "mean", "std"))
         return next((each for each in inputs if isinstance(each, Tensor)), result)
 
     def without_numbers(self) -> Any:
         """Runs the call without drawing random numbers and returns a result of the right shape and dtype.
 
-        The values are arbitrary, except that a result of one element gets a value that a real call could return.
+        The values are arbitrary. Only a one-element result of a function that takes sizes and no tensor, such as
+        ``torch.rand(1)``, is a value that a real call could return. Attention and recurrent networks run without their
+        dropout, and a function that writes in place returns its input unchanged.
         """
         x = self.drawn(None)
         if self.kind == "attend":
@@ -155,9 +160,10 @@ class DrawCall:
 def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> DrawCall | None:
     """Returns the :class:`DrawCall` of a torch function call, or None if the call draws no random numbers.
 
-    Dropout outside of training, for example, draws nothing.
+    Dropout outside of training, for example, draws nothing. The result is None too for functions whose numbers cannot
+    be made independent of the layout, such as ``torch.poisson``; :class:`RefusesRandomNumbers` refuses those.
 
-    Raises: PlanError: dropout between the layers of a recurrent network is called on packed sequences.
+    Raises: PlanError: a recurrent network with dropout between its layers is called on packed sequences in training.
 
     >>> draw_of(functional.dropout, (torch.ones(2),), {"p": 0.1})["p"]
     0.1
@@ -175,14 +181,17 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
     elif kind == "attend":
         draws = given["dropout_p"] > 0
     elif kind == "recur":
-        if not isinstance(given["has_biases"], bool):
+        packed = not isinstance(given["has_biases"], bool)  # torch calls it with another list of parameters
+        if packed:
+            given = _bound(parameters, (args[0], *args[2:]), named)
+        draws = given["training"] and given["dropout"] > 0 and given["num_layers"] > 1
+        if packed and draws:
             raise PlanError(
                 "dropout between the layers of a recurrent network needs padded sequences",
                 given="packed sequences",
                 allowed="a tensor (samples, tokens, features), or dropout=0",
                 fix="give the layer the padded tensor, or use a layer for each with nn.Dropout between",
             )
-        draws = given["training"] and given["dropout"] > 0 and given["num_layers"] > 1
     else:
         draws = kind != "rrelu" or given["training"]
     return call if draws else None

@@ -65,10 +65,10 @@ FoundDraw = tuple[tuple[str, int, int], TensorUse, str]
 class Draws:
     """The random draws of a model's forward, with the place of the samples in each drawn tensor.
 
-    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call); a place is
-    None for a tensor without samples. ``others`` names the random generators other than torch's from which the forward
-    draws. ``across`` lists modules that reduce the samples of a batch by a function other than a sum, with that
-    function.
+    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). A place is
+    None for a tensor without samples, and :data:`MIXED` if it cannot be cut by samples. ``others`` names the random
+    generators other than torch's from which the forward draws. ``across`` lists modules that reduce the samples of a
+    batch by a function other than a sum, with that function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Draws:
     across: tuple[tuple[str, str], ...] = ()
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
-        """Returns the place of the samples in a draw, or None if the drawn tensor has no samples.
+        """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
 
         For a call that the example did not make, it is the place that this draw has in all other calls of the module.
 
@@ -99,10 +99,11 @@ class Draws:
         return found
 
     def check(self) -> None:
-        """Raises PlanError if the model draws random numbers that depend on how samples are spread over ranks.
+        """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        Call it when a layout shards the batch. It also warns of a module that reduces over all samples by other than a
-        sum, such as a maximum: a rank would see only its own samples, so the result may differ from one device.
+        These are draws that mix samples, and draws from the generators of Python and NumPy. Call it when a layout
+        shards the batch. It also warns of a module that reduces over all samples by other than a sum, such as a
+        maximum: a rank would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across:
             warn(
@@ -129,7 +130,7 @@ class Draws:
 
 
 def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str]) -> Draws:
-    """Returns the :class:`Draws` of a recorded run.
+    """Returns the random draws of a recorded run, and where each drawn tensor holds the samples of the batch.
 
     ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
     than torch's from which the run drew.
@@ -145,9 +146,10 @@ def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], ot
 
 
 def draws_as_known(module: nn.Module) -> bool:
-    """Returns whether a module is torch's or this library's own and draws no random numbers but those of dropout.
+    """Returns whether a module of torch or of this library draws no random numbers, or only those of plain dropout.
 
-    These are the numbers of ``nn.Dropout`` and of dropout inside attention. A model of such modules alone needs no
+    Plain dropout is ``nn.Dropout`` and dropout inside attention. A user's class, a module whose forward was replaced,
+    any other dropout, ``nn.RReLU`` and a recurrent network give False. A model whose modules all give True needs no
     recorded run.
     """
     home = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
@@ -169,15 +171,17 @@ def other_generators() -> Iterator[list[str]]:
     found: list[str] = []
     with _OTHERS:
         before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-        yield found
-        if random.getstate() != before:
-            random.setstate(before)
-            found.append("Python's random")
-        # compared array by array: turning the state into text would take longer than recording
-        now = [] if numpy is None else tree_leaves(numpy.random.get_state(legacy=False))
-        if numpy is not None and not all(map(numpy.array_equal, now, tree_leaves(numpys))):
-            numpy.random.set_state(numpys)
-            found.append("numpy.random")
+        try:
+            yield found
+        finally:
+            if random.getstate() != before:
+                random.setstate(before)
+                found.append("Python's random")
+            # compared array by array: turning the state into text would take longer than recording
+            now = [] if numpy is None else tree_leaves(numpy.random.get_state(legacy=False))
+            if numpy is not None and not all(map(numpy.array_equal, now, tree_leaves(numpys))):
+                numpy.random.set_state(numpys)
+                found.append("numpy.random")
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:

@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 
 
 def crossing_name(value: ValueName) -> str:
-    """Returns the name under which a value is sent from one pipeline chunk to another."""
+    """Returns the name, such as ``3.0``, under which a value is sent from one pipeline chunk to another."""
     return f"{value[0]}.{value[1]}"
 
 
@@ -135,12 +135,15 @@ class EventsChunked:
         return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
-        """Returns the names of the parameters that one chunk passes to functions outside of modules."""
+        """Returns the names of the parameters that one chunk passes to functions called between modules."""
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         return frozenset().union(*(event.reads for event in events if event.number is None))
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
-        """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call."""
+        """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
+
+        Every chunk makes a call that is not part of an event, and none makes a call that the forward did not make.
+        """
         calls = self.record.calls.get(module, [])
         made = [calls[number] if number < len(calls) else -1 for number in range(num_calls)]
         return tuple(
@@ -149,10 +152,10 @@ class EventsChunked:
 
     @cached_property
     def repeats(self) -> Mapping[int, Sequence[tuple[str, int]]]:
-        """Maps events to the modules in them that earlier chunks have called, so that their calls are numbered on.
+        """For each event, those modules called in it that earlier chunks have called too, with their number of calls.
 
-        A key is an event's index, and a value lists pairs of a module's path and the number of its calls before the
-        event.
+        A key is an event's index; its value lists pairs of a module's path and the number of its calls before the
+        event, from which a rank continues to count. Events without such modules have no entry.
         """
         found = {}
         for number, event in enumerate(self.record.events):

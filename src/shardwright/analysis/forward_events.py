@@ -53,7 +53,7 @@ def below_functions() -> Any:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Returns the name of a torch function; for the getter of a tensor attribute, the attribute's name is included."""
+    """Returns a torch function's name; an attribute's getter is named with the attribute, such as ``shape.__get__``."""
     name = str(getattr(function, "__name__", function))
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
@@ -299,11 +299,11 @@ class _Events(TorchFunctionMode):
 def record_events(
     model: nn.Module, inputs: Any, units: Collection[str] = (), draw: Draw | None = None
 ) -> ForwardRecord:
-    """Runs one forward of a model on the meta device and returns a record of its events.
+    """Runs one forward of a model on the meta device and returns a record of its calls of modules and functions.
 
-    ``units`` names the modules whose calls are one event each. ``draw`` returns the random numbers that the code draws
-    for other uses than tensors of samples, such as a number that decides whether a layer is skipped; without ``draw``
-    all of them are 0.5.
+    ``units`` names the modules whose calls are one event of the record each. ``draw`` returns the random numbers that
+    the code draws for other uses than tensors of samples, such as a number that decides whether a layer is skipped;
+    without ``draw`` all of them are 0.5.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])

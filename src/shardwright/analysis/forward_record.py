@@ -36,7 +36,10 @@ class GhostSpec(NamedTuple):
 
 
 class SharedOperand(NamedTuple):
-    """Marks a result that is no new tensor but the event's operand number ``operand``, as of an in-place call."""
+    """Stands for a result that is not a new tensor but one of the call's own arguments, as in-place calls return it.
+
+    ``operand`` is the number of that argument among the tensors that the call takes.
+    """
 
     operand: int
 
@@ -48,8 +51,9 @@ class ForwardEvent:
     ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
     their names, and None for other tensors. ``plain`` holds the numbers and strings among the arguments. ``results``
-    are the leaves of the returned ``tree``. ``written`` lists the operands that the call writes to, with their new
-    values. ``reads`` are the names of the weights that the call uses.
+    are the leaves of the returned ``tree``, with a :class:`GhostSpec` or :class:`SharedOperand` for each tensor.
+    ``written`` lists the operands that the call writes to, with their new values. ``reads`` are the names of the
+    weights that the call uses.
     """
 
     name: str
@@ -69,8 +73,8 @@ class ForwardEvent:
 class ModuleSpan(NamedTuple):
     """One call of a module that is not a unit: the range of events inside the call, and their cost.
 
-    The events are ``first`` to ``stop``. ``caller`` is the index of the span around this one. ``is_free`` says that its
-    results depend on the model's inputs alone.
+    The events are ``first`` to ``stop - 1``. ``caller`` is the index of the span around this one, or -1. ``is_free``
+    says that its results depend on the model's inputs alone.
     """
 
     path: str
@@ -125,7 +129,7 @@ def tag_value(tensor: Tensor, name: ValueName | None) -> None:
 
 
 def value_mark(tensor: Tensor) -> tuple[ValueName, int] | None:
-    """Returns the name that :func:`tag_value` gave a tensor and the tensor's version at that time, or None."""
+    """Returns the name that :func:`tag_value` gave a tensor and its version at that time, or None without a mark."""
     found: tuple[ValueName, int] | None = tensor.__dict__.get(_TAG)
     return found
 

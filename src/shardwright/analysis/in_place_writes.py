@@ -35,14 +35,17 @@ def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the bare name of the function or method that a node calls; empty for other nodes."""
+    """Returns the bare name of the function or method that a node calls, or an empty string for other nodes."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Returns the node into whose value ``node`` writes in place, or None if ``node`` writes to no argument."""
+    """Returns the node into whose value ``node`` writes in place, or None if ``node`` writes to no argument.
+
+    A write is known by the function's name, such as ``add_``, or by ``inplace=True``; it goes to the first argument.
+    """
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -55,7 +58,10 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
-    """Changes an fx graph so that reads of a value after an in-place write to it use the result of the write."""
+    """Changes an fx graph so that reads of a value after an in-place write to it use the result of the write.
+
+    An input of the model is cloned before it is written to. Writes to parameters and buffers are left as they are.
+    """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
             node.target = put

@@ -1,4 +1,4 @@
-"""Finds modules whose code :func:`trace` cannot follow: torch's transformer layers, and attention."""
+"""Recognizes modules whose code is known, although it cannot be traced: torch's transformer layers, and attention."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | N
 
 
 def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
-    """Yields the two linear layers of the feed-forward block in each of torch's transformer layers, as a chain.
+    """Yields, for each of torch's transformer layers, its two feed-forward layers as a chain, and its ``batch_first``.
 
-    Each comes with whether dim 0 of the layer's input holds the samples (``batch_first``).
+    Subclasses are left out, and so are layers whose activation is not elementwise, or whose feed-forward part was
+    replaced or has hooks.
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))
@@ -77,6 +78,8 @@ def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
 def is_known_attention(module: nn.Module) -> bool:
     """Returns whether a module is a plain ``nn.MultiheadAttention``, without ``add_bias_kv`` and ``add_zero_attn``.
 
+    A subclass is not, nor is one with hooks, a replaced forward or a replaced output projection.
+
     >>> [is_known_attention(nn.MultiheadAttention(4, 2, add_bias_kv=more)) for more in (False, True)]
     [True, False]
     """
@@ -90,7 +93,9 @@ def is_known_attention(module: nn.Module) -> bool:
 
 
 def attention_layers(attention: Attention) -> tuple[str, ...]:
-    """Returns the names of an attention's linear layers, which project queries, keys and values, and the output.
+    """Returns the attribute names of an attention's projections: queries, keys, values and output.
+
+    If queries, keys and values are projected by one fused layer, its name is ``qkv``.
 
     >>> attention_layers(Attention(8, 2))
     ('q', 'k', 'v', 'o')

@@ -57,8 +57,9 @@ class MetaValues(DispatchMode):
 
     An operator on tensors of both the CPU and the meta device runs on meta. A subclass can override :meth:`ran` to see
     every operator. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
-    in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, such conditions count as true
-    everywhere, so that code which selects by them, as the loop over the experts of a mixture does, selects everything.
+    in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, masks that are known only in
+    a real run count as true everywhere, and so do conditions without a ``guess``: code that selects by them, as the
+    loop over the experts of a mixture does, selects everything.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -96,7 +97,10 @@ class MetaValues(DispatchMode):
         """A hook for subclasses, called when an unknown condition is taken as true everywhere; here it does nothing."""
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """Returns a tensor's values, or None if they are known only in a real run."""
+        """Returns a tensor's values, or None if they are known only in a real run.
+
+        A tensor that is not on the meta device is returned itself.
+        """
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
 
     def give(self, tensor: Tensor, values: Tensor) -> None:

@@ -100,16 +100,17 @@ class ModelGraph:
     def draws(self) -> Draws | None:
         """The model's calls that draw random numbers in training, or None if its forward was not recorded.
 
-        There is no record if the forward does not run on the meta device. None is needed either for a model of torch's
-        and this library's layers alone, which draw only by dropout and attention.
+        It is not recorded if it does not run on the meta device. A model made only of layers of torch and of this
+        library that draw by plain dropout, if at all, is not recorded either: it needs no record.
         """
         found = self._of_own_code
         return None if found is None else found.draws
 
     def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
-        """Returns the first operator in the model's own code that mixes the samples of a batch; None if none is known.
+        """Returns the first operator in the model's own code that mixes the samples of a batch, or None.
 
-        ``shared`` names modules that are allowed to mix samples, because ranks add up their statistics.
+        It is None too if the forward was not recorded, as for :attr:`draws`. ``shared`` names the BatchNorms that may
+        mix samples, because ranks add up their statistics.
         """
         found = self._of_own_code
         return None if found is None else mixing_call(found.recording, found.axes, shared)

@@ -1,4 +1,4 @@
-"""Records the shapes of every module call in one forward of the plain model, without values on the meta device."""
+"""Records the input and output shapes of every module call in one forward of the unsharded model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AttentionCall(NamedTuple):
     ``inputs`` has, for each distinct input, its number of tokens, its number of features, and whether it needs a
     gradient. ``padding`` is the size of the key padding mask, ``mask`` that of an attention mask for each sample, and
     ``shared_mask`` that of an attention mask for all samples if it needs a gradient. ``weights`` is the size of the
-    returned attention weights, and ``scores`` that of one head's scores. A field that ends in ``_learns`` or ``_learn``
-    says whether that tensor needs a gradient.
+    returned attention weights, and ``scores`` that of one head's scores. The size of a tensor that the call does not
+    have is 0. A field that ends in ``_learns`` or ``_learn`` says whether that tensor needs a gradient.
     """
 
     num_samples: int
@@ -119,7 +119,9 @@ ModuleCalls = Mapping[str, tuple[ModuleCall, ...]]
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Runs one forward and returns the calls of every module, by module name.
 
-    If the model and ``inputs`` are on the meta device, the forward computes no values.
+    If the model and ``inputs`` are on the meta device, the forward computes no values. Of modules other than
+    ``nn.MultiheadAttention``, a call is left out if it takes no tensor or returns anything but one tensor. The output
+    projection of ``nn.MultiheadAttention``, which torch uses without calling it, is listed as called.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
     >>> module_calls = record_module_calls(model, torch.empty(5, 2, device="meta"))

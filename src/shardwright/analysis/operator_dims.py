@@ -1,4 +1,4 @@
-"""The table of how each operator relates the dims of its inputs and results, read by planning and execution."""
+"""A table of rules, one for each operator, that relate the dims of its inputs to those of its results."""
 
 from __future__ import annotations
 

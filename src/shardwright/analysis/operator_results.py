@@ -24,14 +24,14 @@ _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 
 
 class MetaSpec(NamedTuple):
-    """The shape, strides and dtype of a meta tensor, as a key."""
+    """The shape, strides and dtype of a meta tensor, which can be a key of a dict."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """Returns a new tensor of this shape, strides and dtype."""
+        """Returns a new tensor of this shape, strides and dtype on the meta device."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
@@ -116,7 +116,10 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
 
 
 def result_of(value: Any) -> MetaSpec | None:
-    """Returns the spec of a plain tensor on the meta device; None of anything else."""
+    """Returns the :class:`MetaSpec` of a plain tensor on the meta device, or None for any other value.
+
+    Complex, sparse and subclassed tensors are not plain.
+    """
     try:
         found = _specs(value)
     except _UnknownError:

@@ -97,8 +97,9 @@ def attributes(value: Any) -> dict[str, Any]:
 def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yields ``value`` and every object that it holds, directly or not, as pairs of a path and an object.
 
-    A path is text that leads from ``value`` to the object. Objects whose ids are in ``seen`` are skipped, and each
-    object found is added to it. Objects whose ids are in ``closed`` are yielded, but what they hold is not searched.
+    A path is text that leads from ``value`` to the object. Numbers, text and other values that refer to nothing are
+    left out. Objects whose ids are in ``seen`` are skipped, and each object found is added to it. Objects whose ids are
+    in ``closed``, and tensors, classes and imported modules, are yielded, but what they hold is not searched.
     """
     waiting = [("", value)]
     while waiting:
@@ -153,7 +154,10 @@ def unregistered(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def tensors_outside(model: nn.Module) -> dict[int, str]:
-    """Returns the tensors that a model holds in plain attributes, containers or closures: the place of each, by its id.
+    """Returns, by tensor id, the place of each tensor that a model holds in plain attributes, containers or closures.
+
+    A registered parameter or buffer is included if it is also held in such a place. A tensor that is held in several
+    places is listed with one of them.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.again = [layer.weight]

@@ -52,7 +52,7 @@ class RecordedCall:
     """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
 
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
-    running, and ``number`` counts the calls of that module.
+    running, and ``number`` says in which of its calls, counted from 0.
     """
 
     function: Callable[..., Any]
@@ -310,7 +310,8 @@ def record_forward(
     raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
     that uses more parameters is returned.
 
-    Raises: ValueReadError: the code reads a number that depends on a parameter or an input.
+    Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
+        forward takes a gradient itself. If the code raises in both runs, the second exception is raised.
 
     >>> recording = record_forward(nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta"))
     >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape

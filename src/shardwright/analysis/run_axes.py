@@ -178,9 +178,9 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 def unify(one: DimAxis, other: DimAxis) -> None:
-    """Merges two axes into one, and splits both into the same factors and parts.
+    """Merges two axes of equal size into one, in place, and splits both into the same factors and parts.
 
-    If the factors or parts cannot be matched, the axes are marked as needed whole, that is, uncut.
+    If the factors or parts cannot be matched, those left over are marked as needed whole, that is, uncut.
 
     >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
     >>> unify(columns, _product([heads, width]))
@@ -265,7 +265,11 @@ class AxisUse:
 
 @dataclass(eq=False)
 class RunAxes:
-    """The axis of each dim of each tensor of a run, and the operators that sum over axes or look up rows along them."""
+    """Which dims of the tensors of a recorded forward must be sharded alike, and which operators sum over such dims.
+
+    Dims that must be sharded alike share a :class:`DimAxis`. ``uses`` has the operators that sum over one, or look up
+    rows of a table by it.
+    """
 
     dims: dict[TensorUse, list[DimAxis]] = field(default_factory=dict)
     uses: list[AxisUse] = field(default_factory=list)
@@ -280,7 +284,10 @@ class RunAxes:
         return self.dims[tensor]
 
     def of_samples(self, inputs: Iterable[TensorUse]) -> set[DimAxis]:
-        """Returns the smallest axes that carry the samples of a batch, which are those of dim 0 of ``inputs``."""
+        """Returns the axes that make up dim 0 of the tensors ``inputs``, the dim that holds the samples of a batch.
+
+        If dim 0 was found to be a product or a concatenation of smaller axes, these are returned (:func:`leaves`).
+        """
         return {leaf for given in inputs if given.shape for leaf in leaves(self.of(given)[0])}
 
 
@@ -330,9 +337,10 @@ def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:
 
 
 def spread(labels: bytes, inside: int, outside: int) -> bytes:
-    """Returns the rank that holds each element of a dim, from ``labels``, the ranks along one factor of the dim.
+    """Returns the rank that holds each element of a dim, as one byte each, where one factor of the dim is cut.
 
-    ``inside`` and ``outside`` are the numbers of elements of the dim's faster and slower factors.
+    ``labels`` are the ranks that hold the indices of that factor; ``inside`` and ``outside`` are the numbers of
+    elements of the dim's faster and slower factors.
 
     >>> list(spread(bytes([0, 1]), inside=2, outside=2))
     [0, 0, 1, 1, 0, 0, 1, 1]
@@ -345,7 +353,10 @@ def spread(labels: bytes, inside: int, outside: int) -> bytes:
 def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
     """Returns the rank that holds each index of ``axis``, as bytes, or None if no axis in it is cut.
 
-    ``cut`` maps each axis that is cut to the ranks that hold its indices.
+    ``cut`` maps each axis that is cut to the ranks that hold its indices. In a concatenation, the indices of a part
+    that is not cut have the label :data:`ALL`, since every rank holds them.
+
+    Raises: ValueError: two factors of a product are cut.
 
     >>> heads = DimAxis(2)
     >>> list(labels_of(_product([heads, DimAxis(3)]), {heads: bytes([0, 1])}))

@@ -26,8 +26,8 @@ _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_
 def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) -> RecordedCall | None:
     """Returns the first operator that mixes samples and whose result goes back into each sample, or None.
 
-    ``shared`` names modules that may mix samples, because ranks add up their statistics. A sum that ends in one number,
-    such as a loss, does not count, and neither do integers such as counts and positions.
+    ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics. A sum that ends in one
+    number, such as a loss, does not count, and neither do integers such as counts and positions.
 
     >>> import torch
     >>> from torch import nn

@@ -155,7 +155,10 @@ def trace(
     shows_weights: bool = False,
     failures: list[Exception] | None = None,
 ) -> fx.Graph | None:
-    """Returns the graph of the calls that a module's forward makes, or None if its Python code depends on values.
+    """Returns the graph of the calls that a module's forward makes, or None if its Python code cannot be traced.
+
+    Code cannot be traced if it depends on tensor values, draws random numbers itself, runs under autocast or, with
+    ``shows_weights``, changes an attribute that it reads.
 
     A call of a submodule is a single node. The code is followed, however, into plain containers, into modules named in
     ``opened``, and with ``deep`` into all modules that are not torch's own, but never into a module with hooks.
@@ -286,6 +289,9 @@ def _submodules(
 
 def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
     """Returns every chain ``Linear -> elementwise -> Linear`` of a model; a layer is in one chain at most.
+
+    Chains are found in forwards that can be traced and have no optional arguments. A layer that is called or registered
+    twice is in none, and neither is one whose output is also used outside of the chain.
 
     >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
     >>> find_chains(nn.Sequential(gelu, gelu))

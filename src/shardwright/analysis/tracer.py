@@ -38,7 +38,7 @@ class Tracer(fx.proxy.GraphAppendingTracer):
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **named: Any) -> fx.Node:
-        """Appends a node to the graph and notes in its ``meta`` whether gradients are off."""
+        """Appends a node to the graph, notes in its ``meta`` whether gradients are off, and returns it."""
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", devices.accelerator()}):
             raise RuntimeError("a part of the code runs under autocast")
         node = super().create_node(*args, **named)
@@ -52,6 +52,9 @@ ATTRIBUTES = "attributes"
 
 class AttributeReads:
     """Records which plain attributes of modules a model's code reads, other than those that the code has set itself.
+
+    Parameters, buffers, submodules, ``training`` and names that begin with an underscore are left out. ``model`` must
+    be a copy made for this, because the classes of its modules are replaced.
 
     >>> model = nn.Sequential(nn.Linear(2, 3))
     >>> reads = AttributeReads(model)
@@ -81,7 +84,7 @@ class AttributeReads:
         return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
     def has_changed(self) -> bool:
-        """Returns whether the code sets an attribute that it has read: the next step would then read another value."""
+        """Returns whether the code has set an attribute that it has read, so that the next step reads another value."""
         return any(vars(self._modules[path]).get(name) is not self._before[path][name] for path, name in self.found)
 
 

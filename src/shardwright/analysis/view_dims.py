@@ -1,4 +1,4 @@
-"""The dims of operators that only move elements, such as views, slices and concatenations, written in letters."""
+"""Rules that relate the dims of inputs and results of operators that only move elements, such as views and slices."""
 
 from __future__ import annotations
 

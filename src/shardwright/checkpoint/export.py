@@ -18,7 +18,9 @@ from shardwright.errors import PlanError
 
 
 def export_model(folder: Path, to: Path) -> tuple[Manifest, int]:
-    """Writes a checkpoint's model, unsharded, into the safetensors file ``to``; returns manifest and number of tensors.
+    """Writes a checkpoint's model, unsharded, into the safetensors file ``to``.
+
+    Returns the checkpoint's manifest and the number of tensors written.
 
     Optimizer state is left out. The file is written beside its place and renamed, so that a kill leaves no half file.
 

@@ -120,7 +120,10 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
 
 
 def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece, ...], local: Tensor) -> None:
-    """Reads one stored tensor into this rank's shard ``local``; only the boxes of its ``pieces`` are read from disk."""
+    """Reads one tensor of a checkpoint into this rank's shard ``local``, cast to the shard's dtype.
+
+    ``pieces`` say which boxes of the whole tensor the shard holds; only these are read from disk.
+    """
     stored = manifest.tensors[name][2]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
     here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint folder, by which saves into one folder wait for each other."""
+"""Locks a folder of checkpoints, so that saves into the same folder wait for each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAIT_S = 0.02
 
 @contextlib.contextmanager
 def one_save(folder: Path) -> Iterator[None]:
-    """A context that holds the lock of saves into ``folder``; it waits for a save that holds the lock.
+    """A context in which no other save writes into ``folder``; it first waits for one that does, and locks the folder.
 
     Raises: OSError: the folder cannot be written, or the other save has not ended after ``MOST_WAIT_S``.
     """

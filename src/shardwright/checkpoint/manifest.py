@@ -1,4 +1,4 @@
-"""The checkpoint format: the files of a checkpoint folder, their manifest, and the checks of both.
+"""The checkpoint format: the files of a checkpoint folder, the manifest that lists them, and the checks of both.
 
 ::
 
@@ -66,8 +66,9 @@ class Manifest:
     """The content of ``manifest.json``: the tensors of a checkpoint by global name, whatever layout wrote them.
 
     ``tensors`` maps a name to (dtype, shape, stored boxes); model tensors are named as in the plain model, optimizer
-    state ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds optimizer state
-    without the parameter's shape, by parameter and key; ``groups`` the optimizer's param groups.
+    state is named ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds the
+    optimizer state that does not have its parameter's shape, such as step counts, by parameter and key. ``groups`` are
+    the optimizer's param groups, and ``optimizer`` is its class's name, "" without one. ``extra`` is the user's data.
     """
 
     step: int
@@ -97,7 +98,10 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, path: Path) -> Manifest:
-        """Parses the text of ``manifest.json``. Raises CheckpointError for another format or a broken manifest."""
+        """Returns the manifest in ``text``, the text of ``manifest.json``; ``path`` is the checkpoint, for errors.
+
+        Raises: CheckpointError: the text is of another format, of a newer version, or broken.
+        """
         try:
             found = json.loads(_checked(text))
             if isinstance(found, dict) and found.get("format") != FORMAT:

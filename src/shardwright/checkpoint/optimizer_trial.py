@@ -20,10 +20,13 @@ def check_steps(
 ) -> None:  # fmt: skip
     """Raises ValueError if a step of a param group with its saved options and state would fail.
 
-    What an optimizer needs, only its own code knows. So another one of its kind steps a parameter of one element with
-    the state that was read, once for each kind of state. An optimizer that cannot step such a parameter with the
-    options that it has and without state, as one that needs a closure, is not checked. ``held`` are the group's
-    parameters by name, each with its new state, of which only shapes and scalars are used.
+    Only an optimizer's own code knows which state it needs. So another optimizer of the same class steps a parameter of
+    one element with the state that was read, once for each kind of state. ``optimizer`` itself is not changed. Three
+    kinds are not checked: an optimizer that cannot step such a parameter even with its present options and without
+    state, such as one that needs a closure; one whose step reads attributes of its own; and state of another shape than
+    the parameter's, such as the sums of rows and columns of Adafactor. ``group`` has the present options, ``options``
+    the saved ones. ``held`` are the group's parameters by name, each with its new state, of which only shapes, dtypes
+    and scalars are used.
 
     >>> weight = nn.Parameter(torch.ones(3))
     >>> adam = torch.optim.AdamW([weight])

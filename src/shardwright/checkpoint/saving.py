@@ -68,9 +68,9 @@ def save(
     checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that are not persistent are left out, as in
     ``state_dict``. Saves of several runs into one folder wait for each other.
 
-    With ``wait=False`` the call returns once each rank's part is copied to host memory. A thread writes the copy beside
-    training, and the path exists once the checkpoint is complete. The next save waits for it; so do ``run.wait_saves``
-    and ``launch``.
+    With ``wait=False`` the call returns once each rank's part is copied to host memory. A thread writes the copy while
+    training goes on, and the path exists once the checkpoint is complete. The next save waits for it; so do
+    ``run.wait_saves`` and ``launch``.
 
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
         writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched.
@@ -88,8 +88,8 @@ def save(
 def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
     """Returns the token of a save and the writer of each buffer, which all ranks must agree on before they save.
 
-    The token is the random part of the name of the folder that the checkpoint is written to until it is complete. The
-    writers are ranks, by the buffer's name.
+    All ranks call it. The token is the random part of the name of the folder that the checkpoint is written to until it
+    is complete. The writers are ranks, by the buffer's name.
     """
     gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
     # stages have different buffers; each is written by the first rank that has it
@@ -101,11 +101,13 @@ def save_alone(
     folder: Path, run: Run, optimizer: torch.optim.Optimizer, step: int, agreed: tuple[str, Mapping[str, int]], *,
     keep: int, failure: BaseException, most_s: float,
 ) -> bool:  # fmt: skip
-    """Saves a checkpoint of ``step`` without collectives, after a rank has failed. True on the rank that completes it.
+    """Saves a checkpoint of ``step`` without collectives, after a rank has failed.
 
-    All ranks must hold the state of ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`; ``keep`` is
-    that of :func:`save`. ``failure``, the exception that ended this rank, and ``most_s`` are those of
-    :func:`~shardwright.checkpoint.writing.write_alone`.
+    Returns True on the rank that completes the checkpoint, else False. All ranks call it and must hold the state of
+    ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`; ``keep`` is that of :func:`save`.
+    ``failure`` is the exception that ended this rank, and ``most_s`` the most seconds to wait for the other ranks.
+
+    Raises: OSError: a rank could not write its part.
     """
     run.num_steps = step
     write, merge, _ = _contents(run, optimizer, agreed[1], {})
@@ -154,7 +156,10 @@ def _contents(
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns ``extra``, the user's data, as JSON would give it back. Raises CheckpointError if it is no JSON."""
+    """Returns ``extra``, the user's data, as it comes back from JSON; an empty dict for None.
+
+    Raises: CheckpointError: it cannot be written as JSON.
+    """
     try:
         found: dict[str, Any] = json.loads(json.dumps(extra or {}))
     except (TypeError, ValueError, RecursionError) as failure:
@@ -226,7 +231,10 @@ def buffer_layout(run: Run, name: str, buffer: Tensor) -> TensorLayout:
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Returns whether a value of an optimizer's state has its parameter's shape, such as Adam's moments."""
+    """Returns whether a value of an optimizer's state is a tensor of its parameter's shape, such as Adam's moments.
+
+    It is False for a tensor without dims, such as a step count.
+    """
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
@@ -245,7 +253,7 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
 
 def pack_entries(entries: Entries) -> dict[str, Any]:
-    """Returns a rank's manifest entries (which box of a tensor is in which file) as lists, to send them as JSON."""
+    """Returns a rank's manifest entries (which box of a tensor is in which file) as plain lists that JSON can hold."""
     return {
         name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
         for name, (dtype, shape, stored) in entries.items()
@@ -265,8 +273,9 @@ def merge_tensors(packed: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tupl
 def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
     """Returns the optimizer's param groups merged over ranks, since a pipeline stage has only a part of each group.
 
-    A group without parameters on a stage is ignored if others have parameters for it. A stage may also leave such a
-    group out, so that its later groups have lower numbers: groups of one number are merged only if their options agree.
+    ``by_rank`` has the groups of each rank. A group without parameters on a stage is ignored if the group has
+    parameters elsewhere. A stage may also leave such a group out, so that its later groups have lower numbers: groups
+    of one number are merged only if their options agree.
 
     >>> first, last = {"parameters": ["a"], "options": {"lr": 1}}, {"parameters": ["b"], "options": {"lr": 2}}
     >>> none = {"parameters": [], "options": {"lr": 1}}
@@ -285,7 +294,10 @@ def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str,
 
 
 def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Returns a param group's parameters by name, without the placeholder of a stage that trains nothing."""
+    """Returns those of an optimizer group's parameters that are the run's, by name.
+
+    The placeholder parameter of a pipeline stage that trains nothing is left out.
+    """
     names = {id(parameter): name for name, parameter in run.parameters.items()}
     return {names[id(p)]: p for p in group["params"] if id(p) in names}
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 PART = re.compile(r"part-[0-9]{1,12}(\.[0-9]{1,12})?\.safetensors")
 DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
@@ -23,7 +24,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_schema(found: Any) -> None:
-    """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` has exactly a manifest's entries.
+    """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` is a valid manifest.
+
+    It must have exactly a manifest's entries, with values of the right types. Each tensor's pieces must lie inside of
+    the tensor and of its files. The optimizer's options must not be NaN, nor its learning rates negative or infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -92,6 +96,11 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         _need(isinstance(names, list) and all(map(_is_text, names)), "the parameters of a param group are no names")
         fits = isinstance(options, dict) and "params" not in options and all(map(_is_plain, options.values()))
         _need(fits, "the options of a param group are no plain values")
+        nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
+        _need(not nan, f"the option '{nan}' of a param group is not a number")
+        rate = options.get("lr")  # torch checks a rate only where it is given to a new optimizer
+        fits = rate is None or (isinstance(rate, int | float) and 0 <= rate < inf)
+        _need(fits, f"the learning rate of a param group is {rate!r:.80}")
 
 
 def _need(holds: bool, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Saves and loads global tensors in the checkpoint format; the layout they are loaded into may be another."""
+"""Saves global tensors as a checkpoint, and loads them into global tensors of any placement and sbp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def save_tensors(
 ) -> Path:
     """Saves global tensors by name as the checkpoint ``folder/step-N`` and returns its path; all ranks call it.
 
-    It implements :func:`shardwright.global_tensor.save`.
+    N is ``step``, in eight digits, and ``extra`` is stored as JSON. It implements
+    :func:`shardwright.global_tensor.save`.
+
+    Raises: CheckpointError: a value is not a global tensor, ``extra`` is not JSON, or the checkpoint cannot be written;
+        LayoutError: ranks give different tensors; PlanError: a tensor is a view that is out of date.
     """
     extra = check_extra(extra)
     world, everyone, final = here(), everyone_here(), Path(folder) / f"step-{step:08d}"
@@ -95,7 +99,12 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
 def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
     """Fills global tensors by name from a checkpoint, and returns the checkpoint's ``extra``; all ranks call it.
 
-    It implements :func:`shardwright.global_tensor.load`.
+    ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Floating-point values are rounded to
+    the dtype of the tensor. It implements :func:`shardwright.global_tensor.load`.
+
+    Raises: CheckpointError, on every rank: the checkpoint is missing or broken, or has no tensor of a name with that
+        shape and kind of dtype, or a value is not a global tensor or is a gathered view. Nothing is changed then.
+        LayoutError: ranks give different tensors; PlanError: a tensor is a view that is out of date.
     """
     _check_tensors(tensors)
     here().wait_pending()

@@ -1,7 +1,7 @@
 """Writes a checkpoint: each rank writes its files into a temporary folder, which rank 0 renames at the end.
 
-The files may be written beside training. Collectives belong to the main threads, so the writing threads agree by files:
-each leaves a note once its rank's files are complete, and rank 0's thread waits for the notes of all::
+The files may be written by threads while training goes on. Collectives belong to the main threads, so these threads
+agree by files: each leaves a note once its rank's files are complete, and rank 0's thread waits for the notes of all::
 
     rank 0   copy | steps ...    its thread: files, note | notes of all: manifest, rename, remove older ones
     rank 1   copy | steps ...    its thread: files, note
@@ -44,7 +44,7 @@ _LOOK_S = 0.01
 
 
 def new_token() -> str:
-    """Returns a random text of eight characters, which names the temporary folder of one save."""
+    """Returns a random text of eight characters, to be a part of the name of a save's temporary folder."""
     return uuid.uuid4().hex[:8]
 
 
@@ -142,7 +142,7 @@ def write_alone(
     written. The last rank to write its part completes the checkpoint, for which all wait at most ``most_s`` seconds.
     The other arguments are those of :func:`write_checkpoint`.
 
-    Raises: OSError: this rank could not write its part, or another did not.
+    Raises: OSError: this rank could not write its part, another rank did not, or not all ranks came in time.
     """
     partial = final.with_name(f".tmp-{final.name}-{token}")
     notes = partial / NOTES
@@ -289,7 +289,10 @@ def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partia
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk (fsync)."""
+    """Waits until the content of a file, or the list of files of a folder, is on the disk (fsync).
+
+    For a folder it does nothing on systems that cannot open folders.
+    """
     if path.is_dir() and os.name != "posix":
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The ``shardwright`` command line: train, verify, show, sample, launch, doctor, inspect, export."""
+"""The ``shardwright`` command line: train, verify, show, sample, doctor, launch, plan, checkpoint inspect, export."""
 
 from shardwright.cli.main import main
 

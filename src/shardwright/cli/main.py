@@ -193,7 +193,10 @@ def verify(
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
-    """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
+    """Compares a layout with one device: the loss, every gradient, the parameters after some steps.
+
+    The exit code is 1 if they are not equal.
+    """
     from shardwright.cli.run_config import config_of, is_first_rank
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.train.fitting import check_room, check_takes

@@ -60,7 +60,11 @@ RANKS = typer.Option(help="Where ranks run: threads of this process, or processe
 
 
 def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str, str]:
-    """Returns the pairs of a repeated flag such as ``--set key=value`` as a dict. Raises PlanError: it is no pair.
+    """Returns the pairs of a repeated flag, such as ``--set key=value``, as a dict.
+
+    ``flag``, ``key`` and ``value`` are the flag and the names of its two parts, for errors.
+
+    Raises: PlanError: one of ``pairs`` is not of the form key=value.
 
     >>> parse_pairs("--role", "PATTERN", "ROLE", ["layers.*.up=column", "head=copied"])
     {'layers.*.up': 'column', 'head': 'copied'}
@@ -80,7 +84,7 @@ def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dic
 
 
 def ranks_of(given: str) -> Ranks:
-    """Returns the checked value of ``--ranks``. Raises PlanError unless it is threads or processes."""
+    """Returns ``given``, the value of ``--ranks``; raises PlanError unless it is "threads" or "processes"."""
     if given in ("threads", "processes"):
         return cast("Ranks", given)
     raise PlanError(
@@ -106,7 +110,10 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def with_shared(*names: str) -> Callable[[F], F]:
-    """Decorates a command with the shared options ``names``: the given ones come as a dict, its first argument."""
+    """Returns a decorator that adds the shared options ``names`` to a command.
+
+    The command gets those that were given on the command line as a dict, in its first argument.
+    """
 
     def decorate(command: F) -> F:
         own = [*inspect.signature(command, eval_str=True).parameters.values()][1:]
@@ -146,8 +153,9 @@ def _printable(text: str) -> str:
 def stops_once() -> Iterator[None]:
     """Returns a context in which the first stop signal raises KeyboardInterrupt and later ones change nothing.
 
-    Signals that ranks are told of (``launch``) do not come here. Once the block was interrupted, stop signals are
-    ignored to the end of the process, so that its exit code is that of the interruption whatever else is sent.
+    Stop signals are SIGINT, SIGTERM and SIGHUP. While ranks run, the code that has started them handles signals instead
+    of this context. Once the block was interrupted, stop signals are ignored to the end of the process, so that later
+    signals do not change its exit code. Outside the main thread, which alone may handle signals, it does nothing.
     """
     names = ("SIGINT", "SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
@@ -174,7 +182,11 @@ def stops_once() -> Iterator[None]:
 
 
 def report_errors(command: F) -> F:
-    """Decorates a command: errors become a message on standard error and exit code 2 (bad input) or 1 (failure)."""
+    """Decorates a command so that errors of this library become a message on standard error and an exit code.
+
+    The code is 2 for bad input and files that cannot be used, 1 if ranks failed, and 130 after an interruption. Other
+    exceptions are left as they are.
+    """
 
     @wraps(command)
     def run(*args: Any, **named: Any) -> Any:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
-    """Returns a global batch for the config's model, as meta tensors. Raises PlanError: its shape is unknown."""
+    """Returns a global batch (inputs, targets) for the config's model, as meta tensors.
+
+    Raises: PlanError: ``model_config`` is None, as for a user's own model factory, so its shape is unknown.
+    """
     found = replace(config, layout="single", batch=1).example_batch(model_config)
     if found is None:
         raise PlanError(

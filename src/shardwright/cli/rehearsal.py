@@ -1,4 +1,4 @@
-"""Further output of ``shardwright show``: predicted memory, measured timelines, and one module's explanation."""
+"""Makes the optional output of ``shardwright show``: memory of ranks, pipeline timelines, and what one module does."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from shardwright.train.measuring import measure, measure_accounts
 def ledger_of(
     config: TrainConfig, job: Job, model_config: Any, ranks: Ranks, png: Path | None, width: int, *, measured: bool
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns each rank's predicted memory as data and as text; with ``measured``, that of a real run too.
+    """Returns the ranks' predicted memory over a step as data and as text; with ``measured``, that of a real run too.
 
-    A picture of it is drawn into ``png``, if given.
+    Of more than eight ranks, the first of each pipeline stage is listed. If ``png`` is given, a picture of the memory
+    is written there. ``width`` is that of the text in characters.
 
     Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
@@ -59,9 +60,10 @@ def timelines_of(
     *,
     measured: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Draws a pipeline's predicted timeline into ``path``; with ``measured``, a real run's beside it.
+    """Draws a pipeline's predicted timeline into the file ``path``, if given, and returns the measured one.
 
-    Returns the measured timeline as data and both as text, empty without ``measured``.
+    With ``measured``, a real run is timed: its timeline is drawn too, and the prediction is scaled to its total busy
+    time. The result is then the measured timeline as data, and both timelines as text; else both are empty.
 
     Raises: PlanError: the layout has no pipeline.
     """
@@ -80,9 +82,9 @@ def timelines_of(
 
 
 def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Returns the explanation of the module ``path``, as data and text, on the first rank that holds it.
+    """Returns what the module named ``path`` holds, runs and sends under a layout, as data and as text.
 
-    ``inputs`` are those of a global batch.
+    It is that of the first rank that holds parameters of the module. ``inputs`` are those of a global batch.
 
     Raises: PlanError: the model has no such module.
     """

@@ -1,4 +1,4 @@
-"""Makes the config of a run from a command's options: flags, the TOML file, and the run that is resumed."""
+"""Builds the config of a run from a command's options: flags, the TOML file, and the run that is resumed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def config_of(
 ) -> TrainConfig:
     """Returns the config of a run from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
 
-    The options of the run in the folder ``resumed`` replace ``base``. With ``fits``, the folder of a run, the layout
-    may be ``auto-fit``.
+    ``shared`` and ``flags`` are the options of the command line, of which None counts as not given. The options of the
+    run in the folder ``resumed`` replace ``base``. With ``fits``, the folder of a run, the layout may be ``auto-fit``,
+    which is replaced by a layout for the ranks available; a change is printed.
+
+    Raises: LayoutError, PlanError: an option is wrong; CheckpointError: ``resumed`` has no run.
     """
     flags |= shared
     config = flags.pop("config", None)
@@ -62,5 +65,5 @@ def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process is rank 0, which prints; under torchrun every rank runs the command."""
+    """Returns whether this process is rank 0, which prints for all; under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""``ClusterJob``: a training run as every kind of cluster starts it, and the torchrun command of its nodes."""
+"""``ClusterJob``: a training run to start on a cluster of any kind, and the commands that start its ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class ClusterJob:
     """A training run to start on a cluster: its layout, nodes and folder, and options of ``shardwright train``.
 
     ``out`` is the folder of the run, which all nodes share, and ``options`` are words for the end of the ``train``
-    command. ``time_s`` is the time limit; ``cpus`` and ``gpus`` are those of each rank, which uses one GPU or none.
-    ``save_s`` is the time that the ranks have to save before they are ended; ``restarts`` is how often they are started
-    again within the job after a failure. After a restart the run continues from its newest checkpoint.
+    command. ``time_s`` is the time limit in seconds, which only Slurm uses. ``save_s`` is how many seconds the ranks
+    have to save before they are ended. ``restarts`` is how often they are started again within the job after a failure;
+    the run then continues from its newest checkpoint. ``cpus`` and ``gpus`` are the numbers for each rank, which uses
+    one GPU or none.
 
-    Raises: PlanError: a name that a cluster cannot take, or numbers out of range.
+    Raises: PlanError: ``name`` is not one that every cluster takes, or a number is out of range.
     """
 
     layout: str
@@ -63,7 +64,7 @@ class ClusterJob:
             )
 
     def train(self, python: str) -> list[str]:
-        """Returns the command that one rank runs, as a list of words; ``python`` is the interpreter."""
+        """Returns the ``shardwright train`` command that one rank runs, as words; ``python`` is the interpreter."""
         return [python, "-m", "shardwright.cli", *self._arguments()]
 
     def torchrun(
@@ -81,10 +82,11 @@ class ClusterJob:
         return [python, "-m", module, *words, "-m", "shardwright.cli", *self._arguments()]
 
     def torchrun_environment(self) -> dict[str, str]:
-        """Returns the environment variables that ``torchrun`` needs beside its command.
+        """Returns the environment variables that torchrun needs beside its command, by name.
 
-        After a signal to end torchrun gives its ranks ``save_s`` seconds. The option ``--shutdown-timeout`` came with
-        torch 2.12, and 2.11 refuses it; the variable 2.11 ignores, and gives the ranks 30 seconds.
+        They set the number of OpenMP threads, and that torchrun, when told to stop, gives its ranks ``save_s`` seconds.
+        The latter is a variable because torch 2.11 refuses the option ``--shutdown-timeout``, which came with 2.12;
+        2.11 ignores the variable, and gives the ranks 30 seconds.
         """
         return {"OMP_NUM_THREADS": str(self.cpus), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.save_s)}
 
@@ -93,18 +95,21 @@ class ClusterJob:
 
 
 def seconds_of(text: str) -> int:
-    """Returns the seconds of a time limit in Slurm's notation: ``m``, ``m:s``, ``h:m:s`` or ``d-h:m:s``.
+    """Returns a time limit in seconds, given in one of Slurm's notations, such as ``m``, ``m:s``, ``h:m:s`` or ``d-h``.
+
+    After days come hours, then minutes and seconds: ``d-h``, ``d-h:m`` or ``d-h:m:s``.
 
     Raises: PlanError: the text is no such time.
 
-    >>> seconds_of("1:30:00"), seconds_of("1-00:00:00"), seconds_of("45")
-    (5400, 86400, 2700)
+    >>> seconds_of("1:30:00"), seconds_of("1-5:30"), seconds_of("45")
+    (5400, 106200, 2700)
     """
-    found = re.fullmatch(r"(?:(\d{1,3})-)?(?:(\d{1,4}):)?(\d{1,6})(?::(\d{1,2}))?", text)
+    after_days = re.fullmatch(r"(\d{1,3})-(\d{1,4})(?::(\d{1,2}))?(?::(\d{1,2}))?", text)
+    found = after_days or re.fullmatch(r"()(?:(\d{1,4}):)?(\d{1,6})(?::(\d{1,2}))?", text)
     if found is None:
         allowed = "minutes, hours:minutes:seconds or days-hours:minutes:seconds, as Slurm has them"
         raise PlanError("no such time limit", given=f"{text:.60}", allowed=allowed, fix="write --time 4:00:00")
     days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
-    if found[2] is not None and found[4] is None:  # minutes:seconds
+    if not after_days and found[2] is not None and found[4] is None:  # minutes:seconds
         hours, minutes, seconds = 0, hours, minutes
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a training run, as JSON: a JobSet, or a PyTorchJob of the training operator."""
+"""Makes the Kubernetes manifest of a training run: a JobSet, or a PyTorchJob of the Kubeflow training operator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _PORT = "29500"
 
 
 def manifest_of(job: ClusterJob, kind: str, image: str, claim: str, mount: str) -> dict[str, Any]:
-    """Returns a Kubernetes manifest with one pod for each node, in which torchrun starts the node's ranks.
+    """Returns a Kubernetes manifest, as a dictionary for JSON, with one pod per node, where torchrun starts the ranks.
 
     ``kind`` is ``jobset`` or ``pytorchjob``, and ``image`` a container image in which shardwright is installed.
-    ``claim`` is the volume claim that all pods mount at ``mount``, for the checkpoints. A pod that is told to end has
-    ``save_s`` seconds in which its ranks save.
+    ``claim`` is the name of the volume claim that all pods mount at ``mount``, for the run's folder. A pod that is told
+    to end has ``job.save_s`` seconds in which its ranks save. The manifest has no time limit.
     """
     pods = {"image": image, "claim": claim, "mount": mount}
     return (_jobset if kind == "jobset" else _pytorchjob)(job, **pods)

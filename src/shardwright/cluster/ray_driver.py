@@ -1,4 +1,4 @@
-"""A driver for Ray: an actor on each node runs torchrun there, and after a failure all are started again."""
+"""Runs a training job on a Ray cluster: an actor on each node runs torchrun, and a failure restarts all nodes."""
 
 from __future__ import annotations
 
@@ -94,13 +94,14 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def run(job: ClusterJob, *, wait_s: float = WAIT_S) -> None:
-    """Runs a job on the Ray cluster to which this process belongs, and returns when the training has ended.
+    """Runs a training job on the Ray cluster to which this process is connected, and returns when training has ended.
 
-    ``wait_s`` is how many seconds to wait for the nodes of the job.
+    After a failure all ranks are started again, up to ``job.restarts`` times; ``wait_s`` is how many seconds each start
+    waits until the cluster has the job's nodes free.
 
     Raises:
-        CommunicationError: the nodes did not come, or the ranks failed more than ``job.restarts`` times.
-        PlanError: the ranks on every node refused their options or files, which no restart mends.
+        CommunicationError: the nodes did not become free, or the ranks failed more than ``job.restarts`` times.
+        PlanError: the ranks on every node refused their options or files, so a restart would not help.
     """
     import ray
 
@@ -167,7 +168,10 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
 
 
 def driver_script(job: ClusterJob) -> str:
-    """Returns the Python program of a job, which ``--dry-run`` prints and ``ray job submit`` runs."""
+    """Returns the source of a Python program that runs ``job`` on the Ray cluster on which the program is started.
+
+    ``--dry-run`` prints it, and ``ray job submit`` can run it.
+    """
     return (
         '"""Trains on the Ray cluster that this runs on."""\n\n'
         "import ray\n\nfrom shardwright.cluster.job import ClusterJob\n"

@@ -1,4 +1,4 @@
-"""The sbatch script of a training run: one task a rank, a save before the time limit, and a requeue after it."""
+"""Makes the sbatch script of a training run: a task per rank, a save before the time limit, and a requeue after it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ exit "$code"
 
 
 def sbatch_script(job: ClusterJob, more: Sequence[str] = ()) -> str:
-    """Returns the sbatch script of a job; ``more`` are options of sbatch, such as ``--partition=gpu``."""
+    """Returns the sbatch script that trains ``job``; ``more`` are options of sbatch, such as ``--partition=gpu``.
+
+    ``job.save_s`` seconds before the time limit the ranks save and end, and the job is requeued. After a failure the
+    script starts the ranks again, up to ``job.restarts`` times, unless their input was refused (exit code 2).
+    """
     hours, rest = divmod(job.time_s, 3600)
     options = {
         "job-name": job.name,

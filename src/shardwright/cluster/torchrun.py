@@ -1,4 +1,4 @@
-"""Runs torchrun, and ends with the exit code of the rank that failed first, where torchrun itself ends with 1."""
+"""Runs torchrun as a program, but exits with the code of the rank that failed first; torchrun itself exits with 1."""
 
 from __future__ import annotations
 

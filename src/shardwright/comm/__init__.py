@@ -1,4 +1,4 @@
-"""Axes, collectives, p2p messages and the launcher of ranks: the only folder that sends messages."""
+"""Process groups (axes), collectives, p2p messages and the launcher of ranks; no other package sends messages."""
 
 from shardwright.comm.backends.message_blocks import Link
 

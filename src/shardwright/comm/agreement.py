@@ -1,8 +1,9 @@
-"""Collective checks that all ranks hold the same texts, values or code: an all-reduce of digests, before they compute.
+"""Collectives that check whether all ranks have the same model, values or code, by an all-reduce of hashes.
 
-A rank that builds another model, reads other code or calls in another order than its peers computes wrong numbers, or
-waits for messages that never come. So ranks compare *lines* of text that describe what each has. A digest of the lines
-is all-reduced, and only where digests differ are the lines gathered, to name the first difference::
+A rank that builds another model, reads other code or makes calls in another order than its peers computes wrong
+numbers, or waits for messages that never come. So ranks compare lines of text that describe what each rank has. A hash
+(digest) of the lines is all-reduced, and only if the digests differ are the lines gathered, to name the first
+difference::
 
     lines of each rank --digest--> all-reduce of two numbers --equal--> done
                                                              --differ--> gather_json of all lines --> Difference
@@ -31,8 +32,8 @@ _NUM_COLUMNS, _NUM_ROWS = 512, 64
 def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
     """All-gathers ``value`` as JSON text and returns every rank's value, in the order of the ranks on the axis.
 
-    Traffic: two all-gathers, of the lengths and of the texts. With ``room``, one all-gather of ``room`` bytes from each
-        member, and the two only where the text of a member does not fit.
+    Traffic: two all-gathers, of the texts' lengths and of the texts. With ``room``, first one all-gather of ``room``
+        bytes from each member, and the other two only if the text of a member is not shorter than that.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
@@ -54,10 +55,10 @@ def _gather_bytes(axis: Axis, text: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def first_problem(axis: Axis, problem: str) -> tuple[int, str] | None:
-    """All-gathers each rank's error text; returns the first rank that has one, and the text; None if all are ``""``.
+    """All-gathers each rank's error text, and returns the first rank with a text, and that text; None if all are empty.
 
-    An error that one rank alone raises leaves its peers waiting, so each rank catches its own and reports it here, and
-    all raise together. Traffic: as :func:`gather_json`.
+    An error that one rank alone raises leaves its peers waiting. So each rank catches its own error and passes the text
+    here, ``""`` if there was none, and then all ranks raise together. Traffic: as :func:`gather_json`.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: first_problem(axes["dp"], "disk full" if axes["dp"].index else ""))
@@ -68,7 +69,7 @@ def first_problem(axis: Axis, problem: str) -> tuple[int, str] | None:
 
 
 def text_digest(text: str) -> int:
-    """Returns a 56-bit hash of a text; both it and its negative fit the int64 of an all-reduce.
+    """Returns a 56-bit hash of a text, as an integer; the hash and its negative fit the int64 of an all-reduce.
 
     >>> text_digest("split(0)") == text_digest("split(0)") != text_digest("split(1)")
     True
@@ -77,10 +78,11 @@ def text_digest(text: str) -> int:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Returns a hash of a tensor's bits and their places, as hexadecimal text; reads 1 GB in a tenth of a second.
+    """Returns a 48-bit hash of a tensor's bytes in order, as hexadecimal text; the shape and dtype do not count.
 
-    The bits form a matrix of int64. The sums of its columns are hashed; the sums of its rows are digested in turn until
-    none are left. A number that changes or moves changes a sum.
+    It is made for large tensors: the bytes form a matrix of int64, of which only the column sums are hashed, and the
+    row sums are digested in the same way until none are left. A change of one number, or a swap of two, always changes
+    a sum.
 
     >>> a, b = torch.arange(2000.0), torch.arange(2000.0)
     >>> b[[0, 1999]] = b[[1999, 0]]
@@ -112,7 +114,10 @@ def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Difference(NamedTuple):
-    """The first line, counted from 1, in which the texts of two ranks differ, with both ranks and both lines."""
+    """The first line, counted from 1, in which the texts of two ranks differ, with both ranks and both lines.
+
+    A line that one of the ranks does not have is given as "nothing".
+    """
 
     line: int
     rank: int
@@ -159,9 +164,10 @@ def first_difference_async(
 
 
 def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> PendingDifference | None:
-    """Starts the comparison of :func:`first_difference_async`, and leaves the result on the device.
+    """Starts to compare the ranks' ``lines`` of text, and returns the comparison, for its result to be read later.
 
-    Use it to read the results of several comparisons at once. Returns None on one rank and on the meta device.
+    The comparison is that of :func:`first_difference_async`, but the result stays on the device, so that the host can
+    read several at once. Returns None on an axis of one rank and on the meta device, where nothing can differ.
     """
     if axis.size == 1 or axis.device.type == "meta":
         return None
@@ -185,6 +191,8 @@ def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[in
 
 def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception]) -> None:
     """Raises ``error(difference)`` on every rank of the axis unless all ranks pass the same lines of text.
+
+    ``difference`` is the first :class:`Difference`. On the meta device nothing is compared.
 
     Traffic: one all-reduce of two numbers; where lines differ, all lines are gathered too.
 

@@ -1,8 +1,8 @@
-"""Changes of a tensor's layout along one axis as autograd functions: Megatron's ``f`` and ``g``, and their relatives.
+"""Autograd functions that change how a tensor is sharded along one axis: Megatron's ``f`` and ``g``, and relatives.
 
-A tensor is *whole* (equal on every member), *partial* (the whole is the sum over members) or *cut* along a dim. The
-gradient of a whole tensor is whole where all members go on to do the same work with it, and partial where each does a
-share of the work.
+A tensor is *whole* (equal on every rank of the axis), *partial* (the whole is the sum over the ranks) or *cut* along a
+dim. The gradient of a whole tensor is whole if all ranks then do the same work with the tensor, and partial if each
+does a share of the work.
 
 | function | forward | backward |
 |---|---|---|
@@ -33,7 +33,10 @@ R = TypeVar("R")
 
 
 def once(backward: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a backward that communicates: differentiating it again (``create_graph=True``) raises PlanError."""
+    """Decorates a backward that communicates, so that it raises PlanError if it runs with ``create_graph=True``.
+
+    Its collectives cannot be differentiated again. In code that ``torch.compile`` traces nothing is checked.
+    """
 
     @wraps(backward)
     def checked(*args: P.args, **named: P.kwargs) -> R:
@@ -108,7 +111,9 @@ class _CutToWhole(Function):
 
 
 def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduces the partial sums ``x`` in place; the backward passes the gradient on unchanged (Megatron's ``g``).
+    """All-reduces the partial sums ``x`` in place, and returns the sum (Megatron's ``g``).
+
+    The backward passes the gradient on unchanged.
 
     Traffic: forward, one all-reduce of ``x``; backward, none.
 
@@ -123,8 +128,8 @@ def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
 def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
     """Returns ``x`` unchanged and all-reduces its gradient in the backward (Megatron's ``f``).
 
-    Use it on a replicated input of column-parallel layers. With ``overwrite`` the gradient is summed in place, which is
-    allowed only if matrix products alone use ``x``, since no other operation then reads the gradient.
+    Use it on a replicated input of column-parallel layers. With ``overwrite`` the gradient is summed in place, not in a
+    copy. That is safe only if nothing but matrix products uses the result: then nothing else reads the gradient.
 
     Traffic: forward, none; backward, one all-reduce of ``x``.
     """
@@ -140,10 +145,11 @@ def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
 
 
 def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All-gathers the ranks' slices along ``dim``, for a result with which all ranks do the same work.
+    """Returns the whole tensor, all-gathered from the ranks' slices ``x``, for ranks that all do the same work with it.
 
-    The gradient is then equal on all ranks, and the backward slices it. For ranks that each do a share of the work, use
-    :func:`cut_to_shared`. ``sizes`` are the lengths of the slices along ``dim``, in the order of the ranks.
+    The gradient of the whole is then equal on all ranks, and the backward returns this rank's slice of it. For ranks
+    that each do a share of the work, use :func:`cut_to_shared`. ``sizes`` are the lengths of the slices along ``dim``,
+    in the order of the ranks.
 
     Traffic: forward, one all-gather of the whole; backward, none.
     """
@@ -151,10 +157,11 @@ def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
 
 
 def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All-gathers the ranks' slices along ``dim``, for a result with which each rank does a share of the work.
+    """Returns the whole tensor, all-gathered from the ranks' slices ``x``, for ranks that each do a share of the work.
 
-    This is the input of a column-parallel layer under sequence parallelism. The gradient is then a partial sum on each
-    rank. ``sizes`` are the lengths of the slices along ``dim``, in the order of the ranks.
+    An example is the input of a column-parallel layer under sequence parallelism. The gradient of the whole is then a
+    partial sum on each rank, and the backward reduce-scatters it. ``sizes`` are the lengths of the slices along
+    ``dim``, in the order of the ranks.
 
     Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of it.
     """

@@ -1,7 +1,7 @@
-"""``Axis``: a rank's handle on one direction of the mesh. It is all that a strategy sees of the other ranks.
+"""``Axis``: a rank's process group along one direction of the mesh, through which strategies reach other ranks.
 
-Each call is recorded with its *payload* in bytes: the size of the whole tensor that the call is about, before any ring
-factor (:func:`~shardwright.comm.recorder.ring_factor`).
+Each call is recorded with its *payload* in bytes: the size of the whole tensor in question, not the bytes that a ring
+algorithm sends for it (:func:`~shardwright.comm.recorder.ring_factor`).
 
 | call | payload |
 |---|---|
@@ -28,10 +28,11 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """The description of one collective call or message, which the ranks of its group compare.
+    """The description of one collective call or message, by which ranks notice that they make different calls.
 
-    ``kind`` is the collective, ``shape`` and ``dtype`` are those of its tensor, and ``details`` is text on what else
-    must agree, such as the reduction. ``source``, the strategy that makes the call, is for records and error texts.
+    ``kind`` is the collective, such as "all_reduce"; ``shape`` and ``dtype`` are those of its tensor; and ``details``
+    is text on what else must agree, such as the reduction. ``source``, the strategy that makes the call, is for records
+    and error texts.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class CollectiveCall(NamedTuple):
     details: str = ""
 
     def agrees(self, other: CollectiveCall) -> bool:
-        """Returns whether the calls of two ranks are the same collective on tensors of the same shape and dtype."""
+        """Returns whether the calls of two ranks are the same in all but ``source``."""
         return (self.kind, self.axis, self.shape, self.dtype, self.details) == (
             (other.kind, other.axis, other.shape, other.dtype, other.details)
         )
@@ -56,14 +57,17 @@ SAME_CALLS = "let every rank of an axis make the same calls in the same order"
 
 
 def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> str:
-    """Returns the error text for two ranks that make different collective calls over one axis."""
+    """Returns an error text for two ranks that make different collective calls over one axis: both calls and a fix."""
     (a, first), (b, second) = sorted([(rank, str(call)), (other, str(others_call))])
     what = f"ranks {a} and {b} disagree on a call over axis '{axis}'"
     return f"{what}\n  rank {a}: {first}\n  rank {b}: {second}\n  fix:    {SAME_CALLS}"
 
 
 class Pending(Generic[Result]):
-    """A collective or message under way: ``wait`` returns its result; until then its tensors must not be touched."""
+    """A collective or message under way, whose result ``wait`` returns.
+
+    Until then, the caller must not read or change the call's tensors.
+    """
 
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish: Callable[[], Result] | None = finish
@@ -78,12 +82,12 @@ class Pending(Generic[Result]):
 
 
 def done(result: Result) -> Pending[Result]:
-    """Returns a :class:`Pending` for a collective that need not send anything: ``wait`` gives ``result`` at once."""
+    """Returns a :class:`Pending` whose ``wait`` returns ``result`` at once, for a call that need not send anything."""
     return Pending(lambda: result)
 
 
 class Message(NamedTuple):
-    """One of several p2p messages: its call, the tensor to send or to fill, and the other member's number."""
+    """One of several p2p messages: its call, the tensor to send or to fill, and the other rank's index in the group."""
 
     call: CollectiveCall
     tensor: Tensor
@@ -93,8 +97,8 @@ class Message(NamedTuple):
 class Channel(Protocol):
     """One rank's end of a process group on one backend: collectives and p2p messages, all asynchronous.
 
-    A channel records what it sends and reports ranks that disagree. ``Axis`` has checked the arguments; tensors are
-    contiguous and detached.
+    A member is a rank of the group, numbered from 0. A channel records what it sends, and raises CommunicationError if
+    it finds that ranks make different calls. ``Axis`` has checked the arguments; tensors are contiguous and detached.
     """
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
@@ -106,7 +110,10 @@ class Channel(Protocol):
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters ``tensors``, joined and cut into ``sizes``; the flat ``out`` gets this member's sum."""
+        """Reduce-scatters (sums) ``tensors``, flat and joined end to end: ``out`` gets this member's part of the sum.
+
+        ``sizes`` are the numbers of elements of all members' parts. ``wait`` returns ``out``.
+        """
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with the tensor that member i sends."""
@@ -121,14 +128,20 @@ class Channel(Protocol):
         """Starts to fill ``tensor`` with the next message from member ``source``, without waiting for it."""
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a channel over the members ``indices`` of this group; only these call it, all in the same order."""
+        """Returns a channel over the members ``indices`` of this group; these members all call it, and no others."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Creates the connections for p2p messages between pairs of members; all call it before their first message."""
+        """Creates the connections for p2p messages between pairs of members, if the backend needs that.
+
+        All members call it, with the same pairs, before the first message.
+        """
         del pairs  # nothing, unless the backend says more
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Starts several messages to and from other members at once, so that no message waits for another."""
+        """Starts several p2p messages to and from other members at once, so that no message waits for another.
+
+        ``wait`` returns when the tensors of ``receives`` are filled.
+        """
         for call, tensor, to in sends:
             self.send(call, tensor, to)
         pending = [self.receive(call, tensor, source) for call, tensor, source in receives]
@@ -159,10 +172,11 @@ def _in_place(tensor: Tensor, start: Callable[[Tensor], Pending[Any]]) -> Pendin
 class Axis:
     """A rank's process group along one direction of the mesh: ``size``, ``index``, collectives and p2p messages.
 
-    Every collective exists twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. Members
-    are numbered 0 to ``size - 1`` along the axis; sizes along the cut dim may differ. ``ranks`` are the members' ranks
-    in the run, ``index`` is this rank's number among them, and calls are recorded under the name ``source``. An axis of
-    size 1 sends and records nothing, nor does a call on tensors without elements.
+    Most calls exist twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. The ranks of the
+    axis, its members, are numbered 0 to ``size - 1``. ``ranks`` are their ranks in the run, ``index`` is this rank's
+    number among them, and calls are recorded under the name ``source``. The slices that members hold of a tensor may
+    differ in size. On an axis of size 1 a collective sends and records nothing, nor does a call on tensors without
+    elements.
 
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -183,11 +197,16 @@ class Axis:
         return len(self.ranks)
 
     def for_strategy(self, name: str) -> Axis:
-        """Returns the same axis with its calls recorded under the name of a strategy."""
+        """Returns the same axis, but with its calls recorded under ``name``, that of a strategy."""
         return replace(self, source=name)
 
     def subset(self, indices: Sequence[int]) -> Axis:
-        """Returns the axis over some of its ranks, renumbered in the order given; only these ranks call it."""
+        """Returns a new axis over the members ``indices`` of this one, renumbered in the order given.
+
+        Those members all call it, and no others.
+
+        Raises: CommunicationError: this rank is not among the members, or one is given twice.
+        """
         indices = tuple(indices)
         if self.index not in indices or len(set(indices)) != len(indices):
             raise CommunicationError(
@@ -202,7 +221,10 @@ class Axis:
         return replace(self, ranks=ranks, index=indices.index(self.index), channel=self.channel.subset(indices))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """All-reduces ``tensor`` in place, by sum or with ``"max"`` by maximum, and returns it."""
+        """All-reduces ``tensor`` in place, by sum or, if ``op`` is "max", by maximum, and returns ``tensor``.
+
+        Raises: CommunicationError: ``op`` is neither "sum" nor "max".
+        """
         return self.all_reduce_async(tensor, op).wait()
 
     def all_reduce_async(self, tensor: Tensor, op: str = "sum") -> Pending[Tensor]:
@@ -215,7 +237,10 @@ class Axis:
         return _in_place(tensor, lambda message: self.channel.all_reduce(call, [message], op))
 
     def all_reduce_together_async(self, tensors: Sequence[Tensor]) -> Pending[None]:
-        """Starts one all-reduce (sum) of several contiguous tensors of one dtype, each in place, as one message."""
+        """Starts one all-reduce (sum) of several tensors of one dtype, each in place, as one message.
+
+        The tensors must be contiguous.
+        """
         given = [tensor.detach() for tensor in tensors if tensor.numel()]
         assert all(tensor.is_contiguous() for tensor in given), "a tensor with gaps cannot be overwritten in place"
         if self.size == 1 or not given:
@@ -224,9 +249,11 @@ class Axis:
         return self.channel.all_reduce(self._call("all_reduce", shape, given[0].dtype, "sum"), given, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """All-gathers the members' tensors and returns them joined along ``dim``; ``sizes`` are their lengths there.
+        """All-gathers the members' tensors, and returns one tensor in which they are joined along ``dim``.
 
-        Without ``sizes`` all are as long as this member's.
+        ``sizes`` are the tensors' lengths along ``dim``, by default all equal to this member's.
+
+        Raises: CommunicationError: there is not one size for each member, or this member's size is wrong.
         """
         return self.all_gather_async(tensor, dim, sizes).wait()
 
@@ -242,9 +269,10 @@ class Axis:
         return Pending(lambda: pending.wait().movedim(0, dim))
 
     def all_gather_into_async(self, whole: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Starts an in-place all-gather into ``whole``, in which this member's part along dim 0 is already filled.
+        """Starts an in-place all-gather along dim 0 of ``whole``, in which this member's part is already filled.
 
-        ``whole`` is contiguous, and ``sizes`` are the lengths of all members' parts. ``wait`` gives ``whole``.
+        ``whole`` is contiguous, and ``sizes`` are the lengths of all members' parts. ``wait`` of the returned
+        :class:`Pending` gives ``whole``.
         """
         self._sizes("all_gather", sizes, sizes[self.index])
         if self.size == 1 or whole.numel() == 0:
@@ -271,15 +299,20 @@ class Axis:
         return parts, self.channel.all_gather(call, [part.view(-1) for part in parts], self.index)
 
     def reduce_scatter_parts_async(self, parts: Sequence[Tensor]) -> Pending[Tensor]:
-        """Starts a reduce-scatter of separate tensors, without a joined copy: member i gets the sum of ``parts[i]``."""
+        """Starts a reduce-scatter of separate tensors of one dtype: member i gets the sum of all members' ``parts[i]``.
+
+        Where members share memory, nothing is copied to join the parts.
+        """
         shape = parts[self.index].shape
         pending = self.reduce_scatter_together_async(parts, [part.numel() for part in parts])
         return Pending(lambda: pending.wait().view(shape))
 
     def reduce_scatter_together_async(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
-        """Starts a reduce-scatter of several tensors of one dtype, joined flat: member i gets ``sizes[i]`` elements.
+        """Starts a reduce-scatter of several tensors of one dtype as if joined into one flat tensor.
 
-        Where members share memory, nothing is copied to join the tensors, and they may be freed at once.
+        That is summed over the members and cut into parts of ``sizes`` elements; ``wait`` of the returned
+        :class:`Pending` gives this member's part. Where members share memory, nothing is copied to join the tensors,
+        and they may be freed at once.
         """
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         if self.size == 1:
@@ -291,7 +324,12 @@ class Axis:
         return self.channel.reduce_scatter(call, out, flat, sizes)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Reduce-scatters: returns this rank's slice of the sum, with ``dim`` cut into ``sizes`` or equal parts."""
+        """Sums the members' tensors, and returns this member's slice of the sum along ``dim`` (a reduce-scatter).
+
+        ``sizes`` are the lengths of the slices, by default equal.
+
+        Raises: CommunicationError: no sizes are given, and ``dim`` cannot be cut evenly.
+        """
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
@@ -316,7 +354,12 @@ class Axis:
         return Pending(lambda: (pending.wait(), out.movedim(0, dim))[1])
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """All-to-all: sends ``parts[i]`` to member i and returns the tensors sent here, ``shapes[i]`` from member i."""
+        """Sends ``parts[i]`` to each member i, and returns the tensors that the members sent here (an all-to-all).
+
+        ``shapes[i]`` is the shape of the tensor from member i.
+
+        Raises: CommunicationError: there is not one part and one shape for each member.
+        """
         return self.all_to_all_async(parts, shapes).wait()
 
     def all_to_all_async(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending[list[Tensor]]:
@@ -335,7 +378,7 @@ class Axis:
         return self.channel.all_to_all(self._call("all_to_all", (), given[0].dtype), outs, given)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``, and returns it."""
+        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``, and returns ``tensor``."""
         return self.broadcast_async(tensor, source).wait()
 
     def broadcast_async(self, tensor: Tensor, source: int = 0) -> Pending[Tensor]:
@@ -346,33 +389,36 @@ class Axis:
         return _in_place(tensor, lambda message: self.channel.broadcast(call, message, source))
 
     def barrier(self) -> None:
-        """Blocks until every rank of the axis has called it, on an accelerator also until its queued work is done."""
+        """Blocks until every rank of the axis has called it.
+
+        On an accelerator, it blocks also until all work that is queued on this rank's device is done.
+        """
         if self.size > 1:
             call = self._call("barrier", (1,), torch.uint8)
             self.channel.all_reduce(call, [torch.zeros(1, dtype=torch.uint8, device=self.device)], "max").wait()
             devices.synchronize(self.device)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends ``tensor`` to rank number ``to`` of the axis, point to point."""
+        """Sends ``tensor`` to member ``to`` of the axis, point to point, without waiting for the receiver."""
         self.send_async(tensor, to).wait()
 
     def send_async(self, tensor: Tensor, to: int) -> Pending[None]:
-        """Starts :meth:`send` and returns a :class:`Pending`; it does not wait for the receiver."""
+        """Starts :meth:`send` and returns a :class:`Pending`, whose ``wait`` does not wait for the receiver either."""
         whole = tensor.detach().contiguous()
         if whole.numel() == 0:
             return done(None)
         return self.channel.send(self._call("send", whole.shape, whole.dtype, f"to member {to}"), whole, to)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Returns the next tensor that rank number ``source`` of the axis sends here, point to point."""
+        """Waits for the next tensor that member ``source`` of the axis sends here, point to point, and returns it."""
         return self.receive_async(shape, dtype, source).wait()
 
     def receive_async(
         self, shape: Sequence[int], dtype: torch.dtype, source: int, into: Tensor | None = None
     ) -> Pending[Tensor]:
-        """Starts :meth:`receive` and returns a :class:`Pending`; started early, the transfer overlaps with compute.
+        """Starts :meth:`receive`, so that the transfer overlaps with compute; ``wait`` of the result gives the tensor.
 
-        ``into`` is a contiguous tensor to fill; by default a new one is allocated.
+        ``into`` is a contiguous tensor to fill, of the given shape and dtype; by default a new one is allocated.
         """
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device) if into is None else into
         if tensor.numel() == 0:
@@ -381,10 +427,10 @@ class Axis:
         return self.channel.receive(call, tensor, source)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Creates the connections for p2p messages between ``pairs`` of members; every rank passes the same pairs.
+        """Creates the connections for p2p messages between ``pairs`` of members; every member passes the same pairs.
 
-        Over NCCL it must be called before the first message. Among threads, over gloo and in shared memory it does
-        nothing.
+        Over NCCL it must be called before the first message. With other backends (threads, gloo, shared memory) it
+        does nothing.
         """
         if self.size > 1:
             self.channel.connect(sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}))
@@ -392,12 +438,12 @@ class Axis:
     def send_and_receive_async(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> Pending[dict[int, Tensor]]:
-        """Starts messages to and from other members at once, each recorded as one send or one receive.
+        """Starts p2p messages to and from other members at once, each recorded as one send or one receive.
 
         ``sends`` holds the tensors to send, and ``shapes`` the shapes of the tensors to receive, both by the other
-        member's number; all tensors are of ``dtype``. No message waits for another, so no order of members can
-        deadlock; either mapping may be empty. ``wait`` of the returned :class:`Pending` gives the received tensors by
-        member.
+        member's number; all tensors are of ``dtype``. Either mapping may be empty. No message waits for another, so the
+        members cannot deadlock, in whatever order they come. ``wait`` of the returned :class:`Pending` gives the
+        received tensors by member.
         """
         given = {to: tensor.detach().contiguous() for to, tensor in sends.items()}
         found = {source: torch.empty(tuple(shape), dtype=dtype, device=self.device) for source, shape in shapes.items()}

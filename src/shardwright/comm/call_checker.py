@@ -1,7 +1,8 @@
 """Checks, in a debug run, that all ranks of a group make the same call before any of them makes it.
 
-It costs some messages through torch's store for each call, so it serves ``verify``, tests and ``--debug`` only. The
-store stays small: a rank deletes its entry for a call once all members have reached a later one.
+Each call costs some messages through torch's store, so the check is off in ordinary runs: ``verify`` on processes,
+tests and ``--debug`` turn it on. The store stays small: a rank deletes its entry for a call when all members of the
+group have reached a later call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _RECHECK_S = 0.5
 
 
 class CallChecker:
-    """One rank's part of the check: it publishes this rank's calls in torch's store and compares its group's calls."""
+    """One rank's part of the check: publishes its calls in torch's store, and compares them with the other ranks'."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
@@ -26,12 +27,12 @@ class CallChecker:
         self._written: dict[tuple[int, ...], str] = {}
 
     def check(self, call: CollectiveCall, ranks: tuple[int, ...], number: str) -> None:
-        """Returns once every rank of the group ``ranks`` is about to make the same collective call.
+        """Waits until every rank of the group ``ranks`` is about to make the same collective call as this rank.
 
-        ``number`` is the name of the group and the number of the call in it.
+        ``number`` is text: the name of the group, and the number of the call in it.
 
-        Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or one has
-            returned; both are named.
+        Raises: CommunicationError: another rank makes a different call, waits for this one in another group, or has
+            returned from its work, with both ranks named; or it does not come within ``timeout_s``.
         """
         self._num_calls += 1
         mine, waited = str(call._replace(source="")).removesuffix(" for "), False
@@ -53,7 +54,7 @@ class CallChecker:
         self._written[ranks] = f"{key}/{self.rank}"
 
     def leave(self) -> None:
-        """Records in torch's store that this rank makes no more calls, so that no rank waits for it."""
+        """Records in torch's store that this rank makes no more calls; a rank that waits for it then gets an error."""
         self.store.set(f"at/{self.rank}", "returned")
 
     def _wait_for(self, key: str, other: int, call: CollectiveCall) -> None:

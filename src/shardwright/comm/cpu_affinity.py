@@ -1,4 +1,4 @@
-"""Binds the ranks of one machine to CPU cores: to disjoint ones, or to one each in turn if there are fewer cores.
+"""Binds the ranks of one machine to CPU cores: each to cores of its own, or to one shared core if there are too few.
 
 The system moves a busy process between cores, away from its memory. An optimizer update on state in host memory or
 files (``offload``) waits for memory most of its time, so it gains most from binding.
@@ -14,7 +14,9 @@ from shardwright.mesh import balanced_part
 
 
 def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Returns the CPU cores to bind one rank to: a contiguous run, or one core in turn if ranks outnumber cores.
+    """Returns those of ``cores`` to which rank number ``index`` of ``num_ranks`` on a machine is to be bound.
+
+    They are a contiguous run; if there are fewer cores than ranks, they are one core, which several ranks then share.
 
     >>> [cores_of(index, 2, range(5)) for index in range(2)], cores_of(2, 3, [4, 6])
     ([(0, 1, 2), (3, 4)], (4,))
@@ -25,7 +27,10 @@ def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...
 
 
 def bind(index: int, num_ranks: int) -> tuple[int, ...]:
-    """Binds this process, and threads it starts later, to its share of the allowed CPU cores; returns these cores.
+    """Binds this process, and threads that it starts later, to its share of the CPU cores, and returns these cores.
+
+    The process is rank number ``index`` of ``num_ranks`` on its machine. Only cores on which it may run already are
+    shared out.
 
     Raises: PlanError: the system cannot bind processes.
     """

@@ -1,4 +1,4 @@
-"""The current world (all ranks of the run) of this process, and the process groups that global tensors use in it."""
+"""Keeps this process's current world (the ranks of the run), and the process groups that global tensors use in it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ _SINGLE_RANK_WORLD: list[tuple[World, dict[tuple[int, ...], Axis]]] = []
 
 
 def enter(world: World) -> None:
-    """Makes ``world`` the current one, which :func:`here` returns until torch's default process group is destroyed."""
+    """Makes ``world`` the current one, which :func:`here` returns until torch's default process group is destroyed.
+
+    All ranks call it together, because it creates a process group over them.
+    """
     everyone = world.everyone()  # made now, while all ranks take part: later only some may call
     _WORLDS[dist.group.WORLD] = (world, {everyone.ranks: everyone.for_strategy("global tensors")})
 
 
 def here() -> World:
-    """Returns this process's world: the one it was launched in, else one around torch's default process group.
+    """Returns this process's world: the one that ``launch`` gave it, else one around torch's default process group.
 
-    Where ``torch.distributed`` was never initialized it is a world of one rank.
+    The latter is made at the first call, which all ranks make together. If torch.distributed is not initialized, the
+    world has one rank.
 
     >>> here().size
     1
@@ -43,7 +47,10 @@ def here() -> World:
 
 
 def axis_here(ranks: tuple[int, ...]) -> Axis:
-    """Returns the axis (process group) over these ranks, for global tensors; its ranks create it at its first use."""
+    """Returns the axis (process group) over ``ranks``, for global tensors.
+
+    At the first call with these ranks the group is created, so all of them must call it then.
+    """
     world, axes = _world_and_axes()
     if ranks not in axes:
         axes[ranks] = world.axis("global", [ranks]).for_strategy("global tensors")

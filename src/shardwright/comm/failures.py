@@ -1,7 +1,7 @@
 """Finds the rank that failed first among processes that all fail when one does.
 
-A rank that raises closes its connections, and its partners fail a moment later. Each rank sends the launcher a note of
-its failure, and the launcher raises the failure that explains the others.
+A rank that raises closes its connections, so ranks that wait for it fail a moment later. Each rank sends the launcher a
+note of its failure, and the launcher raises the failure that caused the others.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ GRACE_S = 0.3
 
 
 class LostPartnerError(CommunicationError):
-    """Raised for a call that did not complete, because another rank stopped or did not make the call in time."""
+    """Raised for a call or a start that did not complete, because another rank stopped or did not come in time."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised on every rank to end the run after a stop signal, once all ranks have saved a checkpoint."""
+    """Raised on every rank that is a process to end training after a stop signal, when all have saved a checkpoint."""
 
 
 INTERRUPTED = 130
@@ -34,7 +34,10 @@ _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
 class Note(NamedTuple):
-    """A rank's report of its failure to the launcher: the rank, the time, the exception and its traceback as text."""
+    """A rank's report of its failure to the launcher: the rank, the time, the exception and its traceback as text.
+
+    ``time_s`` is in seconds since the epoch, as ``time.time()`` gives it.
+    """
 
     rank: int
     time_s: float
@@ -48,7 +51,10 @@ class Note(NamedTuple):
 
 
 def note_of(rank: int, failure: BaseException) -> Note:
-    """Returns the note of a rank's exception for the launcher. It can be pickled even if the exception cannot."""
+    """Returns the note that reports a rank's exception to the launcher.
+
+    In the note, an exception that cannot be pickled is replaced by a RuntimeError with the same text.
+    """
     text = "".join(traceback.format_exception(failure))
     try:
         pickle.loads(pickle.dumps(failure))
@@ -58,10 +64,12 @@ def note_of(rank: int, failure: BaseException) -> Note:
 
 
 def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stopped: Sequence[int]) -> BaseException:
-    """Returns the root cause among the ranks' failures.
+    """Returns the exception that the launcher should raise: the root cause among the ranks' failures.
 
-    ``exits``: exit codes of the ranks that ended without a note, None where unknown; ``stopped``: ranks that were
-    found stopped (SIGSTOP) while the others waited for them.
+    ``notes`` are the ranks' reports, ``exits`` the exit codes of ranks that ended without a report (None if unknown),
+    and ``stopped`` the ranks that were found suspended (SIGSTOP). The earliest report counts most, unless its rank only
+    lost another rank; then an exit without a report; then a suspended rank. The library's own errors are returned as
+    they are, and other causes as a RankFailedError.
     """
     # a rank that lost its partner explains nothing: its note counts only where there is no other
     first = min(notes, key=lambda note: (not note.explains, note.time_s), default=None)

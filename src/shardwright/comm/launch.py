@@ -1,4 +1,4 @@
-"""``launch`` runs one function on any number of ranks, as threads or as processes."""
+"""Runs one function on any number of ranks (``launch``), which are threads or processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shardwright.comm.recorder import Recorder
 from shardwright.comm.started_world import is_started
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
+from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 
 T = TypeVar("T")
@@ -32,27 +33,35 @@ class HasRanks(Protocol):
 
 def launch(
     work: Callable[..., T],
-    ranks_or_layout: int | HasRanks,
+    ranks_or_layout: int | str | HasRanks,
     *args: Any,
     ranks: Ranks = "processes",
     **options: Any,
 ) -> list[T]:
     """Runs ``work(world, *args)`` once per rank and returns the ranks' results, in rank order.
 
-    ``ranks="threads"`` runs the ranks in this process. ``"processes"`` starts them on this machine, and nothing listens
-    beyond it; in a process that is already a rank (``torchrun``, ``srun``, ``mpirun``) it joins that world and returns
-    this rank's result alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``,
-    ``timeout_s``, ``grace_s`` for the seconds that ranks have to end after a stop signal, ``device`` ("auto", "cpu",
-    "cuda", or "cuda/gloo" for several ranks a card), ``bind_cores`` to bind each rank to cores, and ``link``, a
-    :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
-    machine what overlap gains. Threads take ``device`` alone, one for all ranks: the CPU for "auto".
+    ``ranks_or_layout`` is the number of ranks, or a layout, also as a line such as "dp2 tp2", for as many as it has.
 
-    Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
-        ``torchrun`` started has another number of ranks; or more ranks than this machine can start.
+    ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
+    a socket that another machine could connect to; but in a process that is already a rank (of ``torchrun``, ``srun``
+    or ``mpirun``) it joins that run and returns a list with this rank's result alone.
+
+    ``options`` for processes: ``debug`` checks that all ranks make the same calls; ``timeout_s`` is the time limit of a
+    call; ``grace_s`` is how many seconds ranks have to end after a stop signal; ``device`` is "auto", "cpu", "cuda", or
+    "cuda/gloo" for several ranks on one GPU; ``bind_cores`` binds each rank to CPU cores; and ``link`` is a
+    :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
+    machine what overlap gains. :func:`~shardwright.comm.backends.processes.run_processes` has the others. Threads use
+    ``device`` alone, one for all ranks ("auto" is the CPU), and ignore the rest.
+
+    Raises: RankFailedError: a rank raised or died; the text has the rank's traceback if there is one. An error of the
+        library itself, such as PlanError, is raised as it is (with threads, only if every rank raised). LayoutError:
+        ``torchrun`` started another number of ranks, this machine cannot start as many, or a line is no layout.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]
     """
+    if isinstance(ranks_or_layout, str):
+        ranks_or_layout = Layout.parse(ranks_or_layout)
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     check_can_start(num_ranks, ranks)
     if ranks == "threads":
@@ -77,7 +86,10 @@ def launch(
 def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torch.device | str = "cpu") -> list[T]:
     """Runs ``work(world, *args)`` on ranks that are threads of this process, and returns their results in rank order.
 
-    It is :func:`launch` with ``ranks="threads"``; all ranks use one ``device``.
+    :func:`launch` calls it for ``ranks="threads"``; all ranks use one ``device``.
+
+    Raises: RankFailedError: a rank raised, with its traceback. A CommunicationError is raised as it is, and so is a
+        ValueError (such as LayoutError) if every rank raised an error.
     """
     hub, place = ThreadWorld(num_ranks), torch.device(device)
     results: dict[int, T] = {}
@@ -127,7 +139,8 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
 def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T], *, device: torch.device | str = "cpu") -> list[T]:
     """Runs ``work`` on one thread for each rank of ``mesh`` and returns the results, in rank order.
 
-    ``work`` is given the rank's axes by name, and all ranks use one ``device``. It is meant for examples and tests.
+    ``work`` is called with the rank's axes (process groups) by name; all ranks use one ``device``. This function is
+    meant for examples and tests; it raises what :func:`run_threads` raises.
 
     >>> run_on_threads(Mesh(dp=2, tp=2), lambda axes: (axes["dp"].index, axes["tp"].ranks))
     [(0, (0, 1)), (0, (0, 1)), (1, (2, 3)), (1, (2, 3))]

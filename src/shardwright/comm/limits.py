@@ -1,4 +1,4 @@
-"""The number of ranks that this machine can start, so that a layout with a typing error in a size is refused."""
+"""Computes the most ranks that this machine can start, to refuse a layout with a typing error in a size."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LIMITS = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/
 
 
 def most_ranks(ranks: Ranks = "processes") -> int:
-    """Returns an upper bound on the ranks that this machine can start, at least 1: far more than run well.
+    """Returns an upper bound, at least 1, on the number of ranks that this machine can start; far fewer run well.
 
-    It takes the system's limits on processes, and a fraction of the memory that a process with torch needs.
+    It is the smallest of the system's limits on processes and threads, and of the machine's memory divided by
+    :data:`LEAST_RANK_BYTES`, the least that a rank is assumed to need.
 
     >>> 1 <= most_ranks() <= most_ranks("threads") <= psutil.virtual_memory().total // 2**22
     True
@@ -48,7 +49,13 @@ def most_ranks(ranks: Ranks = "processes") -> int:
 
 
 def check_can_start(num_ranks: int, ranks: Ranks = "processes") -> None:
-    """Raises LayoutError if this machine cannot start ``num_ranks`` ranks; checks nothing under torchrun."""
+    """Raises LayoutError if this machine's memory and process limits allow fewer than ``num_ranks`` ranks.
+
+    ``ranks`` says whether a rank is a thread or a process; :func:`most_ranks` computes the limit.
+
+    In a process that torchrun, srun or mpirun started as a rank, it checks nothing, but sets torch's environment
+    variables (``RANK``, ``WORLD_SIZE``, ...) where they are missing.
+    """
     started_by()  # sets WORLD_SIZE where another launcher has started this process as a rank
     if "WORLD_SIZE" not in os.environ and num_ranks > (most := most_ranks(ranks)):
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""The record of traffic: one entry for each collective call, written by the backend that moves the bytes."""
+"""Records traffic: one entry for each collective or p2p message, written by the backend that moves the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Record(NamedTuple):
 
 
 def ring_factor(kind: str, num_ranks: int) -> Fraction:
-    """Returns the bytes that one rank sends in a ring algorithm, as an exact fraction of a collective's payload.
+    """Returns how many bytes one rank sends in a ring algorithm, as an exact multiple of the collective's payload.
+
+    The payload is the size of the whole tensor. A receive or barrier gives 0, and a send or broadcast 1.
 
     >>> ring_factor("all_reduce", 4), ring_factor("all_gather", 4), ring_factor("send", 2)
     (Fraction(3, 2), Fraction(3, 4), Fraction(1, 1))
@@ -34,7 +36,7 @@ def ring_factor(kind: str, num_ranks: int) -> Fraction:
 
 
 class CallFollower(Protocol):
-    """A listener to this rank's calls, from which a rehearsal learns how communication overlaps with computation."""
+    """A listener to this rank's calls, by which a rehearsal finds how communication overlaps with computation."""
 
     def began(self, call: CollectiveCall, num_bytes: int, ranks: tuple[int, ...]) -> None:
         """Called when this rank begins a collective or message of ``num_bytes`` among ``ranks``."""
@@ -53,7 +55,7 @@ class Recorder:
         self.follower: CallFollower | None = None
 
     def note(self, call: CollectiveCall, num_bytes: int) -> None:
-        """Appends a collective call and its payload to every list that :meth:`recording` has open."""
+        """Appends a call with its payload in bytes to every list that :meth:`recording` has open."""
         for records in self._listeners:
             records.append(Record(call.kind, call.axis, num_bytes, call.source))
 

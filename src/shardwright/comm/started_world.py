@@ -1,7 +1,7 @@
-"""The world that another program started this process in: ``torchrun``, Slurm's ``srun``, or MPI's ``mpirun``.
+"""Finds out whether ``torchrun``, Slurm's ``srun`` or MPI's ``mpirun`` has started this process as a rank.
 
-All other code reads torch's names (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``); here they are
-filled in from the names that other launchers give.
+All other code reads torch's environment variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``).
+This file sets those that are missing, from the variables of the other launchers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _LAUNCHERS = {
 
 
 def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
-    """Returns the launcher that started this process as a rank, or ""; sets torch's variables from the launcher's.
+    """Returns the name of the launcher that started this process as a rank, or "" if none did.
 
-    Inside a batch script of Slurm, which has a task number but is no rank, the number of tasks counts only if
-    ``MASTER_ADDR`` is set.
+    It also sets in ``environment`` torch's variables that are missing, such as ``RANK``, from those of the launcher. A
+    batch script of Slurm has a task number without being a rank, so that number counts only in a step of ``srun``, or
+    if ``MASTER_ADDR`` is set.
 
     >>> started = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
     >>> started_by(started), started["RANK"], started["WORLD_SIZE"], started["LOCAL_RANK"]
@@ -48,7 +49,9 @@ def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
 
 
 def is_started(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Returns whether a launcher has started this process as a rank, so that ``launch`` must not start any.
+    """Returns whether a launcher such as torchrun started this process as a rank, so that ``launch`` starts no ranks.
+
+    It sets torch's variables in ``environment``, as :func:`started_by` does.
 
     Raises: PlanError: this process is a rank, but ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
     """

@@ -27,9 +27,10 @@ class Transport(Protocol):
     """The shared-memory blocks that carry this rank's messages, or None if the backend uses none."""
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index.
+        """Returns a channel (the rank's end of a process group) for each of ``groups`` that holds this rank.
 
-        All ranks pass the same groups.
+        A group is a tuple of ranks. The result is keyed by the group's index in ``groups``; all ranks pass the same
+        groups.
         """
 
     def close(self) -> None:
@@ -44,7 +45,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """One rank's handle on the run: its number, its device, its axes (process groups) and its record of calls.
+    """One rank's handle on the run: its number, its device, its process groups and the record of what it sends.
 
     >>> from shardwright.comm.launch import launch
     >>> launch(lambda world: (world.rank, world.size), 3, ranks="threads")
@@ -66,18 +67,18 @@ class World:
     """The node of each rank, counted from 0; empty if all ranks were started on one node."""
 
     def join_writers(self) -> None:
-        """Waits some seconds for the threads that write this rank's part of a checkpoint, without sending a message.
+        """Waits up to three seconds for the threads that write this rank's part of a checkpoint; sends no messages.
 
-        It is for a run that has failed, whose ranks can no longer wait for each other by :meth:`wait_pending`.
+        It is for a run that has failed, in which ranks cannot wait for each other by :meth:`wait_pending`.
         """
         end_s = time.monotonic() + WRITERS_S
         for writer in self.writers:
             writer.join(max(0.0, end_s - time.monotonic()))
 
     def wait_pending(self) -> None:
-        """Waits for every checkpoint save that overlaps with training, and raises the error of one that failed.
+        """Waits for every checkpoint save that overlaps with training, and raises the error of a save that failed.
 
-        Every rank calls it, and ``launch`` does at the end of the ranks' work.
+        All ranks call it together; ``launch`` calls it at the end of the ranks' work.
         """
         while self.pending:
             self.pending.pop(0).wait()
@@ -88,9 +89,9 @@ class World:
         return self.transport.kind == "threads"
 
     def axes_in(self, name: str, groups: Sequence[tuple[int, ...]]) -> list[Axis]:
-        """Returns this rank's axis (process group) in each group that holds it.
+        """Returns an axis (process group) called ``name`` for each of ``groups`` that holds this rank, in their order.
 
-        Every rank must pass the same groups.
+        A group is a tuple of ranks. Every rank must pass the same groups.
         """
         channels = self.transport.channel(groups)
         return [
@@ -99,12 +100,15 @@ class World:
         ]
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]]) -> Axis:
-        """Returns this rank's axis (process group), given a partition of all ranks into ``groups``."""
+        """Returns an axis (process group) called ``name`` over the one of ``groups`` that holds this rank.
+
+        A group is a tuple of ranks. Every rank must pass the same groups, and be in exactly one.
+        """
         (axis,) = self.axes_in(name, groups)
         return axis
 
     def axes(self, mesh: Mesh) -> dict[str, Axis]:
-        """Returns this rank's axes (process groups) of a mesh, by axis name."""
+        """Returns this rank's axes (process groups) of a mesh, by axis name; every rank must pass the same mesh."""
         return {name: self.axis(name, mesh.groups(name)) for name in mesh.axes}
 
     def everyone(self) -> Axis:

@@ -1,1 +1,1 @@
-"""The time model: seconds of operators and of messages on accelerators whose datasheet figures are in profiles."""
+"""The time model: predicts the seconds of operators and messages on accelerators from their datasheet figures."""

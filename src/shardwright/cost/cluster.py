@@ -24,7 +24,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal accelerators with the constants of the time model, for which a layout is priced.
+    """A cluster to price layouts for: nodes of equal accelerators, and the constants of the time model.
 
     >>> cluster = Cluster.parse("a100-80gb:128x8")
     >>> cluster.num_ranks, cluster.device.name, str(cluster)
@@ -37,10 +37,15 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, num_ranks: int | None = None) -> Cluster:
-        """Returns the cluster of a text: a profile's name or a TOML file, each alone or followed by ``:NODESxRANKS``.
+        """Returns the cluster that ``text`` describes.
 
-        Without nodes they have 8 ranks each, or as many below as ``num_ranks`` allows. A file may name a ``profile``,
-        replace its figures, give ``nodes = "128x8"`` and a table ``[constants]``. Raises: PlanError, LayoutError.
+        ``text`` is a profile's name or the path of a TOML file, alone or followed by ``:NODESxRANKS``. Without nodes in
+        the text or the file, the cluster has ``num_ranks`` ranks, on nodes as full as that number allows, with 8 ranks
+        at most. A file may name a ``profile``, replace its figures, and give ``nodes = "128x8"`` and a table
+        ``[constants]``.
+
+        Raises: PlanError: the text has no nodes and ``num_ranks`` is None, there is no such profile, or the file or a
+            value in it cannot be read. LayoutError: the nodes are not written as ``128x8``.
         """
         name, colon, nodes = text.partition(":")
         table: Mapping[str, Any] = {}
@@ -65,7 +70,9 @@ class Cluster:
         return self.nodes.num_nodes * self.nodes.ranks_per_node
 
     def with_ranks(self, num_ranks: int) -> Cluster:
-        """Returns the cluster with another number of ranks, on nodes as full as that number allows.
+        """Returns the cluster with ``num_ranks`` ranks, on equal nodes that are as full as they can be.
+
+        A node has at most as many ranks as before.
 
         >>> str(Cluster.parse("a100-80gb:4x8").with_ranks(12))
         'a100-80gb:2x6'
@@ -74,10 +81,10 @@ class Cluster:
         return replace(self, nodes=Nodes(num_ranks // in_node, in_node))
 
     def message_s(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Returns the seconds that a collective or send of ``num_bytes`` takes among ``ranks``.
+        """Returns the seconds that a collective or send of ``num_bytes`` takes among ``ranks``, if they form a ring.
 
-        All groups of the axis send at once. Ranks form a ring, node by node. Rings that cross between nodes share a
-        node's links with those of the other ranks of the node.
+        The ring goes node by node, and all groups along the same axis are taken to send at once, so rings that cross
+        between nodes share a node's links. Fewer than two ranks, or no bytes, take 0 seconds.
 
         >>> cluster = Cluster.parse("a100-80gb:2x8")
         >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in ((0, 1), (0, 8))]

@@ -17,7 +17,12 @@ def _constant(default: float, unit: str, low: float, high: float, meaning: str) 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the time model, other than figures of the device's profile; ``sources`` says where each is from.
+    """The constants of the time model, other than the figures of a device's profile.
+
+    ``sources`` says where each value is from: "datasheet", "measured", "fitted" or, if a constant is not in it,
+    "guess".
+
+    Raises: PlanError: a value is out of its bounds.
 
     >>> Constants().matmul_efficiency, Constants().with_values("fitted", matmul_efficiency=0.7).rows()[0]["source"]
     (0.83, 'fitted')
@@ -51,7 +56,10 @@ class Constants:
                 )
 
     def with_values(self, source: Source, **values: float) -> Constants:
-        """Returns the constants with other values, all from ``source``. Raises: PlanError: no such constant."""
+        """Returns the constants with other values, all from ``source``.
+
+        Raises: PlanError: no such constant, or a value that is out of bounds.
+        """
         known = [each.name for each in fields(self) if each.name != "sources"]
         for name in values:
             if name not in known:

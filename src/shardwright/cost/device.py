@@ -42,7 +42,7 @@ class Device:
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
-        """Returns the peak FLOP/s in a precision (fp32, bf16, fp16), or that in fp32 if the device lacks it."""
+        """Returns the peak FLOP/s in a precision (fp32, bf16, fp16), or that in fp32 if the profile lacks it."""
         peaks = dict(self.peaks)
         return peaks.get(precision, peaks["fp32"])
 
@@ -61,13 +61,13 @@ class Device:
 
 
 def profiles() -> dict[str, Any]:
-    """Returns the TOML files of all profiles that come with the library, by accelerator name."""
+    """Returns the TOML files of all device profiles that come with the library, by accelerator name."""
     folder = resources.files("shardwright.cost") / "profiles"
     return {each.name.removesuffix(".toml"): each for each in folder.iterdir() if each.name.endswith(".toml")}
 
 
 def profile(name: str) -> Device:
-    """Returns the :class:`Device` of a profile by name, such as ``a100-80gb``.
+    """Returns the :class:`Device` of a profile by name, such as ``a100-80gb``. Raises: PlanError: no such profile.
 
     >>> profile("a100-80")
     Traceback (most recent call last):
@@ -84,7 +84,10 @@ def profile(name: str) -> Device:
 
 
 def device_of(name: str, table: Mapping[str, Any]) -> Device:
-    """Returns the device that a parsed TOML table describes. Raises: PlanError: a figure is missing or no number."""
+    """Returns the device that a parsed TOML table describes.
+
+    Raises: PlanError: a figure is missing or is not a number above zero, or the table has an unknown key.
+    """
     known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS}
     for key in table.keys() - known:
         raise PlanError(

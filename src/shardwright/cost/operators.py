@@ -33,8 +33,8 @@ class OperatorRecord(NamedTuple):
 def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -> float:
     """Returns the seconds that an operator takes on a device, without the host's time to launch it.
 
-    A product takes as long as its FLOPs or its bytes, whichever is longer. Its tiles fill the multiprocessors in waves,
-    of which the last may be partly empty.
+    A matrix product or attention takes as long as its FLOPs or its bytes, whichever is longer. A product's tiles fill
+    the multiprocessors in waves, of which the last may be partly empty. Any other operator takes as long as its bytes.
 
     >>> from shardwright.cost.device import profile
     >>> big = OperatorRecord("matmul", 2 * 4096**3, 3 * 2 * 4096**2, "bf16", (1, 4096, 4096, 4096))
@@ -59,7 +59,9 @@ def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -
 
 
 def smooth_max(first: float, second: float) -> float:
-    """Returns a little more than the larger of two times: the time of two queues that sometimes wait for each other.
+    """Returns the fourth root of ``first**4 + second**4``, a little more than the larger of two times.
+
+    It is the time of two queues that sometimes wait for each other.
 
     >>> smooth_max(1.0, 0.0), round(smooth_max(1.0, 1.0), 3)
     (1.0, 1.189)

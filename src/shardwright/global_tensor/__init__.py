@@ -1,7 +1,9 @@
-"""Global tensors: DTensor-like tensors with a placement and an sbp, and ``to_global`` between any two layouts.
+"""Global tensors: like torch's DTensor, tensors that are sharded over ranks and compute like one tensor on one device.
 
-A user writes tensor code as for one device and gives each tensor a layout. In this package ``boxing`` redistributes
-tensors, ``rules`` shards operators, and ``view_tracking`` keeps views consistent after writes.
+A user writes code as for one device, and gives each tensor a placement (a device type and a grid of ranks) and an sbp
+(split, broadcast or partial sum, for each axis of the grid). ``to_global`` redistributes a tensor between any two such
+layouts. In this package ``boxing`` redistributes tensors, ``rules`` runs operators on shards, and ``view_tracking``
+makes it an error to read a gathered copy of a view after its base was written to.
 """
 
 from shardwright.global_tensor import sbp

@@ -1,4 +1,4 @@
-"""Runs boxing, the redistribution of a global tensor: the collectives and p2p messages of its plan on local tensors."""
+"""Redistributes global tensors ("boxing"): runs a plan's collectives and point-to-point messages on local tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from shardwright.sharding.transfer import BoxMessage, Transfer, deliver
 def redistribute_local(
     local: Tensor, shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout
 ) -> Tensor:  # fmt: skip
-    """Redistributes a global tensor, and returns this rank's local tensor in the layout ``destination``, contiguous.
+    """Returns this rank's local tensor of a global tensor, redistributed from the layout ``source`` to ``destination``.
 
-    ``local`` is this rank's local tensor in the layout ``source``, and ``shape`` is the global shape. Every rank of
-    either placement must call it; other ranks may. If the layouts are equal, ``local`` itself is returned.
+    ``local`` is this rank's local tensor under ``source``, and ``shape`` is the global shape. The result is contiguous,
+    and empty on a rank outside of ``destination``. If the layouts are equal, ``local`` itself is returned. Every rank
+    of either placement must call this function; other ranks may.
+
+    Traffic: that of the plan that :func:`cheapest_plan` returns.
     """
     if source == destination:
         return local
@@ -32,7 +35,11 @@ def redistribute_local(
 
 
 def materialized(local: Tensor) -> Tensor:
-    """Returns a tensor with torch's lazy conjugate and negative bits applied, because raw bytes are sent."""
+    """Returns a tensor whose memory has the real values: torch's lazy conjugation and negation are carried out.
+
+    Messages carry raw bytes, so this is done before a tensor is sent. A tensor without such lazy operations is returned
+    itself.
+    """
     return local.resolve_conj().resolve_neg()
 
 
@@ -69,9 +76,9 @@ def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
 def run_transfer(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
     """Sends and receives this rank's messages of a redistribution, and returns its new local tensor of shape ``shape``.
 
-    ``transfer`` has the messages, and ``local`` is the old local tensor. All messages from one rank to another are sent
-    as one. With ``zeros``, elements that no message fills are zero, as a partial sum needs it; otherwise they are
-    uninitialized.
+    ``transfer`` has the messages of all ranks, and ``local`` is this rank's old local tensor. All messages from one
+    rank to another are sent as one. Elements that no message fills are zero with ``zeros``, which partial sums need,
+    and uninitialized without it. Autograd does not record the call.
     """
     rank, local = here().rank, materialized(local)
     with torch.no_grad():

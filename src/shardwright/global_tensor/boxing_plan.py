@@ -1,12 +1,13 @@
 """Plans boxing (the redistribution of a global tensor): the steps between two layouts, and how many elements they move.
 
-A plan has one step, or two if it is cheaper to reduce-scatter partial sums first. A step is a collective if its ranks
-and boxes form one. Otherwise it is a set of point-to-point messages, which fetch each destination box once from the
-nearest rank that holds it::
+A plan has one step, or two if it moves fewer elements to reduce-scatter partial sums first. A step is a single
+collective if it changes how the tensor lies along one axis of one placement, and no other axis cuts the same dims.
+Otherwise it is a set of point-to-point messages, in which each rank fetches the elements that it lacks once::
 
     partial_sum -> broadcast    all-reduce         split(0) -> broadcast   all-gather
     partial_sum -> split        reduce-scatter     split(0) -> split(1)    all-to-all
-    anything    -> partial_sum  each member keeps what it holds; the others hold zeros there
+    anything    -> partial_sum  messages: a rank keeps elements that it holds, if no other term has them already;
+                                the other terms are zero there
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ Pieces = Mapping[int, tuple[Piece, ...]]
 class BoxingStep:
     """One step of a :class:`BoxingPlan`: a collective, or messages, that bring a tensor from one layout to another.
 
-    ``kind`` names the collective, or is "messages". ``axis`` is the placement's axis over which the collective runs,
-    and ``dims`` are the dims that this axis cuts before and after.
+    ``kind`` names the collective, or is "messages". The last two fields matter for a collective only: ``axis`` is the
+    placement's axis over which it runs, and ``dims`` are the dims that this axis cuts before and after. If only one of
+    the two layouts cuts a dim along the axis, ``dims`` has that dim twice.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +49,10 @@ class BoxingStep:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """This step as point-to-point messages. A collective step moves at most as many elements."""
+        """The point-to-point messages that do this step.
+
+        A step that runs a collective moves at most as many elements as these.
+        """
         shape, source, destination = self.shape, self.source, self.destination
         held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
         term_of = terms(source)
@@ -63,7 +68,7 @@ class BoxingStep:
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:
-        """Maps ranks that need no message to the slices of their old local tensor that are the new one."""
+        """Maps each rank that needs no messages to the slices of its old local tensor that are its new local tensor."""
         found = {}
         for rank in self.destination.placement.ranks:
             messages = self.transfer.messages_to(rank)
@@ -73,7 +78,7 @@ class BoxingStep:
 
     @cached_property
     def moved_elements(self) -> int:
-        """The number of elements that this step sends between different ranks."""
+        """The number of elements that this step sends between different ranks; an all-reduce is taken to be a ring."""
         if self.kind != "all_reduce":
             return self.transfer.moved_elements
         size = self.source.placement.shape[self.axis]
@@ -122,7 +127,9 @@ def plan_to_global(
 ) -> BoxingPlan:
     """Returns the plan by which ``to_global`` redistributes a tensor of ``shape`` between two layouts; sends nothing.
 
-    Print it to see which collectives run and how many elements move.
+    Print the plan to see which collectives run and how many elements move.
+
+    Raises: LayoutError: an sbp that does not fit its placement or the number of dims.
     """
     before = GlobalLayout(source, checked_sbp(source_sbp, source, len(shape)))
     after = GlobalLayout(destination, checked_sbp(destination_sbp, destination, len(shape)))
@@ -131,7 +138,11 @@ def plan_to_global(
 
 @lru_cache(maxsize=4096)
 def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingPlan:
-    """Returns the redistribution plan that moves the fewest elements; among equals the one with fewer steps."""
+    """Returns the plan that moves the fewest elements to redistribute a tensor of ``shape`` between two layouts.
+
+    The direct step is compared with plans of two steps, which first reduce-scatter partial sums along a dim. Among
+    equals the plan with fewer steps is returned. Plans are cached.
+    """
     direct = _step(shape, source, destination)
     if not is_partial(source) or direct.kind != "messages" or direct.moved_elements == 0:
         return BoxingPlan((direct,))

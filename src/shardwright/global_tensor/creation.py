@@ -20,9 +20,11 @@ def full(
     size: Sequence[int], value: complex, *, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor of shape ``size`` filled with one value.
+    """Returns a global tensor of shape ``size`` filled with one value; nothing is sent.
 
-    Under ``partial_sum`` the first rank holds the value and the others hold zeros.
+    Under ``partial_sum`` the first term of the sum holds the value and the others hold zeros.
+
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> full((2,), 7, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -34,7 +36,9 @@ def full(
 def zeros(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns a global tensor of zeros of shape ``size``; each rank allocates its shard alone.
+    """Returns a global tensor of zeros of shape ``size``. Each rank allocates only its own shard, and nothing is sent.
+
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> zeros(2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -46,9 +50,11 @@ def zeros(
 def ones(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns a global tensor of ones of shape ``size``; each rank allocates its shard alone.
+    """Returns a global tensor of ones of shape ``size``. Each rank allocates only its own shard, and nothing is sent.
 
-    Under ``partial_sum`` the first rank holds the ones and the others hold zeros.
+    Under ``partial_sum`` the first term of the sum holds the ones and the others hold zeros.
+
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> ones(2, placement=placement("cpu", ranks=[0]), sbp=sbp.partial_sum).tolist()
@@ -60,7 +66,12 @@ def ones(
 def empty(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns an uninitialized global tensor, whose copies on several ranks are equal only after it is written to.
+    """Returns an uninitialized global tensor of shape ``size``; nothing is sent.
+
+    Until it is written to, the copies that ranks of a ``broadcast`` axis hold may differ. Under ``partial_sum`` all
+    terms but the first are zeros.
+
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> empty(2, 3, placement=placement("cpu", ranks=[0]), sbp=sbp.broadcast).shape
@@ -72,7 +83,12 @@ def empty(
 def arange(
     *bounds: float, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Returns ``torch.arange(*bounds)`` as a global tensor; every rank computes its part, and nothing is sent.
+    """Returns ``torch.arange(*bounds)`` as a global tensor.
+
+    Every rank computes the whole range and keeps its own part, so nothing is sent. Under ``partial_sum`` the first term
+    of the sum holds the values and the others hold zeros.
+
+    Raises: LayoutError: a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> arange(1, 7, 2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -86,9 +102,13 @@ def randn(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False,
     seed: int | None = None,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor of normal random numbers, which for one seed are the same under any placement and sbp.
+    """Returns a global tensor of standard normal random numbers, the same for one seed under any placement and sbp.
 
-    Without ``seed``, the first rank draws one from torch's default generator and broadcasts it.
+    Every rank draws the numbers of the whole tensor on the CPU and keeps its own part. Without ``seed``, every rank of
+    the world must call the function: the first rank draws a seed from torch's default generator and broadcasts it.
+
+    Traffic: without ``seed``, one broadcast of one number.
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> everywhere = dict(placement=placement("cpu", ranks=[0]), seed=3)
@@ -103,7 +123,13 @@ def rand(
     *size: Any, placement: Placement, sbp: Sbps, dtype: torch.dtype | None = None, requires_grad: bool = False,
     seed: int | None = None,
 ) -> GlobalTensor:  # fmt: skip
-    """Returns a global tensor of uniform random numbers in [0, 1), which are independent of the layout (:func:`randn`).
+    """Returns a global tensor of uniform random numbers in [0, 1), the same for one seed under any placement and sbp.
+
+    Every rank draws the numbers of the whole tensor on the CPU and keeps its own part. Without ``seed``, every rank of
+    the world must call the function: the first rank draws a seed from torch's default generator and broadcasts it.
+
+    Traffic: without ``seed``, one broadcast of one number.
+    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> x = rand(9, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
@@ -114,10 +140,10 @@ def rand(
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: Any, seed: int | None = None) -> Tensor:
-    """Returns a plain tensor of random numbers that is equal on every rank, from which each rank can cut its shard.
+    """Returns a plain CPU tensor of random numbers that is equal on every rank, from which each rank can cut its shard.
 
-    ``fill`` is the name of the in-place tensor method that draws them, such as ``normal_``, and ``numbers`` are its
-    arguments. Without ``seed``, the first rank draws one from torch's default generator and broadcasts it.
+    ``fill`` is the name of the in-place tensor method that draws the numbers, such as ``normal_``, and ``numbers`` are
+    its arguments. Without ``seed``, the first rank draws a seed from torch's default generator and broadcasts it.
 
     Traffic: without ``seed``, one broadcast of one number.
     """
@@ -133,7 +159,8 @@ def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: A
 def local_part(whole: Tensor, layout: GlobalLayout, device: torch.device) -> Tensor:
     """Returns this rank's local tensor, on ``device``, cut from the tensor ``whole``, which is equal on all ranks.
 
-    Under ``partial_sum`` the first term has the values, and all other terms are zeros.
+    Under ``partial_sum`` the first term has the values, and all other terms are zeros. A rank outside of the placement
+    gets an empty tensor.
     """
     shape = tuple(whole.shape)
     box = boxes(shape, layout).get(here().rank)

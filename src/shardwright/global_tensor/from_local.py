@@ -1,4 +1,7 @@
-"""``from_local``: makes a global tensor from one tensor on each rank, which may be of unequal sizes, with autograd."""
+"""``from_local``: makes a global tensor from one local tensor on each rank.
+
+Ranks may give tensors of unequal sizes, and gradients flow back to the tensors that were given.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,18 @@ _ROOM_BYTES = 256
 def from_local(
     local: Tensor | None, placement: Placement, sbp: Sbps, *, grad_sbp: Sbps | None = None, check: bool = False
 ) -> GlobalTensor:
-    """Returns the global tensor whose local tensors are the tensors ``local`` of the ranks in ``placement``.
+    """Returns the global tensor that the ranks' tensors ``local`` make up under ``placement`` and ``sbp``.
 
     Every rank of the world calls it; on a rank outside the placement ``local`` is ignored and may be None. Local
-    tensors are copied, so later writes to them have no effect. If their sizes are not those of ``torch.chunk``, they
-    are redistributed to be so; the gradient comes back in the sizes that were given. ``grad_sbp`` is the sbp of the
-    gradient that each rank gets. With ``check``, local tensors that must be equal are compared by a digest.
+    tensors are copied, so later writes to them have no effect. Parts of other sizes than those of ``torch.chunk`` are
+    cut anew, and the gradient comes back in the sizes that were given. ``grad_sbp`` is the sbp of the gradient that
+    each rank gets: by default ``sbp`` with ``broadcast`` in place of ``partial_sum``. With ``check``, local tensors
+    that must be equal are compared by a digest.
 
     Traffic: each rank's shape; elements that move when parts are cut anew; digests of the parts with ``check``.
-    Raises: LayoutError, on every rank: parts that do not fit together; copies that differ, if ``check`` is set.
+    Raises: LayoutError, on every rank: parts that do not fit together, arguments that differ between ranks, or copies
+        that differ if ``check`` is set. PlanError, on every rank: a part that is no dense plain tensor on the
+        placement's device type.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> from_local(torch.ones(2, 3), placement("cpu", ranks=[0]), sbp.split(0)).shape

@@ -13,16 +13,16 @@ from shardwright.sharding.box import Box, Piece
 
 
 class GlobalLayout(NamedTuple):
-    """The layout of a global tensor: its placement, and one sbp (split, broadcast, partial sum) for each axis of it."""
+    """The layout of a global tensor: its placement, and an sbp (split, broadcast, partial sum) for each of its axes."""
 
     placement: Placement
     sbp: tuple[Sbp, ...]
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns the range (start, stop) of part number ``part`` if ``torch.chunk`` cuts a dim of ``size`` in ``parts``.
+    """Returns the range (start, stop) that part number ``part`` has when ``torch.chunk`` cuts ``size`` into ``parts``.
 
-    Full parts come first, then a shorter one, then empty ones, so that every rank has a part.
+    If ``torch.chunk`` makes fewer than ``parts`` chunks, the remaining parts are empty, so that every rank has a part.
 
     >>> [chunk(5, 4, part) for part in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -33,7 +33,7 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def boxes(shape: tuple[int, ...], layout: GlobalLayout) -> dict[int, Box]:
-    """Returns, by rank, the box (a range of every dim) of the global tensor that each rank of the placement holds."""
+    """Maps each rank of the placement to the box (a range of every dim) of the global tensor that the rank holds."""
     return {rank: _box_at(shape, layout, coord) for rank, coord in layout.placement.coords}
 
 
@@ -55,7 +55,7 @@ def whole_piece(box: Box) -> Piece:
 
 @lru_cache(maxsize=4096)
 def terms(layout: GlobalLayout) -> dict[int, int]:
-    """Returns, for each rank, the number of the ``partial_sum`` term that it holds.
+    """Maps each rank of the placement to the number of the ``partial_sum`` term that the rank holds, counted from 0.
 
     All numbers are 0 for a layout without partial sums.
     """
@@ -78,7 +78,8 @@ def is_partial(layout: GlobalLayout) -> bool:
 def local_shape(shape: tuple[int, ...], layout: GlobalLayout, rank: int) -> tuple[int, ...]:
     """Returns the shape of a rank's local tensor of a global tensor of ``shape``.
 
-    Outside the placement a rank has an empty tensor with as many dims.
+    On a rank outside the placement it is the shape of an empty tensor with as many dims, or with one dim if ``shape``
+    has none.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> [local_shape((5,), GlobalLayout(placement("cpu", [0, 2]), (sbp.split(0),)), rank) for rank in range(3)]

@@ -1,6 +1,6 @@
 """Handles Python lists as an index, as in ``x[[0, 2]]``, by turning each list into a replicated global tensor.
 
-This is possible because every rank runs the same program and so has the same list.
+Every rank runs the same program and so has the same list, so nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def with_lists(x: GlobalTensor, index: Any) -> Any:
-    """Returns ``index`` with each list of integers or booleans replaced by a replicated global tensor.
+    """Returns ``index``, the index of ``x[index]``, with its lists replaced by replicated global tensors of integers.
 
-    ``x`` is the tensor that is indexed.
+    A list of booleans is a mask, and is replaced by one index tensor for each dim that it covers. An index without
+    lists, and an outer list that contains lists, are returned unchanged.
 
     Raises: IndexError: a list that does not fit its dim. It is raised on every rank, so that no rank waits for another.
     """

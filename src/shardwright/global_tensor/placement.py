@@ -55,7 +55,7 @@ class Placement:
         return rank in self._coord_of
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """Returns the ranks of the group along ``axis`` that contains ``rank``, in the order of the axis.
+        """Returns the ranks that differ from ``rank`` only along ``axis``, itself included, in the order of the axis.
 
         >>> placement("cpu", [[0, 1], [2, 3]]).group(0, 3)
         (1, 3)
@@ -78,7 +78,8 @@ def placement(type: str, ranks: Any) -> Placement:
 
     ``ranks`` is a nested list, a tensor or a DeviceMesh; the order of the ranks is kept.
 
-    Raises: LayoutError: ranks that are no grid of distinct numbers; ranks or a type that the world does not have.
+    Raises: LayoutError: no such device type, or ranks that are not a grid of one or more distinct numbers. If
+        ``torch.distributed`` is initialized also: ranks or a device type that the world does not have.
 
     >>> placement("cpu", ranks=[0, 1, 3])
     placement("cpu", ranks=[0, 1, 3])
@@ -104,7 +105,11 @@ def placement(type: str, ranks: Any) -> Placement:
 
 
 def check_placement(given: object) -> None:
-    """Raises LayoutError unless ``given`` is a placement whose ranks and device type the world has."""
+    """Raises LayoutError unless ``given`` is a :class:`Placement` that this world of ranks can have.
+
+    Its ranks must be ranks of the world, and its device type that of the world. A world of one rank also takes any
+    other device type that the process can use.
+    """
     if not isinstance(given, Placement):
         raise _wrong("not a placement", repr(given), "placement(type, ranks)", 'write placement("cpu", ranks=[0])')
     _check_in_world(given)

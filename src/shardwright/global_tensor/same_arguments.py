@@ -1,6 +1,6 @@
 """Checks that all ranks call a global-tensor function with equal arguments, before the call sends anything.
 
-Unequal calls would make ranks wait for each other.
+Otherwise ranks that are called with different arguments would wait forever for each other's messages.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 
 
 def check_everywhere(what: str, items: Iterable[object]) -> None:
-    """Raises LayoutError unless every rank passes equal ``items``; ``what`` names them in the error.
+    """Raises LayoutError on every rank unless all ranks pass equal ``items``; ``what`` names the items in the error.
 
-    Traffic: one all-reduce of two numbers.
+    Items are compared by their text.
+
+    Traffic: one all-reduce of two numbers; if ranks differ, the texts are gathered too.
     """
     check_agreement(everyone_here(), [str(each) for each in items], lambda found: disagreement(what, str(found)))
 
 
 def check_source(x: DTensor, layout: GlobalLayout) -> None:
-    """Raises LayoutError on every rank if a DTensor ``x``, of this layout, cannot become a global tensor.
+    """Raises LayoutError on every rank if the DTensor ``x``, whose layout is ``layout``, cannot become a global tensor.
 
-    It cannot if one of its torch placements is no sbp, or if a rank's shard is not the slice that ``torch.chunk``
-    gives.
+    It cannot if one of its torch placements is not ``Shard``, ``Replicate`` or ``Partial`` of a sum, or if a rank's
+    shard has another shape than the slice that ``torch.chunk`` gives.
 
     Traffic: two short all-gathers.
     """

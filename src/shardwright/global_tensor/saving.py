@@ -1,4 +1,4 @@
-"""``save`` and ``load``: write global tensors to a checkpoint, and fill global tensors of any layout from one."""
+"""``save`` and ``load``: write global tensors to a checkpoint, and fill tensors of any layout from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ def save(
 ) -> Path:
     """Saves global tensors as the checkpoint ``folder/step-N``, with N from ``step``, and returns its path.
 
-    Every rank of the world calls it. Every element is written once, by the first rank that holds it; partial sums are
-    reduced first. ``extra`` is user data to store with the tensors.
+    N has eight digits or more. Every rank of the world calls it. Every element is written once, by the first rank that
+    holds it; partial sums are reduced first. ``extra`` is user data to store with the tensors, which must be JSON.
 
-    Raises: CheckpointError, on every rank, as :func:`shardwright.save`.
+    Raises: CheckpointError, on every rank: an entry is no global tensor, ``extra`` is not JSON, or the disk is full or
+        not writable. LayoutError: ranks pass different tensors. PlanError: a gathered view whose base was written to
+        since.
 
     >>> import tempfile
     >>> from shardwright.global_tensor import arange, placement, sbp
@@ -32,9 +34,12 @@ def save(
 
 
 def load(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
-    """Fills global tensors from a checkpoint of any layout; returns ``extra``, the user data saved in it.
+    """Fills global tensors in place from a checkpoint of any layout; returns ``extra``, the user data saved in it.
 
-    Raises: CheckpointError, on every rank: the checkpoint is missing or broken, is of another format, or lacks a
-        tensor.
+    ``path`` is a checkpoint, or a folder of which the newest checkpoint is read. Every rank of the world calls the
+    function. Tensors keep their layouts; floating-point values are converted to the dtypes of ``tensors``.
+
+    Raises: CheckpointError, on every rank: the checkpoint is missing or broken, is of another format, or lacks a tensor
+        of this name, shape and kind of dtype; or a tensor is a gathered view.
     """
     return tensor_store().load_tensors(path, tensors)

@@ -50,7 +50,7 @@ def is_split(one: object) -> TypeGuard[Shard]:
 
 
 def sbp_text(sbp: Sequence[Sbp]) -> str:
-    """Returns an sbp as a user writes it, such as ``(split(0), broadcast)``; without brackets for a single axis."""
+    """Returns an sbp as a user writes it, such as ``(split(0), broadcast)``; for a single axis without parentheses."""
     words = [
         f"split({one.dim})" if isinstance(one, Shard) else "broadcast" if isinstance(one, Replicate) else "partial_sum"
         for one in sbp
@@ -59,11 +59,12 @@ def sbp_text(sbp: Sequence[Sbp]) -> str:
 
 
 def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
-    """Returns an sbp as a tuple with one entry for each axis of the placement, with no negative dim.
+    """Returns an sbp as a tuple with one entry for each axis of the placement, in which no dim is negative.
 
     A negative dim in ``sbp`` counts from the last. ``num_dims`` is the number of dims of the tensor.
 
-    Raises: LayoutError: a wrong number of entries, a dim that the tensor lacks, or an entry that is none of the three.
+    Raises: LayoutError: a wrong number of entries, a dim that the tensor lacks, or an entry that is not split,
+        broadcast or partial sum.
 
     >>> from shardwright.global_tensor import placement
     >>> checked_sbp(split(-1), placement("cpu", [0, 1]), 2)
@@ -81,9 +82,12 @@ def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ..
 
 
 def checked_grad_sbp(sbp: Sbps, tensor_sbp: Sequence[Sbp], placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
-    """Returns the sbp of a local tensor's gradient, as :func:`checked_sbp` does; it must be split as the tensor is.
+    """Returns the sbp of a local tensor's gradient as a tuple without negative dims, as :func:`checked_sbp` does.
 
-    Raises: LayoutError: as :func:`checked_sbp`, or a gradient that is cut differently.
+    ``tensor_sbp`` is the sbp of the tensor. The gradient must be split along the same axes and dims, since it has the
+    shape of the local tensor.
+
+    Raises: LayoutError: as :func:`checked_sbp`, or a gradient that is split differently.
     """
     found = checked_sbp(sbp, placement, num_dims)
     if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, tensor_sbp, strict=True)):

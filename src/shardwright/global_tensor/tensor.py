@@ -31,7 +31,7 @@ from shardwright.global_tensor.view_tracking import check_fresh, is_stale
 class GlobalTensor(DTensor):
     """A DTensor-like tensor that is sharded over the ranks of a placement and computes like a tensor on one device.
 
-    :func:`from_local`, :func:`randn` and the other creation functions, and :func:`to_global` make one.
+    :func:`from_local`, :func:`to_global`, and :func:`randn` and the other creation functions make global tensors.
     """
 
     _plain: Tensor | None = None
@@ -61,18 +61,25 @@ class GlobalTensor(DTensor):
     ) -> GlobalTensor:
         """Returns the tensor redistributed to ``placement`` and ``sbp``; an argument left out keeps its value.
 
-        The gradient is redistributed back to this tensor's layout, or to ``grad_sbp`` on its placement.
+        If nothing changes, the tensor itself is returned, unless it is a partial-sum leaf that requires a gradient.
+        Every rank of either placement must call the method; other ranks may. The gradient is redistributed back to this
+        tensor's placement with the sbp ``grad_sbp``. By default that is this tensor's sbp, with ``broadcast`` in place
+        of ``partial_sum`` if the tensor is no leaf.
 
         Traffic: as ``plan_to_global`` returns it.
-        Raises: LayoutError: an sbp that does not fit the placement or the tensor.
+        Raises: LayoutError: a placement that the world does not have, or an sbp that does not fit the placement or the
+            tensor. PlanError: the tensor is a gathered view whose base was written to since.
         """
         return to_global(self, placement, sbp, grad_sbp=grad_sbp)
 
     def to_local(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
         """Returns this rank's local tensor, which shares memory with the global one; outside the placement it is empty.
 
-        Its gradient is taken to have this tensor's layout, or ``grad_placements``. For a term of a partial sum, that is
-        the gradient of the sum.
+        ``grad_placements`` is the sbp of the gradient that the local tensors get. By default it is this tensor's sbp,
+        with ``broadcast`` in place of ``partial_sum``: the gradient of a term is the gradient of the sum.
+
+        Raises: LayoutError: ``grad_placements`` does not split the tensor as its sbp does. PlanError: the tensor is a
+            gathered view whose base was written to since.
         """
         check_fresh("to_local", [self])
         grad_sbp = grad_placements
@@ -81,20 +88,30 @@ class GlobalTensor(DTensor):
         return _ToLocal.apply(self, grad_sbp)  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
-        """Returns the unsharded tensor on every rank of the world: shards are gathered, and partial sums added."""
+        """Returns the unsharded tensor on every rank of the world: shards are gathered, and partial sums added.
+
+        Every rank of the world must call it. ``grad_placements`` is the sbp of the result's gradient over all ranks,
+        ``broadcast`` by default.
+
+        Raises: PlanError: the tensor is a gathered view whose base was written to since.
+        """
         return self.to_global(everywhere(self.placement.type), broadcast).to_local(grad_placements=grad_placements)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> GlobalTensor:
         """Returns the tensor redistributed to ``placements`` on ``device_mesh``, with the argument names of DTensor.
 
-        It is :meth:`to_global` with the ranks of ``device_mesh`` as the placement and ``placements`` as the sbp.
+        It is :meth:`to_global` with the ranks of ``device_mesh`` as the placement and ``placements`` as the sbp. Other
+        options of DTensor's method are ignored.
         """
         placement = self.placement if device_mesh is None else placement_of(device_mesh)
         return self.to_global(placement, self.sbp if placements is None else placements)
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its autograd history. It can be set to a tensor of the same layout, shape and dtype."""
+        """The tensor without its autograd history. It can be set to one of the same layout, shape and dtype.
+
+        Raises: LayoutError: it is set to any other tensor.
+        """
         return super().data
 
     @data.setter
@@ -113,7 +130,8 @@ class GlobalTensor(DTensor):
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
         """Sets ``requires_grad`` in place, and returns this tensor.
 
-        If a replicated gradient reaches a sharded leaf, each rank keeps only its own slice of it.
+        On a leaf it also adds a hook: where the leaf is split and its gradient arrives replicated, each rank keeps only
+        its own slice of the gradient.
         """
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._backward_hooks:
@@ -129,21 +147,24 @@ class GlobalTensor(DTensor):
     def item(self) -> Any:
         """Returns the value of a one-element tensor as a Python number; every rank must call it.
 
-        Raises: LayoutError: the tensor's placement is not the whole world.
+        Raises: LayoutError: the tensor's placement is not the whole world. PlanError: the tensor is a gathered view
+            whose base was written to since.
         """
         return self._read("item").item()
 
     def tolist(self) -> Any:
-        """Returns the values of the unsharded tensor as nested lists; every rank must call it.
+        """Returns the values of the unsharded tensor as nested lists, with partial sums added; every rank must call it.
 
-        Raises: LayoutError: the tensor's placement is not the whole world.
+        Raises: LayoutError: the tensor's placement is not the whole world. PlanError: the tensor is a gathered view
+            whose base was written to since.
         """
         return self._read("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns the unsharded tensor as a NumPy array, with partial sums added; every rank must call it.
 
-        Raises: LayoutError: the tensor's placement is not the whole world.
+        Raises: LayoutError: the tensor's placement is not the whole world. PlanError: the tensor is a gathered view
+            whose base was written to since.
         """
         return self._read("numpy").numpy(force=force)
 
@@ -175,7 +196,7 @@ class GlobalTensor(DTensor):
         )
 
     def share_memory_(self) -> GlobalTensor:
-        """Raises PlanError: a global tensor cannot move to shared memory."""
+        """Always raises PlanError: a global tensor cannot move to shared memory."""
         raise PlanError(
             "a global tensor cannot be shared between processes: each rank holds a part of it",
             given=str(global_layout_of(self)),
@@ -236,9 +257,9 @@ def global_layout_of(tensor: DTensor) -> GlobalLayout:
 def wrap(
     local: Tensor, shape: Sequence[int], layout: GlobalLayout, stride: Sequence[int] | None = None
 ) -> GlobalTensor:
-    """Returns the global tensor of ``shape`` whose local tensor on this rank is ``local``.
+    """Returns the global tensor of ``shape`` and ``layout`` whose local tensor on this rank is ``local``.
 
-    Only the shape of ``local`` is checked, and nothing is sent. ``stride`` is the global stride, by default contiguous.
+    Nothing is sent, and only the shape of ``local`` is checked. ``stride`` is the global stride, by default contiguous.
     """
     shape = tuple(shape)
     expected = local_shape(shape, layout, here().rank)
@@ -261,10 +282,15 @@ def _spec(
 def to_global(
     x: Tensor, placement: Placement | None = None, sbp: Sbps | None = None, *, grad_sbp: Sbps | None = None
 ) -> GlobalTensor:
-    """Returns ``x`` redistributed to ``placement`` and ``sbp``, as :meth:`GlobalTensor.to_global` does.
+    """Returns ``x`` as a global tensor redistributed to ``placement`` and ``sbp``.
 
-    A plain tensor is taken as this rank's local tensor (:func:`from_local`); a DTensor keeps the parts of its layout
-    whose argument is left out. In both cases every rank of the world must call this function.
+    Every rank of the world must call the function. A plain tensor is taken as this rank's local tensor, as by
+    :func:`from_local`, and needs both arguments. A global tensor or another DTensor keeps its own placement or sbp
+    where the argument is left out. ``grad_sbp`` is the sbp of the gradient that flows back to ``x``; see
+    :meth:`GlobalTensor.to_global`.
+
+    Raises: LayoutError: an argument that is needed is left out, a placement or sbp does not fit, or a DTensor is not
+        cut as ``torch.chunk`` cuts. PlanError: ``x`` is a gathered view whose base was written to since.
     """
     if not isinstance(x, DTensor):
         from shardwright.global_tensor.from_local import from_local  # makes a global tensor: it imports this file
@@ -304,7 +330,7 @@ def to_global(
 
 
 def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:
-    """Returns an sbp with ``broadcast`` in place of each ``partial_sum``, which is the layout of the gradient.
+    """Returns an sbp with ``broadcast`` in place of each ``partial_sum``: the sbp of the gradient of such a tensor.
 
     The gradient of each term of a sum is the whole gradient of the sum.
     """
@@ -317,7 +343,10 @@ def redistributed_local(x: DTensor, layout: GlobalLayout) -> Tensor:
 
 
 def check_gradient(grad: Tensor, placement: Placement) -> None:
-    """Raises LayoutError if a gradient is not on its tensor's placement, as the one of ``y.backward(plain)``."""
+    """Raises LayoutError unless the gradient ``grad`` is a global tensor on ``placement``, the placement of its tensor.
+
+    For example, a plain tensor passed to ``y.backward`` is refused.
+    """
     if not isinstance(grad, GlobalTensor) or grad.placement != placement:
         given = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
         raise LayoutError(

@@ -17,27 +17,27 @@ from shardwright.global_tensor.sbp import sbp_text
 
 @dataclass(slots=True)
 class WriteCount:
-    """The number of in-place writes to a tensor and its views; the tensor and all its views share one object."""
+    """The number of in-place writes to a tensor and its views, which all share this object."""
 
     num: int = 0
 
 
 class GatheredView(NamedTuple):
-    """The mark of a view that is a gathered copy: text about its base, and the base's write count at the copy."""
+    """The mark of a view that is a gathered copy: a text about its base, and the base's write count at the copy."""
 
     base: str
     num_writes: int
 
 
 def writes_of(x: Any) -> WriteCount:
-    """Returns the count of in-place writes that ``x`` shares with its views, made at first use."""
+    """Returns the count of in-place writes that ``x`` shares with its views; the first call makes the count."""
     if not hasattr(x, "_writes"):
         x._writes = WriteCount()
     return x._writes  # type: ignore[no-any-return]
 
 
 def is_gathered_view(x: Any) -> bool:
-    """Returns whether ``x`` is a gathered copy, although torch's operator returns a view."""
+    """Returns whether ``x`` is a copy made by communication, by an operator that in torch returns a view."""
     return hasattr(x, "_gathered")
 
 
@@ -58,6 +58,7 @@ def mark_view(view: Any, base: Any, *, gathered: bool) -> None:
     """Makes ``view`` share the count of in-place writes of ``base``.
 
     With ``gathered`` the view is a copy made by communication: reading it after a later write to ``base`` is an error.
+    A view of such a copy is marked like the copy, whatever ``gathered`` is.
     """
     view._writes = writes_of(base)
     if is_gathered_view(base):

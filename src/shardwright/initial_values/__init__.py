@@ -34,7 +34,10 @@ _OF_THREAD = threading.local()
 
 
 class ModuleRecorder:
-    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`."""
+    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`.
+
+    Raises: NoValuesError: at its end, if a constructor has written to host memory whose values were already recorded.
+    """
 
     def __init__(self) -> None:
         self.recorder = WriteRecorder()

@@ -1,4 +1,4 @@
-"""The record of how tensors on the meta device were filled, and the values that it gives for one of them."""
+"""Stores how tensors on the meta device were filled, and computes the initial values of one of them from that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _GENERATOR_LOCK = threading.Lock()
 
 @contextmanager
 def numbers_from(text: str) -> Iterator[None]:
-    """A context in which this thread alone draws from torch's default generator, which starts from ``text``.
+    """Returns a context in which torch's default generator of the CPU draws numbers that depend on ``text`` alone.
+
+    Its state is restored at the end. One thread at a time is inside such a context; others wait.
 
     >>> with numbers_from("0/layer"):
     ...     first = torch.rand(3)
@@ -47,7 +49,7 @@ class StorageView(NamedTuple):
     offset: int
 
     def is_whole(self) -> bool:
-        """Whether the view covers all of its storage."""
+        """Returns whether the view covers all of its storage."""
         return prod(self.size) * self.dtype.itemsize == self.num_bytes
 
     def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -67,7 +69,7 @@ def view_of(tensor: Tensor, number: int) -> StorageView:
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of a generator that a constructor made itself, before a draw from it."""
+    """The state, before a draw, of a ``torch.Generator`` that a model's constructor made itself."""
 
     state: Tensor
 
@@ -156,7 +158,10 @@ class RecordedValues:
         return [f"{call.function} {_mapped(described, (call.args, call.named, call.results))}" for call in calls]
 
     def values(self, seed: int) -> Tensor:
-        """Returns the tensor's initial values, on the host; random ones depend on ``seed`` and on the draws' order."""
+        """Returns the tensor's initial values, on the host; random ones depend on ``seed`` and on the draws' order.
+
+        The constructor must have written all of them, that is, :meth:`text` must not be None.
+        """
         storages: dict[int, torch.UntypedStorage] = {}
         places = self._places()
         assert places is not None, "there are values"

@@ -1,4 +1,4 @@
-"""Notes what a constructor writes to tensors on the meta device, where all that computes nothing."""
+"""Records the operators with which a model's constructor writes to meta tensors, so that they can be run later."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class WriteRecorder(DispatchMode):
         return RecordedValues(self.written, self._view(tensor))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Returns a meta tensor's values on the host, for a constructor that reads them, such as rates in a table.
+        """Returns a meta tensor's values on the host, for a constructor that reads them back.
 
         Raises: NoValuesError: they depend on random numbers, which are drawn when the seed is known, or were never
             written as a whole.
@@ -118,20 +118,27 @@ class WriteRecorder(DispatchMode):
         return results
 
     def on_meta(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor on the meta device with the values of ``tensor``, which :meth:`check_kept` then compares."""
+        """Returns a copy of the host tensor ``tensor`` on the meta device, and records its values.
+
+        If ``tensor`` is written to afterwards, :meth:`check_kept` raises.
+        """
         found = tensor.to("meta")
         self._copied.append((tensor, len(self.written.calls) - 1))
         return found
 
     def array(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Returns ``array``, the values of a tensor on the meta device, which :meth:`check_kept` then compares."""
+        """Returns ``array``, which holds the values of a meta tensor, and notes its bytes.
+
+        If the array is written to afterwards, :meth:`check_kept` raises.
+        """
         self._arrays.append((array, array.tobytes()))
         return array
 
     def check_kept(self) -> None:
-        """Raises NoValuesError for a write on the host that the tensor on the meta device did not get.
+        """Raises NoValuesError if the constructor has changed values on the host after they were recorded.
 
-        It is a write to a tensor that had become the data of a parameter, or to the array that ``numpy()`` returned.
+        That is a write to a tensor after it had become the data of a parameter (:meth:`on_meta`), or to an array that
+        ``numpy()`` had returned (:meth:`array`). The meta tensor would not get such a write.
         """
         for array, before in self._arrays:
             if array.tobytes() != before:

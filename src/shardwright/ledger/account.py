@@ -42,11 +42,11 @@ from shardwright.strategy import Strategy
 
 
 def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None) -> Account:
-    """Takes one training step, and returns the account of the memory that this rank held during the step.
+    """Takes one training step, and returns the :class:`Account` of the memory that this rank held during the step.
 
-    Take a step or two before, so that the optimizer's state exists. Every rank calls the function. On an accelerator
-    the account also has estimates of the memory held beside tensors; a rehearsal, which runs on the meta device, passes
-    the type of the accelerator as ``device``.
+    The step updates the parameters. Take a step or two before, so that the optimizer's state exists. Every rank calls
+    the function. On an accelerator the account also has estimates of the memory held beside tensors; a rehearsal, which
+    runs on the meta device, passes the type of the accelerator as ``device``.
 
     Traffic: that of the step, and one barrier.
 
@@ -89,11 +89,11 @@ def predict_memory(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", device: str = "cpu", **options: Any,
 ) -> Account:  # fmt: skip
-    """Returns the memory that rank ``rank`` will hold during a training step, from a rehearsal on the meta device.
+    """Returns the account of the memory that rank ``rank`` will hold during a training step, without running it.
 
-    Of ``batch``, a pair of global inputs and targets, only shapes and dtypes matter. The step is the second one, so
-    that the state of ``optimizer`` exists; ``options`` are the optimizer's. The memory of recurrent layers is predicted
-    too low, with a warning.
+    The step is rehearsed on the meta device. Of ``batch``, a pair of global inputs and targets, only shapes and dtypes
+    matter. The step is the second one, so that the state of ``optimizer`` exists; ``options`` are the optimizer's. The
+    memory of recurrent layers is predicted too low, with a warning.
 
     ``ranks`` says whether ranks will be processes or threads. Processes on a CPU send messages through blocks of shared
     memory; the prediction has the most that these can take, however far one rank runs ahead. For an accelerator as
@@ -112,7 +112,7 @@ def predict_memory(
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The plan of a job and its strategies, made once for the rehearsals of several ranks."""
+    """The plan of a job and the strategies that made it, reused for the rehearsals of several ranks."""
 
     plan: Plan
     strategies: Sequence[Strategy]
@@ -126,10 +126,11 @@ def rehearsed(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", device: str = "cpu", planned: JobPlan | None = None, **options: Any,
 ) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
-    """A context that yields one rank's run on the meta device, its part of the batch and its optimizer, after one step.
+    """A context that rehearses one rank's steps on the meta device; yields its run, part of the batch and optimizer.
 
-    Further steps inside of the context are rehearsed too. The arguments are those of :func:`predict_memory`, and
-    ``planned``, the plan of the job if it was made before.
+    One step has been taken when the context begins, so that optimizer state exists. Steps that are taken inside the
+    context are rehearsed too. The arguments are those of :func:`predict_memory`, and ``planned``, the plan of the job
+    if it was made before.
     """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout

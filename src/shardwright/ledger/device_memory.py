@@ -85,11 +85,12 @@ class DeviceMemory:
 def beside_tensors(
     memory: DeviceMemory, kind: str, num_communicators: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, int]:
-    """Returns the bytes that an accelerator holds beside tensors, by purpose.
+    """Returns estimates of the bytes that an accelerator holds beside tensors, by purpose.
 
     ``rounding`` is lost to block sizes, ``segments`` is memory that the allocator has reserved and not used at the
-    peak, ``workspace`` is cuBLAS's, and ``nccl`` the buffers of ``num_communicators`` communicators; the last two exist
-    only if the device type ``kind`` uses NCCL. Their sizes are read from the variables in ``environment``.
+    peak, ``workspace`` is cuBLAS's for matrix products, and ``nccl`` is the buffers of ``num_communicators``
+    communicators. The last two exist only if the device type ``kind`` uses NCCL; their sizes are read from the
+    variables in ``environment``.
 
     >>> beside_tensors(DeviceMemory(), "cuda", 2, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_MAX_NCHANNELS": "4"})
     {'rounding': 0, 'segments': 0, 'workspace': 67108864, 'nccl': 33554432}

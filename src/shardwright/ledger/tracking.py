@@ -50,7 +50,11 @@ _TRANSPORTS = (*(f"{_OURS}comm.backends.{name}" for name in _BACKENDS), f"{_OURS
 
 
 class MemorySnapshot(NamedTuple):
-    """The bytes held right after an operator has allocated memory, by kind of memory in the order of ``KINDS``."""
+    """The bytes held at one moment of a step, by kind of memory in the order of ``KINDS``.
+
+    ``action`` is the schedule's action that runs then, as text, or "begin" or "optimizer". A snapshot is taken after
+    each operator that allocates memory, and at the end of each action.
+    """
 
     action: str
     held: tuple[int, ...]
@@ -63,9 +67,10 @@ class MemorySnapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """The memory of one rank over a step: ``moments`` are the bytes held at each allocation, in order.
+    """The memory of one rank over a step: ``moments`` are snapshots of the bytes held, in order.
 
-    ``elsewhere`` has the bytes offloaded to host or disk.
+    ``elsewhere`` has the bytes of state that is offloaded to host or disk, which are in no snapshot, and ``beside`` has
+    estimates of the bytes that an accelerator holds beside tensors.
     """
 
     moments: tuple[MemorySnapshot, ...]
@@ -75,7 +80,7 @@ class Account:
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The snapshot at which the most bytes are held."""
+        """The snapshot with the most bytes, summed over all kinds of memory."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
@@ -85,7 +90,10 @@ class Account:
 
     @property
     def allocated_bytes(self) -> int:
-        """The most bytes that an accelerator's allocator counts as allocated; on a CPU, the most bytes of tensors."""
+        """The most bytes that an accelerator's allocator counts as allocated, or on a CPU the most bytes held at once.
+
+        On an accelerator rounding and the cuBLAS workspace are included.
+        """
         rest = self.beside.get("rounding", 0) + self.beside.get("workspace", 0)
         return self.peak_bytes - self.at_peak()["shared"] * bool(self.beside) + rest
 
@@ -112,6 +120,9 @@ class _StorageEntry:
 class Tracker(TorchDispatchMode):
     """A dispatch mode that tracks the storages allocated by this thread's operators until they are freed.
 
+    ``blocks`` are the rank's blocks of shared memory, which count too. With ``device``, only storages on devices of its
+    type count.
+
     >>> with Tracker() as tracker:
     ...     x = torch.ones(100)
     ...     y = x.view(10, 10) * 2
@@ -134,7 +145,10 @@ class Tracker(TorchDispatchMode):
         self._moments: list[MemorySnapshot] = []
 
     def hold(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Counts the storages of ``tensors`` as memory of this ``kind`` from now on, also if counted otherwise."""
+        """Counts the storages of ``tensors`` as memory of this ``kind`` from now on, whatever they counted as before.
+
+        Entries of ``tensors`` that are no tensors are skipped.
+        """
         self._remove_freed()
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -142,7 +156,10 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """A context in which every new storage counts as memory of this ``kind``, such as "gradients"."""
+        """A context in which new storages count as memory of this ``kind``, such as "gradients".
+
+        Storages that collectives allocate for messages are left out of it.
+        """
         before, self._forced_kind = self._forced_kind, kind
         try:
             yield
@@ -150,7 +167,7 @@ class Tracker(TorchDispatchMode):
             self._forced_kind = before
 
     def mark(self) -> None:
-        """Records a :class:`MemorySnapshot`: the bytes of each kind that are held now."""
+        """Appends a :class:`MemorySnapshot`, the bytes of each kind that are held now, to those of the account."""
         self._remove_freed()
         if self._blocks is not None:
             self._totals["shared"] = self._blocks.num_bytes

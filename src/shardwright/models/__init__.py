@@ -84,9 +84,9 @@ MODELS: Mapping[str, ModelEntry] = {
 
 
 def find(name: str) -> ModelEntry:
-    """Returns the built-in model's :class:`ModelEntry` by name.
+    """Returns the :class:`ModelEntry` of the built-in model called ``name``.
 
-    Raises: PlanError: there is none.
+    Raises: PlanError: there is no such model.
 
     >>> find("gtp")
     Traceback (most recent call last):
@@ -162,7 +162,9 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
 
 @contextmanager
 def describable(what: str) -> Iterator[None]:
-    """Returns a context in which torch's error for a size that is too large is raised as a PlanError about ``what``.
+    """Returns a context that turns the errors of torch for sizes that are too large into a PlanError about ``what``.
+
+    These are RuntimeError, TypeError, OverflowError and MemoryError, whatever has caused them.
 
     >>> with describable("the batch"):
     ...     _ = torch.empty(2**40, 2**40)

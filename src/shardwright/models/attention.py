@@ -83,8 +83,9 @@ class Rotary(nn.Module):
     """Rotary position embedding: rotates pairs of elements by angles that grow with the token's position.
 
     Element ``i`` is paired with element ``i + len(pairs)``. Pair ``p`` of a head is rotated by
-    ``position * theta ** (-2 p / head_dim)``, so that a dot product of two rotated vectors depends only on their
-    distance. ``pairs`` lists the pairs that the input holds: all, unless tensor parallelism shards the head.
+    ``position * theta ** (-2 p / head_dim)``, so that the dot product of a rotated query and a rotated key depends on
+    their positions by the distance only. ``pairs`` lists the pairs that the input holds: all, unless tensor parallelism
+    shards the head.
 
     Shapes: x_BNTd (B, N, T, 2 * len(pairs)); returns the same.
     Source: Su et al. 2021, arXiv:2104.09864; the halves as in the LLaMA models.
@@ -103,7 +104,7 @@ class Rotary(nn.Module):
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Returns the position of each token, 0 to ``num_tokens - 1``.
 
-        Sequence parallelism replaces it on an instance whose input is a later part of a sequence.
+        Where ranks hold different parts of a sequence, this method is replaced on the instance.
 
         >>> Rotary(4).positions(3, torch.device("cpu"))
         tensor([0, 1, 2])
@@ -128,10 +129,10 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; with fewer key and value heads, groups of query heads share them.
+    """Multi-head self-attention; with fewer key and value heads than query heads, groups of query heads share them.
 
-    Tensor parallelism narrows the projections and sets ``num_heads``, ``num_kv_heads`` and ``head_dim`` on the
-    instance; ``scale`` keeps the original head width. ``attend`` may be replaced on an instance.
+    Under tensor parallelism the projections are narrower, and ``num_heads``, ``num_kv_heads`` and ``head_dim`` of the
+    instance are those of this rank; ``scale`` stays that of the whole head. ``attend`` may be replaced on an instance.
 
     Shapes: x_BTH (B, T, H); returns (B, T, H). ``qkv.weight`` has all rows of q, then of k, then of v.
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
@@ -194,9 +195,9 @@ class Attention(nn.Module):
         return q, k, v
 
     def attend(self, q_BNTD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
-        """Returns the attention output of all heads, softmax(scores) @ values: (B, N, T, D).
+        """Returns the attention output of all heads, dropout(softmax(scores)) @ values: (B, N, T, D).
 
-        The queries are those of the last T of S tokens.
+        The queries are those of the last T of S tokens. If the attention is causal, scores of later tokens are masked.
         """
         if not (self.attention_dropout.training and self.attention_dropout.p > 0):
             # torch's is_causal takes the queries for the first tokens, so fewer queries than keys need a mask
@@ -231,7 +232,7 @@ def hidden_keys(q_BNTD: Tensor, k_BMSD: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """Splits merged heads: returns (B, T, heads * head_dim) as (B, heads, T, head_dim).
+    """Returns ``x`` with its heads split: (B, T, heads * head_dim) becomes (B, heads, T, head_dim).
 
     >>> split_heads(torch.zeros(2, 3, 8), 4, 2).shape
     torch.Size([2, 4, 3, 2])
@@ -240,7 +241,7 @@ def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def merge_heads(x_BNTD: Tensor) -> Tensor:
-    """Merges heads: returns (B, heads, T, head_dim) as (B, T, heads * head_dim).
+    """Returns ``x_BNTD`` with its heads merged: (B, heads, T, head_dim) becomes (B, T, heads * head_dim).
 
     >>> merge_heads(torch.zeros(2, 4, 3, 2)).shape
     torch.Size([2, 3, 8])

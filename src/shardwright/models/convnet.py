@@ -1,4 +1,4 @@
-"""A small convolutional network for images, in four parts that can be four pipeline stages.
+"""A small convolutional network for images, in parts that can be pipeline stages: by default four.
 
 B batch, C channels, Y and X the image's rows and columns
 """
@@ -19,6 +19,8 @@ class ConvNetConfig:
     """The settings of a convolutional network; the defaults fit CIFAR-10.
 
     With ``softmax`` the outputs are probabilities, for a loss of your own; ``CrossEntropy`` takes logits.
+
+    Raises: PlanError: a size is below 1, ``channels`` or ``hidden`` is empty, or the convolutions leave no pixel.
 
     >>> ConvNetConfig().flat_features, ConvNetConfig(image_size=64).flat_features
     (400, 2704)
@@ -66,9 +68,10 @@ class ConvNetConfig:
 
 
 def build_convnet(config: ConvNetConfig) -> nn.Sequential:
-    """Returns a network of convolutions with ReLU and pooling, fully connected layers, and one logit per class.
+    """Returns a network of convolutions with ReLU and max pooling, then fully connected layers, with a logit per class.
 
-    Its children, in order, are ``conv1``, ``conv2`` (one per entry of ``channels``), ``fc`` and ``out``.
+    Its children, in order, are ``conv1``, ``conv2`` (one per entry of ``channels``), ``fc`` and ``out``. With
+    ``config.softmax`` the outputs are probabilities instead of logits.
 
     Shapes: x_BCYX (B, C, Y, X); returns (B, num_classes).
     Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition" (LeNet-5's sizes).

@@ -17,24 +17,26 @@ Loss = nn.Module | Callable[[Any, Any], Any]
 
 
 class FunctionLoss(nn.Module):
-    """A module around a loss function of the model's output and the targets that returns (sum, count)."""
+    """A module that calls a user's loss function, ``function(output, targets)``, which returns (sum, count)."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, output: Any, targets: Any) -> Any:
-        """Returns the result of the user's function: the loss's (sum, count)."""
+        """Returns what the user's function returns, unchecked: the sum of the loss and the count of targets."""
         return self.function(output, targets)
 
 
 class SumLoss(nn.Module):
-    """A module around one of torch's losses with a mean, which returns the sum and the count of that mean.
+    """A module around one of torch's mean losses that returns the sum and the count from which that mean is taken.
 
-    The count is what torch divides by: the elements, or for targets that are classes those that are not ignored, by
-    their weights. Classes may be in dim 1 of the output, as torch has them, or in the last dim, as language models do.
+    The count is what torch divides by: the number of elements or, for class targets, the number of targets that are not
+    ignored, or the sum of their classes' weights. The scores of the classes may be in dim 1 of the output, as in torch,
+    or in the last dim, as in language models.
 
-    Raises: PlanError: the loss takes no mean; output or targets are no tensors; either dim could be that of classes.
+    Raises: PlanError: the loss has another ``reduction`` than "mean"; output or targets are no tensors; both dims could
+        be that of the classes.
 
     >>> logits, targets = torch.zeros(2, 5, 4), torch.tensor([[0, 1, -100, 3, 0], [2, 3, 0, 1, 1]])
     >>> loss_sum, count = SumLoss(nn.CrossEntropyLoss())(logits, targets)
@@ -55,7 +57,7 @@ class SumLoss(nn.Module):
         self.loss.reduction = "none"  # type: ignore[assignment]
 
     def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Returns the loss's sum over the targets, and the count by which torch's mean would divide it."""
+        """Returns the sum of the loss over the targets, and the count by which torch's mean would divide that sum."""
         check_tensors(output, targets)
         weight = getattr(self.loss, "weight", None)
         if weight is not None and weight.dtype != output.dtype:
@@ -87,7 +89,10 @@ def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def as_loss(loss: Any) -> nn.Module:
-    """Returns ``loss`` as a module that returns (sum, count): None means cross entropy, and other losses are wrapped.
+    """Returns ``loss`` as a module that returns (sum, count).
+
+    None means cross entropy. Functions, and torch's losses that return the mean, are wrapped; other modules are
+    returned as they are.
 
     Raises: PlanError: ``loss`` is no loss, such as a class without its call, or is one of torch's that takes no mean.
 

@@ -232,7 +232,8 @@ class GPT(nn.Module):
 def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator) -> Tensor:
     """Returns the tokens followed by ``num_new`` tokens, each sampled from the model's prediction for the next one.
 
-    A temperature of 0 takes the likeliest token. The model reads the last ``max_tokens`` tokens; there is no cache.
+    A temperature of 0 takes the likeliest token. For each new token the model runs in eval mode on all of the last
+    ``max_tokens`` tokens: keys and values are not cached.
 
     Shapes: tokens_BT (B, T), T at least 1; returns (B, T + num_new).
 

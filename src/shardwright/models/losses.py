@@ -25,8 +25,8 @@ Count = TypeVar("Count", float, Tensor)
 class CrossEntropy(nn.Module):
     """The cross entropy loss of class targets, as a sum and the number of targets that are not ignored.
 
-    Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum like the logits and a 0-d int64 count.
-    Raises: PlanError: the model's output is no tensor; the targets' shape is not the logits' without its last dim.
+    Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum in the logits' dtype and a 0-d int64 count.
+    Raises: PlanError: output or targets are no tensors; the targets' shape is not the logits' without its last dim.
 
     >>> loss_sum, count = CrossEntropy()(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
     >>> round(loss_sum.item(), 3), count.item()
@@ -54,7 +54,7 @@ class MeanSquaredError(nn.Module):
     """The squared error loss, as the sum of squared differences and the number of elements.
 
     Shapes: outputs and targets of one shape; returns a 0-d sum in the outputs' dtype and a 0-d int64 count.
-    Raises: PlanError: the model's output is no tensor; the shapes differ.
+    Raises: PlanError: output or targets are no tensors; their shapes differ.
 
     >>> MeanSquaredError()(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
     (tensor(13.), tensor(3))
@@ -69,7 +69,11 @@ class MeanSquaredError(nn.Module):
 
 
 def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
-    """Returns a loss's result as tensors (sum, count), or raises PlanError; the count may be a sum of weights.
+    """Returns the result of a loss as two tensors, (sum, count), on the device of the sum.
+
+    The count may be a sum of weights.
+
+    Raises: PlanError: ``result`` is not a pair of a tensor without dims and a count.
 
     >>> sum_and_count((torch.tensor(3.0), 2))
     (tensor(3.), tensor(2))
@@ -94,7 +98,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
 
 def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:
-    """Returns a loss's mean and its divisor, which is ``count``, or 1 for a count of 0. Nothing is copied to the host.
+    """Returns the mean loss and its divisor, which is ``count``, or 1 for a count of 0, without waiting for the device.
 
     >>> mean_of(torch.tensor(0.25), 0.5), mean_of(torch.tensor(0.0), torch.tensor(0.0))
     ((tensor(0.5000), 0.5), (tensor(0.), tensor(1.)))

@@ -49,7 +49,10 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def parse_value(name: str, value: object, hint: Any) -> Any:
-    """Returns ``value``, which may be text, converted to the type ``hint``; ``name`` is the setting's, for the error.
+    """Returns ``value``, which may be text, converted to the type ``hint``.
+
+    Types are bool, int, float, str, None, literals, tuples and unions of these. For any other ``hint``, text is read as
+    a Python literal or, if it is none, stays text. ``name`` is the name of the setting, for the error.
 
     Raises: PlanError: the value does not have that type.
 

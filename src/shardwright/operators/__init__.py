@@ -1,1 +1,1 @@
-"""Operators on sharded tensors, with their collectives, among which strategies choose."""
+"""Operators on sharded tensors, such as linear layers and attention, together with the collectives that they need."""

@@ -1,9 +1,10 @@
-"""Sharded attention: which heads, and which elements of them, each rank holds, and attention on these shards.
+"""Tensor-parallel attention: which heads, and which elements of a head, each rank holds, and attention on these shards.
 
 With p ranks and N heads, each rank holds whole heads if p <= N; else a head belongs to several ranks, each of which
 holds some of its elements. The tensor-parallel strategies use these functions to place and to compute attention::
 
-    N = 4, p = 2     0 0 | 1 1             N = 2, p = 5     0 0 0 | 1 1       D in 3 parts, and in 2
+    N = 4, p = 2     rank of each head   0 0 | 1 1
+    N = 2, p = 5     head of each rank   0 0 0 | 1 1       head 0 is cut into 3 parts, head 1 into 2
 
 B batch, T tokens, S tokens that queries see, N query heads, M key and value heads, D head width;
 d, t this rank's shard of D and T
@@ -30,7 +31,7 @@ Attends = Attention | nn.MultiheadAttention
 
 
 def query_heads(attention: Attends, tp: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the query heads that each of ``tp`` ranks computes: several whole ones, or a part of one shared head.
+    """Returns the query heads that each of ``tp`` ranks computes: one or more whole heads, or part of a shared one.
 
     >>> query_heads(Attention(8, 4), 3), query_heads(nn.MultiheadAttention(8, 2), 3)
     (((0, 1), (2,), (3,)), ((0,), (0,), (1,)))
@@ -46,7 +47,7 @@ def head_slices(attention: Attends, tp: int) -> tuple[tuple[int, int], ...]:
 
     With rotary embedding the range counts pairs of elements.
 
-    Raises: LayoutError: more ranks than there are elements.
+    Raises: LayoutError: there are more ranks than elements (or such pairs) in all heads together.
 
     >>> head_slices(Attention(8, 2), 2), head_slices(Attention(8, 2), 3)
     (((0, 4), (0, 4)), ((0, 2), (2, 4), (0, 4)))
@@ -97,7 +98,8 @@ def attend_inside(attention: Attention, tp: Axis, q_BNTd: Tensor, k_BNSd: Tensor
     weights are then equal on every rank, and weigh this rank's elements of the values.
 
     Shapes: q_BNTd (B, N, T, D / tp); k_BNSd, v_BNSd (B, N, S, D / tp); returns (B, N, T, D / tp).
-    Traffic: forward, one all-reduce of the scores, B*N*T*S elements, over ``tp``; backward, one of their gradient.
+    Traffic: forward, one all-reduce of the scores, B*N*T*S elements, over ``tp``; backward, one of as many elements,
+        the gradient of the attention weights.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, whole = torch.randn(1, 1, 3, 4), Attention(4, 1, causal=False)

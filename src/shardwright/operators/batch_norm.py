@@ -90,8 +90,9 @@ def shared_batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes BatchNorm with statistics over all samples on the ranks of ``axes``.
 
-    Returns the output, and the count, mean and M2 of each channel for the running statistics. The gradients of ``w_C``
-    and ``b_C`` are partial sums over the axes.
+    Returns the output and, for the running statistics, the number of values in a channel and each channel's mean and
+    M2 (the sum of squared differences from the mean). The gradients of ``w_C`` and ``b_C`` are partial sums over the
+    axes.
 
     Shapes: x (N here, C, ...); w_C, b_C (C,); returns like x, (), (C,), (C,).
     Traffic: for each axis, forward one all-gather of 2 C + 1 numbers of each member; backward, where x needs a
@@ -192,9 +193,9 @@ class _SharedForward:
 def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
     """Returns a forward for the BatchNorm ``module`` that takes statistics over all ranks of ``axes``.
 
-    ``inner`` is the module's present forward; axes over which that takes statistics already are kept. ``inner`` itself
-    is returned if no axis has several ranks, unless ``always`` is set or the module is an ``nn.SyncBatchNorm``. Most
-    callers use :func:`share_statistics`, which installs the forward too.
+    ``inner`` is the module's present forward; if it takes statistics over axes already, these are kept. ``inner``
+    itself is returned if no axis has several ranks, unless ``always`` is set or the module is an ``nn.SyncBatchNorm``.
+    Most callers use :func:`share_statistics`, which installs the forward too.
     """
     added = inner.axes if isinstance(inner, _SharedForward) else ()
     shared = tuple(axis for axis in axes if axis.size > 1)

@@ -230,15 +230,18 @@ def halo_convolution(
 ) -> Tensor:
     """Computes a convolution of a picture with sharded rows, by halo exchange; each rank computes some output rows.
 
-    For inputs too large for one device. A window may reach over several members. The picture is padded at its own
-    borders only, by ``padding_mode``; ``padding_after`` is the padding behind it, by default that before it. The
-    gradients of ``weight`` and ``bias`` are partial sums over ``axis``.
+    It serves inputs too large for one device. A window may reach over the rows of several members. The picture is
+    padded at its own borders only, by ``padding_mode``: with ``padding`` rows and columns before the first, and with
+    ``padding_after``, by default as many, after the last. The gradients of ``weight`` and ``bias`` are partial sums
+    over ``axis``.
 
     Shapes: x_BChW (B, C, sizes[index], W), or with one or three dims of pixels, sharded along ``dim``; ``weight`` and
-        ``bias`` as in torch, unsharded; returns the rows ``output_sizes(sizes, window)[index]`` of the output.
+        ``bias`` as in torch, unsharded; returns this rank's rows of the output, in balanced shares
+        (:func:`~.picture_rows.output_sizes`).
     Traffic: forward, to each member that reads rows of this rank one message of these rows; backward, the gradients of
         the same rows the other way.
-    Raises: LayoutError: ``sizes`` differ from the rows held, or the window is larger than the picture.
+    Raises: LayoutError: ``sizes`` differ from the rows held, or the window is larger than the picture. PlanError: in
+        the backward, if rows that it needs were changed in place.
     Source: Dryden et al. 2019, arXiv:1903.06681 (spatial parallelism with halo exchange).
 
     >>> from shardwright import Mesh, run_on_threads
@@ -286,7 +289,10 @@ def halo_transposed_convolution(
 ) -> Tensor:
     """Computes a transposed convolution of a picture with sharded rows; each rank computes some output rows.
 
-    Shapes, traffic, errors: as :func:`halo_convolution`, with the rows of ``TransposedWindow``.
+    The gradients of ``weight`` and ``bias`` are partial sums over ``axis``.
+
+    Shapes, traffic, errors: as :func:`halo_convolution`, with ``weight`` in the order of torch's ``conv_transpose`` and
+        the output rows of a :class:`~.picture_rows.TransposedWindow`.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, weight = torch.arange(5.0).view(1, 1, 5), torch.tensor([[[1.0, 10.0]]])
@@ -329,10 +335,10 @@ def halo_pool(
     """Pools a picture with sharded rows, by halo exchange: each rank computes a balanced share of the output's rows.
 
     ``pool`` is the pooling without padding along ``dim``; the other arguments are its settings along ``dim``, with
-    ``stride`` by default the kernel, and ``fill`` the padding's value. Nothing is sent if the stride is the kernel and
-    the cuts are multiples of it.
+    ``stride`` by default the kernel, and ``fill`` the padding's value. Nothing is sent if each rank holds exactly the
+    rows that its outputs read, as where the stride is the kernel and all ranks hold equally many multiples of it.
 
-    Shapes, traffic, errors: as :func:`halo_convolution`, with ``SlidingWindow(kernel, stride, padding)``.
+    Shapes, traffic, errors: as :func:`halo_convolution`, without weights.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x = torch.arange(8.0).view(1, 1, 8)
@@ -361,7 +367,7 @@ def halo_enlarge(
     ``enlarge`` computes ``factor`` rows for each row, from it and ``margin`` rows on either side, and replicates the
     first and the last row of its input beyond the borders.
 
-    Shapes, traffic: as :func:`halo_convolution`, with ``Upsampling(factor, margin)``.
+    Shapes, traffic, errors: as :func:`halo_convolution`, without weights.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, twice = torch.arange(3.0).view(1, 1, 3), torch.nn.Upsample(scale_factor=2)
@@ -375,7 +381,9 @@ def halo_enlarge(
 
 
 def whole_rows(x_BChW: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 2) -> Tensor:
-    """All-gathers a picture with sharded rows, for ranks that all continue with the same work on the whole.
+    """Returns the whole of a picture with sharded rows, all-gathered over ``axis``.
+
+    All ranks must continue with the same work on it: the backward keeps this rank's rows of the gradient.
 
     Traffic: forward, one all-gather of the whole picture; backward, none.
     """
@@ -386,6 +394,9 @@ def whole_rows(x_BChW: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 2) -
 
 def mean_of_rows(x_BChW: Tensor, pool: Callable[[Tensor], Tensor], axis: Axis, num_rows: int, dim: int = 2) -> Tensor:
     """Average-pools a picture with sharded rows to one row, by an all-reduce; ``pool`` averages this rank's rows.
+
+    ``num_rows`` is the number of rows of the whole picture. Every rank must hold at least one. All ranks must continue
+    with the same work on the result.
 
     Traffic: forward, one all-reduce of the output; backward, none.
     """

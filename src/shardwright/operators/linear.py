@@ -2,7 +2,7 @@
 
 For Y[T,h] = X[T,k] W[k,h]::
 
-    role   forward             backward               pays for
+    role   forward             backward               sends
     t      gather W            reduce-scatter dW      W
     h      gather X            reduce-scatter dX      X
     k      reduce-scatter Y    gather dY              Y
@@ -66,12 +66,12 @@ class PendingGradients:
     _pending: list[tuple[Tensor, Pending[Tensor]]] = field(default_factory=list)
 
     def add(self, parameter: Tensor, pending: Pending[Tensor]) -> None:
-        """Queues a weight gradient's reduce-scatter; results of more than ``limit`` are waited for and accumulated."""
+        """Queues a weight gradient's reduce-scatter, and completes the oldest until at most ``limit`` are under way."""
         self._pending.append((parameter, pending))
         self._wait(self.limit)
 
     def finish(self, *_: Any) -> None:
-        """Waits for all reduce-scatters and adds their results to the gradients; ignores arguments of a hook."""
+        """Waits for all reduce-scatters and accumulates their results into ``grad``; hook arguments are ignored."""
         self._wait(0)
 
     def _wait(self, num_left: int) -> None:
@@ -262,7 +262,10 @@ class _GridLinear(Function):
 
 
 def compilable(layer: nn.Module, product: GridProduct) -> GridProduct:
-    """Returns a layer's product in a form that compiled code can call, or unchanged if it gathers or cuts features."""
+    """Returns a layer's product in a form that compiled code can call, or unchanged if it gathers or cuts features.
+
+    The calls that compiled code makes are registered on ``layer`` (:func:`~.traced.note_traced`).
+    """
     if any(move.layout == "features" for move in (*product.take, *product.give)):
         return product
 
@@ -379,7 +382,7 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """Returns a module's parameter; a plain attribute read would be refused by :func:`~.weight_guard.guard`."""
+    """Returns the parameter ``name`` of a module, even where :func:`~.weight_guard.guard` refuses an attribute read."""
     weight = module._parameters.get(name)
     assert weight is not None
     return weight

@@ -26,11 +26,12 @@ from shardwright.rng import keyed_dropout_of
 class HeadShard:
     """This rank's heads of an attention layer, and the collectives that computing them needs.
 
-    ``take`` all-gathers each distinct input, ``give`` sums the attention weights if the caller wants them, and
-    ``fetch`` all-gathers a projection's rows, by the weight's name. ``together`` is the grid product of queries, keys
-    and values for self-attention, whose three weights are one parameter. ``shares`` is the axis of the ranks that share
-    one head, if there are fewer heads than ranks: each holds some of its elements, and a score is the sum over these
-    ranks.
+    ``take`` has the collectives of each distinct input: it is all-gathered where it is sharded; where it is whole on
+    every rank, only its gradient is all-reduced. ``give`` sums the attention weights if the caller wants them, and
+    ``fetch`` all-gathers a projection's rows, by the weight's name. ``together`` computes queries, keys and values in
+    one sharded matrix product, for self-attention whose three weights are one parameter. ``shares`` is the axis of the
+    ranks that share one head, if there are fewer heads than ranks: each holds some of its elements, and a score is the
+    sum over these ranks.
     """
 
     heads: tuple[int, ...]
@@ -69,7 +70,8 @@ def multihead(
     Traffic: ``take`` of each distinct input, and of each sample's masks where it gathers samples; ``fetch`` of each
         projection; the out-projection's own; ``give`` of the weights, if they are wanted: B*L*S elements, or N times
         as many; over ``shares`` an all-reduce of the scores, B*L*S elements, forward, and one of their gradient.
-    Raises: PlanError: unbatched inputs where the layout cuts samples.
+    Raises: PlanError: unbatched inputs where the layout cuts samples. RuntimeError: ``is_causal`` without
+        ``attn_mask``, as in torch.
     """
     batched = query.dim() == 3
     if part.rows and not batched:

@@ -121,7 +121,8 @@ def cut_layer_norm(
 def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[Split]) -> Tensor:
     """Computes RMSNorm over ``size`` features sharded over ranks, which all-reduce each token's sum of squares.
 
-    ``splits`` are the axes that shard the features, each with the number of features of every member.
+    ``splits`` are the axes that shard the features, each with the number of features of every member. An ``eps`` of
+    None stands for the machine epsilon of the input's dtype, as in torch.
 
     Shapes: x_f (..., F / cut); w_f (F / cut,); returns like x_f.
     Traffic: for each axis, forward and backward one all-reduce of one number for each token.

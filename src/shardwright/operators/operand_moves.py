@@ -73,7 +73,7 @@ def rows_dim(moves: Sequence[OperandMove]) -> int:
 
 
 def num_moved(count: int, taken: Sequence[OperandMove], given: Sequence[OperandMove]) -> int:
-    """Returns how many of ``count`` rows a rank has after the all-gathers ``taken`` and reduce-scatters ``given``."""
+    """Returns a rank's number of rows after the all-gathers ``taken`` and sums ``given``; before, it is ``count``."""
     for _, layout, sizes, _ in taken:
         count = sum(sizes()) if layout == "rows" else count
     for axis, layout, sizes, _ in given:
@@ -88,9 +88,10 @@ def matrix(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def tensor(x_NK: Tensor, shape: Sequence[int], dim: int = 0, count: int | None = None) -> Tensor:
-    """Returns a matrix of :func:`matrix` as a tensor of ``shape`` again; ``count`` replaces the size of ``dim``.
+    """Returns a matrix made by :func:`matrix` as a tensor of ``shape`` again, with the matrix's own features.
 
-    It is detached so that torch does not treat it as a view: code may write in place into a Function's output.
+    If ``count`` is given, it replaces the size of dim ``dim``. The tensor is detached so that torch does not treat it
+    as a view: code may write in place into a Function's output.
     """
     if len(shape) == 1:
         return x_NK.view(x_NK.shape[1]).detach()
@@ -104,10 +105,12 @@ def joined(panels: Sequence[Tensor]) -> Tensor:
 
 
 def gather(x_nk: Tensor, moves: Sequence[MoveStep]) -> tuple[list[Tensor], int, Pending[Any]]:
-    """All-gathers a matrix along the axis of each of ``moves`` in turn, rows before features; none if replicated.
+    """All-gathers a matrix along the axis of each of ``moves`` in turn; nothing is sent where it is replicated.
 
-    Returns panels (each rank's features), the index of this rank's own, which can be read at once, and the message to
-    wait for before the others are read.
+    ``moves`` lists rows before features. Returns panels (each rank's features), the index of this rank's own, which can
+    be read at once, and the message to wait for before the others are read.
+
+    Raises: PlanError: rows are gathered, and the matrix does not have this rank's number of them.
     """
     panels, own, pending = [x_nk], 0, done(None)
     for axis, layout, sizes in moves:

@@ -67,7 +67,7 @@ class SlidingWindow:
     def span(self, outputs: Range, size: int = 0) -> Range:
         """Returns the input rows (first, stop) that the rows ``outputs`` read.
 
-        Rows outside 0 to ``size`` are border.
+        Rows outside 0 to ``size`` are border. For an empty range of outputs it is (0, 0).
         """
         first, stop = outputs
         if first == stop:
@@ -93,7 +93,7 @@ class Upsampling:
         return size * self.factor
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """Returns the input rows (first, stop) that the output rows ``outputs`` read."""
+        """Returns the input rows (first, stop) that the output rows ``outputs`` read; (0, 0) for an empty range."""
         first, stop = outputs
         if first == stop:
             return 0, 0
@@ -106,7 +106,10 @@ class Upsampling:
 
 @dataclass(frozen=True, slots=True)
 class TransposedWindow:
-    """A transposed convolution: input row i adds to ``kernel`` rows from i * stride on; ``more`` is output padding."""
+    """A transposed convolution along one dim: each input row adds to ``kernel`` output rows, ``dilation`` apart.
+
+    Input row i adds to rows from i * stride - padding on. ``more`` is torch's ``output_padding``.
+    """
 
     kernel: int
     stride: int = 1
@@ -123,7 +126,7 @@ class TransposedWindow:
     def span(self, outputs: Range, size: int = 0) -> Range:
         """Returns the input rows (first, stop) that add to the rows ``outputs``.
 
-        If none does it is one row, because an operator needs an input.
+        If none does it is one row, because an operator needs an input; for an empty range it is (0, 0).
         """
         first, stop = outputs
         if first == stop:
@@ -133,9 +136,9 @@ class TransposedWindow:
         return low, max(low + 1, min((stop - 1 + self.padding) // self.stride + 1, size))
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns how many rows to drop before ``outputs`` when the operator runs on their span.
+        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows.
 
-        Below 0, rows are added.
+        A negative number says how many rows of zeros to add there instead.
         """
         return outputs[0] + self.padding - self.span(outputs, size)[0] * self.stride
 

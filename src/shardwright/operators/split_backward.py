@@ -47,9 +47,9 @@ class DeferredGradients:
     def accepts(self, parameter: Tensor | None) -> bool:
         """Returns whether a layer's backward may now defer the gradient of ``parameter`` to the action ``W``.
 
-        It may during an action ``I`` only, and only if no hook of the user waits for autograd to accumulate the
-        gradient. This library's own hooks may be there: the executor counts a deferred gradient as complete at the
-        action ``W``.
+        It may during an action ``I`` only, and only if the parameter is a leaf and no hook of the user waits for
+        autograd to accumulate the gradient. This library's own hooks may be there: the executor counts a deferred
+        gradient as complete at the action ``W``.
         """
         if self._collecting is None or parameter is None or not parameter.is_leaf or parameter._backward_hooks:
             return False
@@ -94,6 +94,8 @@ def split_backward(model: nn.Module, deferred: DeferredGradients) -> None:
 
 def may_split(module: nn.Module) -> bool:
     """Returns whether a layer's backward can be split: a Linear or convolution that runs torch's own code.
+
+    Transposed convolutions cannot, nor convolutions with a ``padding_mode`` other than zeros or padding given as text.
 
     >>> may_split(nn.Linear(2, 2)), may_split(nn.Conv1d(2, 2, 3, padding="same"))
     (True, False)

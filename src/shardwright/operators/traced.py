@@ -54,9 +54,10 @@ class TracedCall:
         self.key = self._number = torch.tensor(number)
 
     def refresh(self) -> None:
-        """Sets the shape of ``key`` to the rows on all ranks and the rows of the result, as of the current batch.
+        """Sets the shape of ``key`` to (rows on all ranks, rows of this rank's result) of the current batch.
 
-        A compiler lets shapes vary, so that compiled code sees the sizes without compiling again.
+        A compiler lets shapes vary, so that compiled code sees the sizes without compiling again. If the call gathers
+        and cuts no rows, ``key`` stays as it is.
         """
         if self.moves_rows:
             whole = num_moved(0, self.taken, ())
@@ -66,13 +67,13 @@ class TracedCall:
 
 
 def note_traced(module: nn.Module, call: TracedCall) -> TracedCall:
-    """Registers on ``module`` a call that its forward makes, for :func:`traced_calls`, and returns the call."""
+    """Registers on ``module`` a call that its compiled code makes, for :func:`traced_calls`, and returns the call."""
     vars(module).setdefault(_ATTRIBUTE, []).append(call)
     return call
 
 
 def traced_calls(block: nn.Module) -> tuple[TracedCall, ...]:
-    """Returns the collectives and dropouts that a block and the modules in it call in compiled code, as registered."""
+    """Returns the collectives and dropouts that :func:`note_traced` has registered on a block and the modules in it."""
     return tuple(call for module in block.modules() for call in vars(module).get(_ATTRIBUTE, ()))
 
 
@@ -92,7 +93,11 @@ def traced_product(
 
 
 def traced_take(call: TracedCall, x: Tensor) -> Tensor:
-    """All-gathers an operand in compiled code; its backward reduce-scatters, or all-reduces, the gradient."""
+    """Returns an operand all-gathered along its rows, in compiled code; unchanged if ``call`` gathers no rows.
+
+    The backward runs the collectives that sum the gradient: a reduce-scatter where rows were gathered, and an
+    all-reduce where the operand is replicated.
+    """
     return cast(Tensor, _GatheredOperand.apply(x, call.key, call.dim, call.gathers))
 
 
@@ -105,9 +110,10 @@ def traced_factors(call: TracedCall, x: Tensor, p: float) -> Tensor:
 
 
 def drops_twice(graph: torch.fx.GraphModule) -> bool:
-    """Returns whether compiled code may call one dropout several times, itself or in a backward that repeats a part.
+    """Returns whether the code of ``graph`` calls one dropout twice, or any dropout in a part that is checkpointed.
 
-    Such code must not be compiled: each call has a mask of its own, and a compiler may reorder and repeat them.
+    Such code must not be compiled: each call has a mask of its own, and a compiler may reorder the calls, or repeat
+    those of a checkpointed part in the backward.
     """
     parts = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
     found = [[n.args[1] for n in part.graph.nodes if n.target is torch.ops.shardwright.factors] for part in parts]

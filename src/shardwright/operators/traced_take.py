@@ -17,7 +17,8 @@ from shardwright.operators.traced import TracedCall, note_traced, traced_take
 def gathering(module: nn.Module, moves: Sequence[OperandMove], *, compiles: bool) -> Callable[[Forward], Forward]:
     """Returns a wrapper for a module's forward that all-gathers the first argument along the axes of ``moves``.
 
-    With ``compiles`` it works in compiled code too.
+    If ``compiles`` is set and no move gathers features, it works in compiled code too; the collective is then
+    registered on ``module`` (:func:`~.traced.note_traced`).
 
     Traffic: that of :func:`~.operand_moves.take`.
     """

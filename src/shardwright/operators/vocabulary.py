@@ -140,14 +140,16 @@ def cut_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Computes cross entropy of logits whose classes are sharded over ``axes``; returns its (sum, count) over tokens.
 
-    This rank's classes begin at ``start``. The ranks exchange their largest logit, their sum of exponentials, the
-    target's logit and, with label smoothing, the sum of their logits; from these each computes its shard of the
-    softmax. If the logits are of more samples than this rank's own, ``take`` gathers the targets too; the sum is of
-    this rank's own samples.
+    Tokens whose target is ``ignore_index`` do not count. This rank's classes begin at ``start``. The ranks exchange
+    their largest logit, their sum of exponentials, the target's logit and, with label smoothing, the sum of their
+    logits; from these each computes its shard of the softmax. If the logits are of more samples than this rank's own,
+    ``take`` gathers the targets too; the sum is of this rank's own samples.
 
     Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns a 0-d sum and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for
         each gather of ``take``, one of the targets forward and one of a number for each token backward.
+    Raises: IndexError: a target outside of the classes. PlanError: without ``take``, targets of another shape than the
+        logits without their last dim.
     """
     if not take:
         check_same_shape("logits but for their last dim", logits_v.shape[:-1], "targets", targets.shape)

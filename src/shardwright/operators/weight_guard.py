@@ -1,4 +1,4 @@
-"""Weight guards: errors if code other than a sharded layer's own would compute with its shard of a weight.
+"""Refuses calls of sharded layers by code that the plan has not seen, and reads of their weights by other code.
 
 Tensor parallelism decides from traced code how a layer is sharded. Two things would give wrong results silently:
 calling the layer from elsewhere (:class:`CallGuard`), and reading its weight as an attribute (:func:`guard`).
@@ -70,6 +70,8 @@ class CallGuard:
     def restrict(self, module: nn.Module, path: str, allowed: AllowedCallers) -> None:
         """Makes a call of the sharded layer at ``path`` an error, unless it comes from the ``allowed`` modules' code.
 
+        Compiled code is not checked.
+
         >>> class Pair(nn.Sequential):
         ...     pass
         >>> pair, calls = Pair(nn.Linear(2, 4), nn.Linear(4, 2)), CallGuard()
@@ -125,8 +127,9 @@ def _called_elsewhere(path: str, allowed: AllowedCallers, running: list[str]) ->
 def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collection[str] = ()) -> None:
     """Makes reading the module's parameters during a forward an error, except for those that are ``readable``.
 
-    This finds functional tying, ``F.linear(x, model.token.weight)``. The module's own forward reads its parameters
-    through :func:`~shardwright.operators.linear.weight_of`.
+    This finds functional tying, ``F.linear(x, model.token.weight)``. ``forward`` says whether a forward runs. The
+    module's class is replaced by a subclass; its own forward must read its parameters through
+    :func:`~shardwright.operators.linear.weight_of`.
 
     >>> layer, forward = nn.Linear(2, 2), ForwardFlag()
     >>> guard(layer, "head", forward)

@@ -1,7 +1,8 @@
 """``parallelize``: turns a plain model and a layout into a ``Run``, which holds this rank's part of the model.
 
-The order is fixed: check, plan (pure, on the meta device), place this rank's parameters, compare all ranks, let each
-strategy change the modules, then build what every run has: gradient sync, activation checkpointing, the executor.
+The order is fixed: check the model, plan the layout (pure, on the meta device), replace the parameters by this rank's
+parts, check that all ranks were given the same model and seed, let each strategy change the modules, then add what
+every run has: gradient sync, activation checkpointing, and the executor that runs the steps.
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ def parallelize(
         loss: called as ``loss(output, targets)``; returns (sum, count). A module or function, or a loss of torch that
             returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default.
         seed: fixes initial values and dropout, equally under every layout.
-        num_tokens: tokens of one microbatch of one model copy; some modes weigh activations against weights by it.
+        num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes compare by it the cost of
+            sending activations with that of sending weights.
         strategies: the strategies to use instead of those that the layout selects.
-        roles: "column", "row" or "copied" for single layers, by patterns of names; they override the analysis.
+        roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
+            analysis of the model chooses under ``tp``.
         example: the inputs of a global batch, of which only shapes are read. Stages are balanced by the cost of layers
             on it, and modes that would leave ranks without a sample cut sequences instead, if the model allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
@@ -93,14 +96,15 @@ def parallelize(
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
         check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
-            updates and rates, in 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
+            updates and rates, by 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
 
-    The first rank logs what share of the parameters and FLOPs each factor of the layout cuts; under half, as a warning
-    with the largest layers that are whole, and why.
+    Rank 0 logs which share of the parameters and FLOPs each factor of the layout cuts. A share under half is logged as
+    a warning, with the largest layers that stay whole and the reasons. A warning also names each axis, such as ``tp``,
+    that sends between nodes in every layer.
 
-    Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model does not define its
-        initial values, ranks were given different models, or state cannot be offloaded. All ranks raise, before the
-        first step.
+    Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model or the loss is of a kind
+        that ranks cannot train together, the model does not define its initial values, ranks were given different
+        models, or state cannot be offloaded. All ranks raise, before the first step.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -131,9 +135,12 @@ def parallelize(
 
 
 def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -> Run:
-    """Returns one rank's part of a job's model under a plan that was made for the job, with all defaults.
+    """Returns one rank's :class:`Run` for a plan that was made before from ``job`` (the model, its loss, the sizes).
 
-    For rehearsals, which make one plan for several ranks. The job's model and loss are left alone.
+    Rehearsals use it, which make one plan for several ranks. ``chosen`` are the strategies that refined the plan. The
+    seed is 0 and the other options are the defaults of :func:`parallelize`. The job's model and loss are left alone.
+
+    Raises: LayoutError: the world has another number of ranks than the plan; and as :func:`parallelize`.
     """
     own = job._replace(model=structural_copy(job.model), loss=structural_copy(as_loss(job.loss)))
     check_world(plan, world)

@@ -1,4 +1,7 @@
-"""Chooses tensor-parallel grids: the one that sends least for ``tp8/auto``, and those that fit, for errors."""
+"""Chooses the tensor-parallel mode and grid for ``tp8/auto``: those that send the fewest bytes.
+
+If a grid that the user chose does not fit the model, it also finds grids that fit, which the error suggests.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ AUTO = "auto"
 
 
 def candidates(factor: Factor) -> Iterator[Factor]:
-    """Yields the factors that ``auto`` tries in place of ``tp8/auto``: 1D, 2D and 3D grids, simplest first.
+    """Yields the layout factors that ``auto`` tries in place of ``tp8/auto``, simplest first.
 
-    All of them shard weights over all ranks.
+    They are 1D, 1D with sequence parallelism (``tp8/sp``), and every 2D and 3D grid of as many ranks. All of them shard
+    weights over all ranks.
 
-    2.5D is not among them: it copies weights over its depth, so with enough tokens the grid whose depth is all ranks
-    would always send the fewest bytes, and each rank would hold the whole model.
+    2.5D grids are left out: they copy weights along their depth, so with enough tokens the grid whose depth is all
+    ranks would always send the fewest bytes, and each rank would hold the whole model.
     """
     size = factor.size
     others = tuple(option for option in factor.options if option.name != AUTO)
@@ -45,10 +49,12 @@ def candidates(factor: Factor) -> Iterator[Factor]:
 def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
     """Returns the layout with ``auto`` replaced by the tensor-parallel mode and grid that send the least.
 
-    ``price`` plans a layout and returns how much it sends. Of equal candidates the simplest is chosen. A layout without
-    ``auto`` is returned unchanged.
+    ``price(candidate)`` plans a candidate layout and returns how much a rank sends in a step; a candidate for which it
+    raises LayoutError is left out. Of equal candidates the simplest is chosen. A layout without ``auto`` is returned
+    unchanged.
 
-    Raises: LayoutError: no mode fits the model; the error is that of the simplest.
+    Raises: LayoutError: no candidate fits the model (the error is that of the simplest), or ``auto`` is given together
+        with a grid or ``sp``.
     """
     factor = layout.factor("tp")
     auto = factor.option(AUTO) if factor is not None else None
@@ -79,9 +85,10 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
 
 
 def tokens_of(inputs: Any, layout: Layout) -> int:
-    """Returns the number of tokens in one microbatch of one model copy, given the inputs of a global batch.
+    """Returns the number of tokens in one microbatch of one model copy, rounded down but at least 1.
 
-    Each integer of the inputs, or each vector of floating-point features, counts as one token.
+    ``inputs`` are those of a global batch; only the first tensor is counted. Each integer in it, or each vector of
+    floating-point features (its last dim), is one token. Without a tensor the result is 1.
     """
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors:
@@ -92,7 +99,10 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
 
 
 def samples_of(inputs: Any, layout: Layout) -> int | None:
-    """Returns the number of samples in the smallest microbatch of one model copy; None if inputs are no sequences."""
+    """Returns the number of samples in the smallest microbatch of one model copy, at least 1, for a global batch.
+
+    Returns None if ``inputs`` have no tensors, or one of them has no dim of tokens.
+    """
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors or not all(map(is_sequence, tensors)):
         return None
@@ -100,16 +110,20 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 
 def num_shares(layout: Layout) -> int:
-    """Returns the number of parts of a global batch: microbatches times model copies (``dp``)."""
+    """Returns into how many parts a layout splits a global batch: its microbatches times its model copies (``dp``)."""
     return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))
 
 
 MAX_SUGGESTIONS = 12
-"""The most grids that are tried for the ``fix`` of an error, and the most smaller numbers of ranks."""
+"""The most grids of as many ranks that :func:`with_suggestions` tries; it also bounds the smaller numbers of ranks."""
 
 
 def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
-    """Returns a grid error with a ``fix`` that names grids which fit the model, of as many ranks or else of fewer."""
+    """Returns the error with a new ``fix``: the ``tp`` factors that were found to fit the model, or ``dp`` instead.
+
+    The factors have as many ranks as the one that failed or, if none of those fits, fewer. An error of a layout without
+    ``tp`` is returned unchanged.
+    """
     factor = layout.factor("tp")
     if factor is None:
         return error

@@ -1,6 +1,6 @@
-"""Reads the batches that users pass as pairs (inputs, targets); an error on others says which line to write instead.
+"""Checks that users pass batches as pairs (inputs, targets); an error says which line of code to write instead.
 
-A batch that is read in another way than it was meant would train on something else, so nothing is guessed.
+Nothing is guessed, because a batch that is misread would train the model on the wrong targets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Yields the inputs and targets of each batch, with dict-like classes of other libraries turned into dicts.
 
     Raises: PlanError: the loader has split the batches between ranks already, or a batch is not a pair of inputs and
-        targets.
+        targets; and as :func:`as_tensors`.
 
     >>> next(pairs([{"tokens": torch.ones(2), "labels": torch.ones(2)}]))
     Traceback (most recent call last):
@@ -47,10 +47,10 @@ def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def as_tensors(tree: Any) -> Any:
-    """Returns a batch's inputs or targets with every mapping turned into a dict.
+    """Returns a batch's inputs or targets with every mapping turned into a dict; other values stay as they are.
 
-    Raises: PlanError: a NumPy-like array, a tensor without dims, or an object that holds tensors, from which ranks
-        cannot take their samples.
+    Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
+        with tensors as attributes. From these, ranks cannot take their samples.
     """
     return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree)
 

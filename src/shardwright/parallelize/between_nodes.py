@@ -1,7 +1,7 @@
 """Computes the bytes that each axis of a layout sends between nodes, and warns if tensor parallelism crosses nodes.
 
-The link between nodes is the slow one. Pipelines send the least over it and data parallelism sends once a step, but
-tensor parallelism sends in every layer, and each layer waits for it.
+The link between nodes is slower than those inside a node. Pipelines send the least over it and data parallelism sends
+once a step, but tensor parallelism sends in every layer, and each layer waits for its messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardwright.plan.traffic import Traffic
 def bytes_between(
     mesh: Mesh, places: Sequence[int], traffic_of: Callable[[int], Iterable[Traffic]], ranks: Iterable[int]
 ) -> Counter[str]:
-    """Returns the bytes that ``ranks`` send to other nodes in one step, by axis.
+    """Returns the bytes that all of ``ranks`` together send to other nodes in one step, by axis of the mesh.
 
-    ``places`` gives the node of each rank, and ``traffic_of`` the traffic of a rank. A collective over several axes
-    counts for the slowest of them.
+    ``places`` gives the node of each rank, and ``traffic_of(rank)`` the collectives and sends of a rank. A collective
+    over several axes counts for the first of them in the mesh's order.
     """
     found: Counter[str] = Counter()
     for rank in ranks:
@@ -35,7 +35,7 @@ def bytes_between(
 
 
 def crossing_pairs(mesh: Mesh, places: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Returns, for each axis that crosses nodes, two ranks of one of its groups that are on different nodes.
+    """Returns, for each axis whose groups reach across nodes, two ranks of one group that are on different nodes.
 
     ``places`` gives the node of each rank. Axes that stay within nodes are left out.
     """
@@ -50,10 +50,10 @@ def crossing_pairs(mesh: Mesh, places: Sequence[int]) -> dict[str, tuple[int, in
 
 
 def node_warnings(mesh: Mesh, places: Sequence[int], num_bytes: Mapping[str, float] | None) -> list[str]:
-    """Returns a warning, as text, for each axis that cuts operators, such as ``tp``, and crosses nodes.
+    """Returns a warning, as text, for each axis that cuts operators, such as ``tp``, and has groups across nodes.
 
-    ``places`` gives the node of each rank. ``num_bytes``, if known, gives the bytes that each axis sends between nodes
-    in a step, for the text.
+    ``places`` gives the node of each rank. ``num_bytes`` gives the bytes that each axis sends between nodes in a step,
+    which the warning states; None if they are not known.
 
     >>> print(*node_warnings(Mesh(dp=3, tp=2), (0, 0, 0, 1, 1, 1), {"tp": 3 * 2**20}), sep="\\n")
     'tp' crosses nodes: ranks 2 and 3 are on nodes 0 and 1, and 3.0 MiB a step go over the link between nodes, which

@@ -1,4 +1,7 @@
-"""Checks, under any strategy, of models, losses, optimizers, batches and the agreement of ranks."""
+"""Raises errors for models, losses, optimizers and batches that a layout cannot train, and for ranks that disagree.
+
+These checks hold for every strategy; what only one strategy forbids is checked by that strategy.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ def check_loss(loss: nn.Module) -> None:
 def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError for layers, such as BatchNorm, whose result depends on how ``mb`` splits the batch.
 
-    With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too.
+    With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too. The layout option
+    ``own-statistics`` allows both, but not embeddings with ``scale_grad_by_freq``. Without microbatches nothing is
+    checked.
     """
     if layout.num_microbatches == 1:
         return
@@ -102,9 +107,10 @@ def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | Non
 
 
 def check_renormed(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for an embedding with ``max_norm`` if the optimizer steps another copy of its weight.
+    """Raises PlanError for an embedding with ``max_norm`` if the optimizer updates a separate copy of its weight.
 
-    The embedding rescales rows of the weight that it computes with, and the optimizer's copy would not change.
+    That is so with master weights, ZeRO or offloaded state. The embedding rescales rows of the weight that it computes
+    with, and the optimizer's copy would not change.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
@@ -146,7 +152,11 @@ def check_held(model: nn.Module, plan: Plan) -> None:
 
 
 def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
-    """Raises PlanError if a batch leaves a microbatch empty, and layers such as BatchNorm need its statistics."""
+    """Raises PlanError if a batch is too small to give every microbatch the statistics that its layers need.
+
+    Only the layout option ``own-statistics`` with layers such as BatchNorm needs a sample or more in every microbatch.
+    ``num_global`` is the number of samples of the global batch.
+    """
     # the first rank has the most samples of a balanced cut: all ranks decide by it, and so alike
     number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)
     if not plan.layout.own_statistics or len(plan.batch_shard(first).local_samples(num_global)) >= number:
@@ -199,9 +209,9 @@ def check_world(plan: Plan, world: World) -> None:
 
 
 def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Plan) -> None:
-    """Raises PlanError for an optimizer over tensors other than ``own``, the run's parameters (``run.parameters``).
+    """Raises PlanError if an optimizer has a tensor that is not in ``own``, the run's parameters (``run.parameters``).
 
-    Steps of such an optimizer would change nothing.
+    Updates of such a tensor would not reach the model that the run trains.
     """
     own_ids = {id(parameter) for parameter in own}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own_ids]
@@ -217,8 +227,9 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
 def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) -> None:
     """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers and seed.
 
-    Copies that start different stay different, and sums of their gradients mean nothing. Sparse tensors are compared by
-    shape only.
+    Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
+    are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
+    sparse tensors by shape and dtype only.
 
     Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
     """

@@ -24,9 +24,10 @@ DEFAULT_ROLE = LayerRole("copied", "", "no strategy cuts it: every rank computes
 
 
 def explained(run: Run, path: str) -> dict[str, Any]:
-    """Returns the description of one module as values that JSON can store: role, parameters, forward stack, messages.
+    """Returns the description of one module on this rank as plain data for JSON: role, parameters, wrappers, messages.
 
-    ``path`` is the module's name. :func:`explain_text` makes text of it.
+    ``path`` is the module's name, "" for the model or "(loss)" for the loss. :func:`explain_text` makes text of the
+    description.
 
     Raises: PlanError: the model has no such module.
     """
@@ -54,7 +55,10 @@ def explained(run: Run, path: str) -> dict[str, Any]:
 
 
 def why_with_stages(plan: Plan, path: str, why: str) -> str:
-    """Returns the reason for a module's role with "every rank" replaced by the stages that call the module."""
+    """Returns ``why``, the reason for a module's role, with "every rank" replaced by the stages that call the module.
+
+    It is unchanged without a pipeline, or if all stages call the module or none does.
+    """
     if plan.schedule is None or plan.stages is None:
         return why
     chunked, schedule = plan.stages.chunked, plan.schedule
@@ -71,7 +75,7 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
 
 
 def explain_text(found: Mapping[str, Any]) -> str:
-    """Returns the description from :func:`explained` as text; the forward stack starts at the outermost wrapper."""
+    """Returns the description that :func:`explained` gave as text of several lines, ready to print."""
     role, rank = found["role"], found["rank"]
     by = f" by {role['strategy']}" if role["strategy"] else ""
     lines = [
@@ -97,7 +101,11 @@ def explain_text(found: Mapping[str, Any]) -> str:
 
 
 def first_rank_with(plan: Plan, path: str) -> int:
-    """Returns the first rank that holds parameters of a module or its children; without parameters, that calls it."""
+    """Returns the number of the first rank that holds elements of the parameters of a module or its children.
+
+    For a module without parameters it is the first rank that calls the module. If no such rank is found it is 0, as for
+    a module without parameters in a layout without pipeline stages. ``path`` is the module's name.
+    """
     inside = [use.parameter for use in plan.uses if path == "" or f"{use.module}.".startswith(f"{path}.")]
     for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis == "pp"]):
         at = {**dict.fromkeys(plan.mesh.axes, 0), **coord}

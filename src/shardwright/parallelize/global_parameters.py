@@ -28,7 +28,13 @@ from shardwright.sharding.transfer import plan_transfer
 def to_global_parameters(
     run: Run, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
 ) -> dict[str, GlobalTensor]:
-    """Returns every parameter of the run as a global tensor, by name; see :meth:`Run.global_parameters`."""
+    """Returns copies of all parameters of the run as global tensors, by name, with the placement and sbp given.
+
+    The placement is all ranks by default. The default sbp cuts dim 0 over the first axis of the placement and copies
+    over the others. All ranks call it.
+
+    Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
+    """
     _check_processes(run)
     found, dtypes = {}, _dtypes(run)
     for name, state in run.plan.state.items():
@@ -46,7 +52,14 @@ def to_global_parameters(
 
 @torch.no_grad()
 def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> None:
-    """Sets the run's parameters to the values of global tensors; see :meth:`Run.load_global_parameters`."""
+    """Writes the values of global tensors, of any placement and sbp, into the run's parameters of the same names.
+
+    Parameters that ``tensors`` does not name keep their values. Values are cast to the dtype in which the run stores
+    the parameter. All ranks call it.
+
+    Raises: PlanError: ranks are threads, a value is not a global tensor or is out of date, or the run has no parameter
+        of that name and shape.
+    """
     _check_processes(run)
     layouts = {name: state.parameter for name, state in run.plan.state.items()}
     _check_given(layouts, tensors)

@@ -21,9 +21,10 @@ from shardwright.sharding.box import read
 def clip_norm(
     parameters: Mapping[str, nn.Parameter], plan: Plan, coord: Coord, everyone: Axis, max_norm: float
 ) -> Tensor:
-    """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm from before.
+    """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm from before.
 
-    Each element counts once, however many ranks hold a copy of it.
+    Each element counts once, however many ranks hold a copy of it. A norm that is smaller, or is NaN, leaves the
+    gradients as they are. The result is a float64 scalar, equal on every rank.
 
     Traffic: one all-reduce of one float64 over ``everyone``, the axis of all ranks.
     """
@@ -48,8 +49,10 @@ def add_up(
 ) -> Tensor:
     """Accumulates gradients over several batches, and returns the mean loss over the targets of all of them.
 
-    The gradients that it leaves are those of this mean loss. ``step`` must leave the gradients of one batch's mean
-    loss, and return that mean and the batch's number of targets.
+    The gradients of this mean end in the parameters' ``grad``. ``step(batch)`` must leave the gradients of one batch's
+    mean loss there, and return that mean and the batch's number of targets.
+
+    Raises: PlanError: there are no batches.
     """
     sums: dict[str, Tensor] = {}
     means: list[tuple[Tensor, Tensor]] = []

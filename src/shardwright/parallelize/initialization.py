@@ -1,7 +1,7 @@
 """Draws a model's initial values one leaf module at a time, and keeps only this rank's shard of each.
 
-No rank ever holds the whole model. The numbers depend on the seed and the module's name only, so every layout, and one
-device, start from the same values.
+No rank ever holds the whole model. The random numbers depend on the seed and the module's name only, so every layout
+starts from the values of one device.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def place_parameters(
 ) -> None:
     """Replaces every parameter and buffer of ``model``, in place, by the shard that the rank at ``coord`` holds.
 
-    Tied parameters stay tied. A module on the meta device is drawn whole from ``seed``, by the model's
-    ``_init_weights(module)`` if it has one (the convention of the transformers library) or else by the module's
-    ``reset_parameters``, then sharded. If a constructor under ``without_values`` filled a tensor otherwise, the tensor
-    is filled in that way. A tensor with values is sharded as it is. Tensors without an entry in ``layouts`` stay whole.
+    Tied parameters stay tied. If only other pipeline stages have a module, its parameters become None. A module on the
+    meta device is drawn whole from ``seed``, by the model's ``_init_weights(module)`` if it has one (the convention of
+    the transformers library) or else by the module's ``reset_parameters``, then sharded. A tensor that its constructor
+    filled in another way, under ``without_values``, is filled in that way. A tensor with values is copied and sharded.
+    Tensors without an entry in ``layouts`` stay whole. If ``device`` is the meta device, nothing is drawn.
 
-    Raises: PlanError: a module on the meta device does not define its initial values.
+    Raises: PlanError: a module on the meta device does not define the initial values of a parameter or buffer.
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
     given = dict(model.named_parameters())

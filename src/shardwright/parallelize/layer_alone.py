@@ -1,4 +1,4 @@
-"""``layer_alone``: shards one ``nn.Linear`` under a tensor-parallel mode, to be called from your own training code."""
+"""``layer_alone``: shards one ``nn.Linear`` over tensor-parallel ranks, for training code that you write yourself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwright.strategies.tensor_parallel.place import place_alone, sent
 
 
 class LayerAlone:
-    """One ``nn.Linear`` sharded over ``tp``, with sharded inputs and outputs; :func:`layer_alone` makes it.
+    """One ``nn.Linear`` sharded over tensor-parallel ranks, with sharded inputs and outputs; from :func:`layer_alone`.
 
     :meth:`cut` returns this rank's shard of a whole input, calling the layer multiplies that shard by the weight, and
     :meth:`gather` all-gathers the output; all three are differentiable. After a backward, :meth:`sum_gradients`
@@ -58,11 +58,11 @@ class LayerAlone:
         self._summed: tuple[Tensor, ...] = ()
 
     def cut(self, x: Tensor) -> Tensor:
-        """Returns this rank's shard (samples, features) of an input that every rank holds whole.
+        """Returns this rank's shard of an input that every rank holds whole: some of its samples and features.
 
         Shapes: x (samples, ..., in_features); returns this rank's samples and features.
         Traffic: backward, one all-gather over each axis that cuts the input.
-        Raises: PlanError: an input of another width or dtype.
+        Raises: PlanError: the input has one dim only, or another number of features or dtype than the layer takes.
         """
         self._check("an input", x, (None, self._note.x.size))
         self._shard.set_microbatch(x.shape[0])
@@ -89,7 +89,7 @@ class LayerAlone:
         """Returns the whole output on every rank, all-gathered from the ranks' shards ``y``.
 
         Traffic: forward, one all-gather over each axis that cuts the output.
-        Raises: PlanError: a part of another shape.
+        Raises: PlanError: ``y`` is not of the shape and dtype that the layer returned for the input cut last.
         """
         self._check(
             "this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._shard.coord)))
@@ -102,9 +102,11 @@ class LayerAlone:
         return self._shard.join(y, self._axes)
 
     def sum_gradients(self) -> None:
-        """All-reduces gradients of parameters that several ranks hold, where each rank has only a partial sum.
+        """All-reduces, in place, the gradients of which each rank has only a partial sum.
 
-        Call it once a step, after the last backward. Traffic: one all-reduce for each set of ranks.
+        These are gradients of parameters that several ranks hold. Call it once a step, after the last backward.
+
+        Traffic: one all-reduce for each set of ranks that hold the same elements.
         Raises: PlanError: the gradients are summed already.
         """
         found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
@@ -145,12 +147,13 @@ def layer_alone(
     """Returns this rank's shard of one ``nn.Linear`` under a layout of ``tp`` alone, to call from your own code.
 
     Use it to parallelize a layer by hand; ``parallelize`` takes whole models. A layer on the meta device is drawn as
-    ``parallelize`` draws it; one with values is sharded as it is. In a mode that copies activations (1D) the layer is
-    column-parallel: its output is sharded by features. ``num_tokens`` is the usual number of tokens of a batch, by
-    which some modes weigh activations against weights.
+    ``parallelize`` draws it, from ``seed``; one with values is copied and sharded. In 1D (``tp4``) the layer is
+    column-parallel: its input is whole and its output is sharded by features. ``num_tokens`` is the usual number of
+    tokens of a batch; some modes compare by it the cost of sending activations with that of sending weights.
 
-    Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
-        layer is not exactly an ``nn.Linear``, or ranks were given different ones.
+    Raises: LayoutError: the layout has other axes than ``tp``, microbatches or the option ``seq``, or does not fit the
+        layer or the ranks, or ``num_tokens`` is less than 1; PlanError: the layer is not exactly an ``nn.Linear``, has
+        hooks, or differs between ranks.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     if not is_exactly(layer, nn.Linear):

@@ -18,10 +18,11 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 def check_elementwise(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()
 ) -> None:
-    """Raises PlanError for an optimizer that cannot update this rank's shards alone, if the layout shards parameters.
+    """Raises PlanError if the layout shards or offloads state and the optimizer cannot update a rank's shards alone.
 
-    Such an optimizer needs whole tensors, or state for all parameters together. ``kind`` is its class, ``options`` are
-    its options, and ``given`` are its parameters as torch takes them, whose groups may have options of their own.
+    Such an optimizer needs whole tensors, or keeps state for all parameters together. ``kind`` is its class and
+    ``options`` are its options. ``given`` are its parameters as torch takes them: dicts among these are parameter
+    groups, whose options are tried too.
     """
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
@@ -54,10 +55,11 @@ def is_elementwise(
 ) -> bool:
     """Returns whether an optimizer updates a whole tensor and its parts to the same values, by trying both.
 
-    ``kind`` is its class and ``options`` are its options. Parts are rows and columns and, with ``flat``, ranges of
-    elements that end inside a row. They are updated by one optimizer together, and then by an optimizer for each. With
-    ``in_turn`` the one optimizer makes a step for each part. Each of ``groups``, which are options of parameter groups,
-    gets a copy of the tensor.
+    ``kind`` is its class and ``options`` are its options. The parts are ranges of rows, ranges of columns and, with
+    ``flat``, ranges of elements that end inside a row. Each split is tried twice: with one optimizer over all parts,
+    and with an optimizer for each part. With ``in_turn`` the optimizer over all parts makes a step for each of them,
+    while the others have no gradient. ``groups`` are the options of parameter groups; each group is tried on a copy of
+    the tensor. An optimizer whose constructor or step raises, such as one that needs a closure, gives False.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)

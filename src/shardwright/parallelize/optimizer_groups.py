@@ -1,6 +1,7 @@
-"""Optimizer parameter groups that a function chooses by a parameter's name and its shape in the plain model.
+"""Builds an optimizer's parameter groups from a function of a parameter's name and its shape in the plain model.
 
-The shape is not that of a rank's own tensor, which may be a slice.
+The shape is not that of a rank's own tensor, which may be a slice. Groups that a user chose by the dims of such slices
+are found and refused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ Grouping = Callable[[str, tuple[int, ...]], Mapping[str, Any] | None]
 def groups_of(group: Grouping, parameters: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     """Returns an optimizer's parameter groups, one for each set of options, the same number of groups on every rank.
 
-    ``group`` returns the options of a parameter by its name and its shape in the plain model, or None to leave it out.
-    A group may have no parameter on some ranks.
+    ``group(name, shape)`` returns the options of a parameter by its name and its shape in the plain model, or None to
+    leave the parameter out. Parameters that were frozen when the model was laid out are left out too. A group may have
+    no parameter on some ranks.
 
-    Raises: PlanError: the function returns something else, or leaves out every parameter.
+    Raises: PlanError: the function returns neither a mapping nor None, or every parameter is left out.
 
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
@@ -68,13 +70,16 @@ def check_groups(
     *,
     states_decay: bool = False,
 ) -> None:
-    """Raises PlanError if parameter groups were chosen by the dims of a rank's tensors and these are flat shards.
+    """Raises PlanError if parameter groups were chosen by the dims of a rank's tensors that are flat shards of one dim.
 
-    A rule such as ``p.dim() > 1`` finds no matrix among flat shards: it leaves a group without parameters, or gives
-    every group a weight decay of 0, which is refused where ``states_decay``: all groups that the user gave name it.
+    A rule such as ``p.dim() > 1`` finds no matrix among flat shards, so a group is left without parameters, or all
+    groups have a weight decay of 0. The second counts only with ``states_decay``, which says that every group that the
+    user gave has a ``weight_decay`` of its own. If one group decays more than another and has a matrix, the groups were
+    chosen otherwise, and there is no error.
 
     On a pipeline stage a group may be empty anyway. With stages, the error is therefore raised, on every rank, only if
-    ``everyone``, the axis of all ranks, is given and no rank has a matrix in the group with the largest weight decay.
+    ``everyone``, the axis of all ranks, is given, a rank finds such groups, and no rank has a matrix in the group with
+    the largest weight decay.
     """
     groups = optimizer.param_groups
     decays = [float(group.get("weight_decay", 0.0)) for group in groups]

@@ -1,4 +1,7 @@
-"""Overlaps optimizer updates of offloaded state with the backward: each param group once its gradients are complete."""
+"""Runs the optimizer's updates of offloaded state during the backward, instead of after it.
+
+Each param group is updated as soon as its gradients are complete.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ Mean = tuple[Tensor, Tensor, Tensor]
 
 
 def overlapped_offload(plan: Plan, offload: Offload | None) -> Offload | None:
-    """Returns ``offload`` if offloaded param groups can be updated during the backward, else None; equal on all ranks.
+    """Returns ``offload`` if offloaded param groups can be updated during the backward, else None; alike on all ranks.
 
-    They cannot with an fp16 loss scale, which may turn out too large, with pipeline stages, of which only the last has
-    the loss, or if ranks must still sum the gradients of their shards.
+    They cannot be updated so early with an fp16 loss scale, which may turn out too large; with pipeline stages, of
+    which only the last has the loss; or if ranks must still sum the gradients of their shards.
     """
     if offload is None or plan.schedule is not None or plan.layout.precision == "fp16":
         return None
@@ -35,11 +38,12 @@ def overlap_updates(
     offload: Offload | None, optimizer: torch.optim.Optimizer | None, executor: Executor, num_microbatches: int,
     expected: int, mean: Callable[[], Mean],
 ) -> Iterator[Sequence[Mean]]:  # fmt: skip
-    """A context in which the optimizer updates each offloaded param group as soon as its gradients are complete.
+    """A context for one step in which each offloaded param group is updated as soon as its gradients are complete.
 
     Gradients in the backward are divided by ``expected``, an estimate of the number of targets. The real number is
-    known after the last forward: the context then calls ``mean()`` and appends the result to the list that it yields.
-    The updates scale the gradients by expected / real.
+    known after the last of ``num_microbatches`` forwards: the context then calls ``mean()`` and appends the result to
+    the list that it yields. The updates scale the gradients by expected / real. Leaving the context waits for all
+    updates. Without an offload or an optimizer the context does nothing, and its list stays empty.
     """
     found: list[Mean] = []
     if offload is None or optimizer is None:

@@ -1,7 +1,8 @@
-"""Makes the plan of a plain model under a layout, and computes its traffic; pure, and equal on all ranks.
+"""Plans where each tensor of a plain model lies under a layout, and computes what a step sends, before anything runs.
 
-``parallelize``, ``verify``, ``show``, the ledger and the trainer start here. The helpers for batches (``rows``,
-``num_rows``, ``on_device``) are here too, since planning and runs must read a batch alike.
+Planning is pure: it works on the meta device, sends no messages, and gives the same plan on every rank.
+``parallelize``, ``verify``, ``show``, the ledger and the trainer start here. The helpers that split batches (``rows``,
+``num_rows``) and move them (``on_device``) are here too, because planning and training must split a batch alike.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def without_storage(model: nn.Module) -> nn.Module:
 def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
     """Returns a copy of a model with new modules whose tensors share memory with the original's.
 
-    ``seen_as`` may replace the value of a parameter or buffer; tied ones stay tied. Modules that the model holds in a
-    plain list or a closure, without registering them, are copied too.
+    ``seen_as(tensor)`` returns the tensor that the copy has in place of a parameter or buffer, by default a view of it.
+    Tied tensors stay tied. Modules that the model holds in a plain list or a closure, without registering them, are
+    copied too.
 
-    Raises: PlanError: as :func:`copied`.
+    Raises: PlanError: a function that holds a part of the model, as in a closure, cannot be rebuilt for the copy.
     """
     memo: dict[int, Any] = {}
     for each in (model, *unregistered(model)):
@@ -77,6 +79,9 @@ def make_plan(
     job: Job, layout: Layout, strategies: Sequence[Strategy] | None = None
 ) -> tuple[Plan, tuple[Strategy, ...]]:
     """Returns the plan of a model under a layout, and the strategies that have refined it, in order.
+
+    ``strategies`` are by default those that the layout selects. ``tp8/auto`` in the layout is replaced by the mode and
+    grid that send the least.
 
     Raises: LayoutError, PlanError: the model cannot have this layout; no message has been sent by then.
     """
@@ -109,10 +114,11 @@ def make_plan(
 
 
 def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
-    """Returns the share of parameters and FLOPs that each factor of the layout shards; see :func:`shares`.
+    """Returns the share of parameters and FLOPs that each factor of the layout shards.
 
-    If the plan does not know the model's operators, a forward on the job's example is recorded for them. Without an
-    example, or if the forward does not run on the meta device, shares of FLOPs may be None.
+    If the plan does not have the work of the model's operators yet and the layout has ``tp``, a forward on the job's
+    example is recorded for it. Without an example, or if the forward does not run on the meta device, shares of FLOPs
+    may be None.
     """
     if not plan.work and job.graph is not None and plan.layout.factor("tp") is not None:
         try:
@@ -159,7 +165,8 @@ def job_for(
 ) -> Job:
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
-    Only the shapes and dtypes of ``inputs`` are read. ``roles`` are the user's roles for single layers.
+    Only the shapes and dtypes of ``inputs`` are read. ``num_tokens`` is the number of tokens in one microbatch of one
+    model copy, and ``roles`` are the user's roles for single layers, by patterns of names.
 
     >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2 mb2"), torch.zeros(8, 3)).example.shape
     torch.Size([2, 3])
@@ -174,7 +181,7 @@ def job_for(
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:
-    """Returns the samples ``start`` to ``stop`` (dim 0) of every tensor of a batch, as views."""
+    """Returns a batch with only the samples ``start`` to ``stop`` - 1 (dim 0) of every tensor, as views."""
     if isinstance(tree, Tensor):  # ten times as fast as walking through a tree
         return tree[start:stop]
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
@@ -183,7 +190,8 @@ def rows(tree: Any, start: int, stop: int) -> Any:
 def num_rows(tree: Any) -> int:
     """Returns the number of samples (dim 0) of a batch.
 
-    Raises: LayoutError: the tensors of the batch have different numbers of samples.
+    Raises: LayoutError: the tensors of the batch have different numbers of samples, a tensor has no dims, or there are
+        no tensors.
     """
     shapes = [tuple(each.shape) for each in tree_leaves(tree) if isinstance(each, Tensor)]
     sizes = {shape[0] for shape in shapes if shape}
@@ -198,10 +206,10 @@ def num_rows(tree: Any) -> int:
 
 
 class StepTraffic:
-    """The traffic of one training step on a global batch, as the strategies state it, for any rank.
+    """Computes what any rank sends in one training step on the global batch ``inputs``, as the strategies state it.
 
-    ``show``, ``verify`` and the tests use it. Ranks whose microbatches have the same shapes make the same module calls,
-    so these are recorded once.
+    ``show``, ``verify`` and the tests use it. The calls of the model's modules are recorded on the meta device, once
+    for all microbatches of the same shapes.
     """
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
@@ -216,9 +224,9 @@ class StepTraffic:
         self._crossings: dict[tuple[object, ...], tuple[MicrobatchRehearsal, ...]] = {}
 
     def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
-        """Returns the traffic (collectives and sends) of one step on the rank at ``coord``, by strategy.
+        """Returns the collectives and sends of one step on the rank at ``coord``, by name of the strategy.
 
-        With ``checked``, ranks are compared in this step (``check_every`` of ``parallelize``). The result then also has
+        With ``checked``, ranks are compared in this step (``check_every`` of ``parallelize``), and the result also has
         the collectives of that comparison, under "core".
         """
         plan = self.plan
@@ -281,7 +289,10 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
 
 
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
-    """Returns the rank's part (samples and tokens) of each microbatch of a global batch, for the rank at ``coord``."""
+    """Returns which samples and tokens of each microbatch of a global batch the rank at ``coord`` has in hand.
+
+    The batch has ``num_global`` samples of ``num_tokens`` tokens; 0 if the layout does not cut sequences.
+    """
     found = tuple(plan.batch_shard(coord) for _ in range(plan.layout.num_microbatches))
     for number, shard in enumerate(found):
         shard.set_microbatch(num_global, number, len(found))
@@ -290,9 +301,10 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
-    """Returns the number of targets in one sample, by the targets' shape.
+    """Returns the number of targets in one sample: the product of the dims of the first tensor after dim 0.
 
-    ``num_tokens``, if not 0, is used for the size of dim 1, of which ranks hold only a part if sequences are cut.
+    Without a tensor it is 1. ``num_tokens``, if not 0, stands for the size of dim 1, of which a rank holds only a part
+    if sequences are cut.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
     (10, 10)
@@ -305,9 +317,10 @@ def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
 
 
 def on_device(tree: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
-    """Returns a batch with all its tensors on ``device``; copies to an accelerator do not block the host.
+    """Returns a batch with all its tensors on ``device``; copies from the host to an accelerator run asynchronously.
 
-    The copies run on the current stream, or on the stream of ``copies``.
+    The copies run on the current stream. With ``copies`` they run on its stream, and the tensors may be used only after
+    a call of the function that :meth:`CopyStream.arrival` returns.
     """
 
     def moved(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ silently. So each rank packs digests into one number, a few bits for each thing 
     | step, samples | updates, rates | batch              | global batch | parameters, copied along dp | ... along tp |
       all ranks       of one stage     that share samples   along dp       that differ on dp alone       on tp alone
 
+With pipeline stages, one more digest is of the updates by optimizers that all ranks have made with the same groups.
 A difference is found in the numbers of all ranks, so every rank finds the same, and all gather the texts to name it.
 Copies along tensor-parallel axes are computed and not received, and may differ by rounding: they are compared in full.
 """
@@ -63,7 +64,10 @@ class RankText(NamedTuple):
 
 
 def check_traffic(plan: Plan) -> tuple[Traffic, ...]:
-    """Returns the traffic of one comparison of the ranks: an all-gather of 8 bytes from each rank; none on one rank."""
+    """Returns the traffic of a comparison of ranks that finds no difference: an all-gather of 8 bytes from each rank.
+
+    On a single rank there is none.
+    """
     return (Traffic("all_gather", "world", 8 * plan.mesh.size, plan.mesh.size),) if plan.mesh.size > 1 else ()
 
 
@@ -71,26 +75,27 @@ def check_ranks(
     plan: Plan,
     axes: Mapping[str, Axis],
     parameters: Mapping[str, nn.Parameter],
+    values: Mapping[str, str],
     batch: Microbatch,
     number: int,
     earlier: str,
-    updates: Mapping[str, str],
+    updates: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> None:
     """Raises PlanError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
 
-    What differs in a layout of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as
-    0.999 for two axes; what goes on to differ is seen in a later one.
+    Copies along a tensor-parallel axis may differ by 1/1000 of the largest element, for rounding. What differs in a
+    mesh of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as 0.999 for two axes;
+    what goes on to differ is seen in a later one.
 
-    ``number`` is the number of the step, ``earlier`` a digest of the numbers of samples of all steps so far, and
-    ``updates`` describes the optimizers' updates so far as text.
+    ``values`` are the parameters' :func:`bit_sums`, ``number`` is the number of the step, and ``earlier`` a digest of
+    the numbers of samples of all steps so far. ``updates`` describes updates as text: those of this rank's optimizers,
+    and those of optimizers that all ranks have made with the same groups.
 
     Traffic: one all-gather of 8 bytes from each rank. Only if these differ more is sent, to name the difference: the
         digests of each tensor, and an all-reduce of each differing parameter that tensor parallelism copies.
     """
     everyone = axes["world"].for_strategy("core")
-    if everyone.size == 1 or everyone.device.type == "meta":
-        return
-    found = list(_lines(plan, parameters, batch, (number, earlier), updates))
+    found = list(_lines(plan, values, batch, (number, earlier), updates))
     num_bits = 63 // len(found)
     word = 0
     for each in found:
@@ -126,15 +131,18 @@ def _some_of(tensor: Tensor) -> Tensor:
 
 def _lines(
     plan: Plan,
-    parameters: Mapping[str, nn.Parameter],
+    values: Mapping[str, str],
     batch: Microbatch,
     step: tuple[int, str],
-    updates: Mapping[str, str],
+    updates: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> Iterator[RankText]:
     held = tuple(axis for axis in plan.mesh.axes if axis not in mesh_axes("stages"))
     steps = {"step": f"{step[0]}", "samples": f"{batch.num_global}", "samples of all steps": step[1]}
     yield RankText("the step", plan.mesh.axes, steps)
-    yield RankText("the updates", held, dict(updates))
+    of_stage, of_all = updates
+    yield RankText("the updates", held, dict(of_stage))
+    if held != plan.mesh.axes:
+        yield RankText("the updates", plan.mesh.axes, dict(of_all))
     alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
@@ -142,14 +150,13 @@ def _lines(
     cut = tuple(axis for axis in held if axis not in alike)
     order = {f"tensor {place}": tensor_digest(each) for place, each in enumerate(batch.of_global)}
     yield RankText(GLOBAL_BATCH, cut, order if cut else {})
-    sums = _bit_sums({name: p for name, p in parameters.items() if name not in plan.offloaded})
     for axis in held:
-        copied = {name: text for name, text in sums.items() if axis not in plan.state[name].parameter.axes}
+        copied = {name: text for name, text in values.items() if axis not in plan.state[name].parameter.axes}
         yield RankText(PARAMETERS, (axis,), copied)
 
 
-def _bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the sum of each tensor's bits, read as integers, as text by name."""
+def bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns, by name, a checksum of each tensor as text: the sum of its elements' bits, read as integers."""
     flat = [_real(parameter).reshape(-1) for parameter in parameters.values()]
     sums = [each.view(_BITS[each.element_size()]).sum(dtype=torch.int64) for each in flat]
     return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))

@@ -1,8 +1,9 @@
-"""Finds the shapes of the tensors that pipeline stages send each other, by a rehearsal on the meta device.
+"""Finds the shapes of the tensors that pipeline stages send each other, by running the model on the meta device.
 
-Every chunk runs with the rank's shard of each layer, over the fake backend, so each tensor has the shape in which
-tensor parallelism leaves it. For stages that were cut from a record of the forward, without tensor parallelism, the
-shapes are read from a record instead. ``StepTraffic`` computes the messages from them, and the ledger their memory.
+Every part of the model runs with the rank's shard of each layer, and with a backend that sends nothing, so each tensor
+has the shape that it has under tensor parallelism. Where the stages were cut from a recorded forward and there is no
+tensor parallelism, the shapes are read from a recorded forward instead. ``StepTraffic`` computes the sizes of messages
+from the shapes, and the memory ledger the memory that they take.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 class MicrobatchRehearsal(NamedTuple):
     """The tensors of one microbatch that pipeline chunks send each other, by name, as meta tensors.
 
-    ``sent`` counts the collectives of each chunk by source, kind, axis and bytes, if the model runs on tensor shards;
-    otherwise it is empty, and the collectives are computed from the module calls.
+    ``sent`` counts the collectives of each chunk by source, kind, axis and bytes, if the stages were cut from a
+    recorded forward and run on tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the
+    recorded calls of modules.
     """
 
     values: Mapping[str, Any]
@@ -54,7 +56,10 @@ class MicrobatchRehearsal(NamedTuple):
 
 
 def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
-    """Returns the bytes of each tensor that chunks send each other, and whether it needs a gradient, by microbatch."""
+    """Returns, for each microbatch, the bytes of the tensors that pipeline chunks send each other, by name.
+
+    A name may stand for several tensors. Each entry also says whether the tensor needs a gradient.
+    """
 
     def sizes(value: Any) -> tuple[BoundaryTensor, ...]:
         return tuple(BoundaryTensor(t.numel() * t.element_size(), t.requires_grad) for t in _tensors(value))

@@ -24,7 +24,7 @@ from shardwright.parallelize.gradients import add_up, clip_norm
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
-from shardwright.parallelize.rank_check import check_ranks, some_elements
+from shardwright.parallelize.rank_check import bit_sums, check_ranks, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import part_of_state, refuse_loads, whole_state
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One rank's part of a model, made by ``parallelize``: training steps, evaluation, prediction and the optimizer.
+    """One rank's part of a model under a layout, made by ``parallelize``: it trains, evaluates, predicts and saves.
 
     Attributes:
         model: the plain model's modules with this rank's part of each parameter, under the plain names.
-        loss: the loss on this rank's device.
-        plan: the layout of every tensor.
+        loss: the loss on this rank's device; it returns (sum, count).
+        plan: where every tensor lies, and what is done at each layer.
         world, axes, coord: the ranks, the axes of the mesh, and this rank's index on each.
         parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
             shards or master weights where a strategy keeps such.
@@ -106,8 +106,8 @@ class Run:
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
-        Raises: LayoutError: tensors with different numbers of samples; PlanError: a batch that is no such pair, or a
-            loader that has split the samples between ranks already; and as :meth:`part`.
+        Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch is no such pair, or the
+            loader has split the samples between ranks already; and as :meth:`part`.
         """
         if self.world.device.type in HOST:
             return map(self._from_global, pairs(batches))
@@ -125,13 +125,13 @@ class Run:
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
         """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
 
-        Use it where each rank loads only its own samples (:meth:`share`), else :meth:`shard`. Inputs are moved to the
-        rank's device and cast to the compute dtype. If the layout cuts sequences, only this rank's tokens of each
-        sample are kept.
+        Use it where each rank loads only its own samples (:meth:`share`), else :meth:`shard`. Inputs and targets are
+        moved to the rank's device, and inputs are cast to the compute dtype. If the layout cuts sequences, only this
+        rank's tokens of each sample are kept.
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
         Raises: LayoutError: the layout cuts sequences and the samples are not sequences; PlanError: the sequences are
-            too short.
+            too short, or a value is an array or an object with tensors instead of a tensor.
         """
         return self._from_samples(inputs, targets, num_global, None)
 
@@ -155,15 +155,19 @@ class Run:
         With a loss scale, ``stop_at_nan``, pipeline stages, or gradients of shards that are still to be summed,
         offloaded state is updated after the backward instead.
 
+        In fp16, a step whose gradients overflow is skipped: its gradients are None, so that an optimizer changes
+        nothing, and ``num_skipped`` counts it.
+
         An error that the model raises on every rank may be caught: parameters are unchanged, except for param groups
         that were already updated, and the next step starts afresh.
 
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
             loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step of
             ``check_every`` 8 bytes from each rank.
-        Raises: PlanError: ranks differ in something that must be equal, no parameter requires a gradient, a parameter
-            was frozen since the model was laid out, a microbatch without samples needs statistics of its own, or, with
-            ``stop_at_nan``, a gradient is not finite.
+        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, ranks differ in something that must be
+            equal, no parameter requires a gradient, a parameter was frozen or unfrozen since the model was laid out, a
+            microbatch without samples needs statistics of its own, or a gradient is not finite, with ``stop_at_nan`` or
+            at the least fp16 loss scale.
         """
         check_part("step", batch, update)
         self._guard.before_step()
@@ -208,11 +212,20 @@ class Run:
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
         earlier = self._guard.count_samples(batch.num_global)
         if self._check_every and self.num_steps % self._check_every == 0:
-            updates = self._guard.updates()
-            check_ranks(self.plan, self.axes, self.parameters, batch, self.num_steps, earlier, updates)
+            self._compare_ranks(batch, earlier)
         found = self._step.take(batch, update, self.num_steps)
         self.num_steps += 1
         return found
+
+    def _compare_ranks(self, batch: Microbatch, earlier: str) -> None:
+        """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` digests the samples' numbers."""
+        if self.world.device.type == "meta":
+            return
+        values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
+        self._guard.warn_if_unchanged(values, self.num_steps)
+        if self.world.size > 1:
+            updates = self._guard.updates.lines(), self._guard.updates_of_all.lines()
+            check_ranks(self.plan, self.axes, self.parameters, values, batch, self.num_steps, earlier, updates)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -248,7 +261,7 @@ class Run:
 
     @contextmanager
     def observed(self, events: Events) -> Iterator[None]:
-        """A context in which the executor also calls the listener ``events``, after those of the strategies."""
+        """A context in which steps also call the callbacks in ``events``, after those of the strategies."""
         before = self._executor.events
         self._executor.events = (*before, events)
         try:
@@ -257,22 +270,27 @@ class Run:
             self._executor.events = before
 
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
-        """Prepares a pipeline stage for steps on the meta device, in which no other stage runs.
+        """Prepares a pipeline stage for a step on ``batch`` on the meta device, in which no other stage runs.
 
         ``values`` holds, for each microbatch, the tensors that the stage would receive, by name, on the meta device.
+        Without pipeline stages nothing is done.
         """
         work = self._executor.work
         if isinstance(work, PipelineStage):
             work.expect(self.pieces(batch), values)
 
     def pieces(self, batch: Microbatch, num_microbatches: int | None = None) -> list[Microbatch]:
-        """Splits this rank's part of a batch into microbatches, by default the layout's number; some may be empty."""
+        """Returns this rank's part of a batch split into microbatches, by default as many as the layout has.
+
+        If there are fewer samples, some microbatches are empty.
+        """
         return pieces_of(batch, num_microbatches or self.plan.layout.num_microbatches)
 
     def timeline(self, batch: Microbatch) -> Timeline:
-        """Takes one step like :meth:`step` and returns the start and end of every action on each pipeline stage.
+        """Takes one step like :meth:`step`, without an optimizer, and returns the times of its forwards and backwards.
 
-        Times are in seconds; time 0 is after a barrier of all stages.
+        They are the start and end of every action (forward or backward of a microbatch) on each stage of this rank's
+        pipeline, in seconds after a barrier of the stages.
 
         Traffic: that of the step, the barrier, and one gather of the times.
 
@@ -321,7 +339,7 @@ class Run:
         return explain_text(explained(self, path))
 
     def kept(self) -> Iterator[Tensor]:
-        """Yields the unsharded flat parameters, which are in memory between steps beside parameters and buffers."""
+        """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
         return (tensor for each in self._applied for tensor in each.kept())
 
     # ---- the optimizer
@@ -334,13 +352,13 @@ class Run:
         ``parameters`` may be tensors or groups of :attr:`parameters`, as torch takes them; by default all parameters
         that require gradients. It may also be a function: ``parameters(name, shape)`` returns the options of a
         parameter by its name and its shape in the plain model, or None to leave the parameter out; a rank's own tensors
-        may be slices of other shapes. If the layout offloads state, all ranks must call this method, and the
-        optimizer's ``step`` goes param group by param group. With pipeline stages and groups all ranks must
-        call it too.
+        may be slices of other shapes. All ranks must call this method if the layout offloads state, or if there are
+        pipeline stages and ``parameters`` are groups. With offloaded state, the optimizer's ``step`` updates one param
+        group after the other.
 
         Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
-            not among ``self.parameters``; groups were chosen by the dims of slices; or, on every rank, offloaded state
-            does not fit.
+            not among ``self.parameters``; groups were chosen by the dims of slices; a function leaves out every
+            parameter; or, on every rank, offloaded state does not fit.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4))
@@ -366,7 +384,7 @@ class Run:
         if given is not None and not by_shape and self.world.device.type != "meta":
             everyone = self._everyone.for_strategy("core")
             check_groups(optimizer, self.parameters, self.plan, everyone, states_decay=named)
-        self._guard.accept(optimizer)
+        self._guard.accept(optimizer, of_all=given is None or by_shape)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         if self.plan.layout.compile is not None:
@@ -375,18 +393,19 @@ class Run:
         return optimizer
 
     def changed(self) -> None:
-        """Marks unsharded and low-precision copies of parameters as out of date; the next step renews them.
+        """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.
 
-        All ranks call it after writing to :attr:`parameters`. Optimizers from :meth:`optimizer` and loading call it
-        themselves.
+        All ranks call it after writing to :attr:`parameters`. Optimizers from :meth:`optimizer`, and functions that
+        load parameters, call it themselves.
         """
         for events in self._executor.events:
             events.after_optimizer()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before.
+        """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before.
 
-        Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one float64.
+        Each element counts once, however many ranks hold a copy. All ranks call it. A norm that is NaN scales nothing.
+        Traffic: one all-reduce of one float64.
         """
         everyone = self._everyone.for_strategy("clip")
         return clip_norm(self.parameters, self.plan, self.coord, everyone, max_norm)
@@ -427,7 +446,7 @@ class Run:
     ) -> dict[str, GlobalTensor]:
         """Returns copies of all parameters as global tensors, by name; all ranks call it and get every name.
 
-        By default the tensors are on all ranks and cut along dim 0.
+        The tensors have the placement and sbp given. By default they are on all ranks and cut along dim 0.
 
         Traffic: each element that a rank needs and does not hold.
         Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
@@ -437,12 +456,13 @@ class Run:
         return global_parameters.to_global_parameters(self, placement, sbp)
 
     def load_global_parameters(self, tensors: Mapping[str, GlobalTensor]) -> None:
-        """Sets parameters to the values of global tensors of any placement and sbp. All ranks call it.
+        """Writes the values of global tensors, of any placement and sbp, into the parameters of the same names.
 
-        It is the inverse of :meth:`global_parameters`.
+        All ranks call it. Other parameters keep their values. It is the inverse of :meth:`global_parameters`.
 
         Traffic: each element that a rank stores and whose value it does not hold.
-        Raises: PlanError: ranks are threads, or the run has no parameter of that name and shape.
+        Raises: PlanError: ranks are threads, a value is not a global tensor or is out of date, or the run has no
+            parameter of that name and shape.
         """
         from shardwright.parallelize import global_parameters
 

@@ -1,7 +1,8 @@
-"""Runs one rank's training steps, evaluations and predictions for ``Run``, and returns the global mean loss.
+"""Runs one rank's training steps, evaluations and predictions for ``Run``.
 
-Each goes through the executor, which runs the schedule's actions and fires the events that strategies and gradient sync
-listen to.
+Steps and evaluations return the mean loss over all ranks, predictions the model's output for all samples. Each goes
+through the executor, which runs the schedule's forwards and backwards and calls what strategies and gradient sync have
+registered for them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
 
 
 class TrainStep:
-    """Runs this rank's part of a batch through the executor: a training step, an evaluation or a prediction.
+    """Runs a training step, an evaluation or a prediction on this rank's part of a batch.
 
     ``loss_scale`` is the fp16 loss scale; None in other precisions.
     """
@@ -60,10 +61,15 @@ class TrainStep:
         self._everyone = axes["world"]
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
-        """Runs step ``number``, which leaves gradients; returns the global mean loss and the global number of targets.
+        """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
 
-        ``update`` is an optimizer that is stepped here only on offloaded param groups which are updated during the
-        backward.
+        Gradients of the mean loss end in ``parameters[name].grad``; in fp16 they are None if one overflowed. With
+        ``update``, an optimizer, offloaded param groups are updated during the backward where that is possible. The
+        optimizer's own step is left to the caller.
+
+        Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen since the model was laid out, a
+            microbatch without samples needs statistics of its own, or gradients are not finite, with ``stop_at_nan`` or
+            at the least fp16 loss scale.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
@@ -104,7 +110,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
-        """Returns the global mean loss on one batch, in eval mode; see :meth:`Run.evaluate`."""
+        """Returns the mean loss over all ranks on one batch, in eval mode and without gradients."""
         split = self.plan.schedule is not None or self.plan.layout.own_statistics
         last = LossOutput(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
@@ -114,7 +120,10 @@ class TrainStep:
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """Returns the model's output for all samples, in eval mode; see :meth:`Run.predict`."""
+        """Returns the model's output for all samples of ``inputs``, on every rank, in eval mode without gradients.
+
+        ``inputs`` are all samples, equal on every rank.
+        """
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
         local = on_device(inputs_in(self._shard.cut_tokens(inputs, num_tokens), self.plan), self._everyone.device)
@@ -156,7 +165,7 @@ class TrainStep:
 
 
 def inputs_in(inputs: Any, plan: Plan) -> Any:
-    """Returns a batch's inputs with floating-point tensors in the layout's compute dtype."""
+    """Returns a batch's inputs with floating-point tensors cast to the layout's compute dtype (bf16, fp16)."""
     return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, plan), inputs)
 
 
@@ -171,9 +180,9 @@ def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
 
 
 def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
-    """Returns the whole output for ``num_samples`` samples, on every rank, all-gathered from this rank's shard.
+    """Returns the model's whole output for ``num_samples`` samples on every rank, all-gathered from the ranks' shards.
 
-    Traffic: one all-gather over each axis that cuts the output.
+    ``output`` is this rank's shard. Traffic: one all-gather over each axis that cuts the output.
     """
     joined: list[str] = []
     for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbors

@@ -1,4 +1,4 @@
-"""Raises errors for uses of torch's optimizers and clipping that would train nothing, or train ranks differently.
+"""Raises errors for uses of torch's optimizers and clipping that would train nothing, or lose or distort gradients.
 
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
@@ -8,12 +8,12 @@ run, since ranks may be threads.
 
 from __future__ import annotations
 
-import itertools
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import wraps
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
 
 import torch
@@ -21,20 +21,25 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, explain
 from shardwright.parallelize.optimizer_groups import check_groups
+from shardwright.parallelize.update_log import UpdateLog
 from shardwright.plan.plan import Plan
+
+MOST_UNCHANGED = 20
+"""The number of steps without any update after which a run warns, if it is compared then."""
 
 _OF_THREAD = threading.local()
 
 
 class StepGuard:
-    """Checks each optimizer's step and each ``clip_grad_norm_`` of torch against the state of one run.
+    """Watches a run's steps and every optimizer step and gradient clipping of torch, and raises an error for misuse.
 
-    ``parameters`` are the tensors that the run's optimizer steps. ``others`` are tensors that a user may confuse with
-    them and that no step reads: the plain model's parameters, and the model's own if a strategy stores another form of
-    them. Where ranks ``are_compared``, learning rates are noted at every update. ``num_waiting`` counts the steps whose
-    gradients no optimizer has used yet, and ``num_updates`` the optimizers' steps.
+    ``parameters`` are the tensors that the run's optimizer updates. ``others`` are tensors that a user may confuse with
+    these and that no step of the run reads: the plain model's parameters, and the parameters of the run's model where
+    a strategy stores them in another form. If ranks ``are_compared``, the learning rates of every update are noted.
+    ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and ``num_updates`` the steps of
+    optimizers that update the run's parameters.
     """
 
     def __init__(
@@ -42,11 +47,11 @@ class StepGuard:
     ) -> None:
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = 0
-        self._past_rates = self._past_samples = 0  # digests: what differed between two comparisons of the ranks counts
+        self._past_samples = 0  # a digest: what differed between two comparisons of the ranks counts
+        self.updates, self.updates_of_all = UpdateLog(), UpdateLog()
+        self._values: tuple[int, int, dict[str, str]] | None = None  # since which step, after how many updates
         self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
-        self._numbers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # in order of first steps
-        self._count = itertools.count()
-        self._recent_rates: dict[int, str] = {}  # of each optimizer that has made a step since ranks were compared
+        self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
         # gradients of a backward before the run, as of a first try of the model
@@ -60,21 +65,30 @@ class StepGuard:
             _OF_THREAD.guards = WeakSet()
         _OF_THREAD.guards.add(self)
 
-    def accept(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes an optimizer whose parameter groups have been checked: they are not checked again."""
+    def accept(self, optimizer: torch.optim.Optimizer, *, of_all: bool = False) -> None:
+        """Marks an optimizer's parameter groups as checked, so that :meth:`before_update` does not check them again.
+
+        ``of_all`` says that every rank has made this optimizer with the same groups, pipeline stages included.
+        """
         self._accepted.add(optimizer)
+        if of_all:
+            self._of_all.add(optimizer)
 
     def before_step(self) -> None:
-        """Called before each step: resets ``num_waiting`` if the gradients were cleared since the last step."""
+        """Sets ``num_waiting`` to 0 if all gradients were cleared since the last step; called before each step."""
         if all(parameter.grad is None for parameter in self.parameters.values()):
             self.num_waiting = 0
 
     def after_step(self) -> None:
-        """Called after each step: counts it as one whose gradients wait for an optimizer."""
+        """Adds 1 to ``num_waiting`` if the step has left gradients for an optimizer; called after each step."""
         self.num_waiting += any(parameter.grad is not None for parameter in self.parameters.values())
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises PlanError if the optimizer's step would change nothing, or if gradients of earlier steps are lost."""
+        """Raises PlanError if a step of ``optimizer``, which is about to run, would be wrong for this run.
+
+        That is so if it would update only tensors that no step of the run reads, if its parameter groups were chosen by
+        the dims of flat shards, or if it would use the gradients of the last of several steps only.
+        """
         kind, tensors = type(optimizer).__name__, _tensors_of(optimizer)
         line = f"optimizer = run.optimizer(torch.optim.{kind}, lr=...)"
         if self.num_waiting and self._holds_others(tensors):
@@ -97,29 +111,53 @@ class StepGuard:
             )
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after an optimizer's step: counts the update, if the optimizer steps the run's parameters."""
+        """Counts a step of ``optimizer`` as an update, if it updates the run's parameters; called after the step.
+
+        ``num_waiting`` becomes 0. If ranks are compared, the update and its learning rates are noted.
+        """
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
             self.num_updates += 1
             if self.are_compared:
-                if optimizer not in self._numbers:
-                    self._numbers[optimizer] = next(self._count)
-                self._recent_rates[self._numbers[optimizer]] = rates = _rates_of(optimizer)
-                self._past_rates = crc32(rates.encode(), self._past_rates)
+                self.updates.add(optimizer)
+        if self.are_compared and optimizer in self._of_all:  # also where this stage trains nothing
+            self.updates_of_all.add(optimizer)
 
     def count_samples(self, num_samples: int | None) -> str:
-        """Counts a step of so many samples of the global batch; returns a digest of all numbers until then, as text."""
+        """Notes the number of samples of a step; returns a digest of the numbers of all steps so far, as text."""
         self._past_samples = crc32(f"{num_samples} ".encode(), self._past_samples)
         return f"numbers of digest {self._past_samples:08x}"
 
-    def updates(self) -> dict[str, str]:
-        """Returns the number of updates and the learning rates since the last call as text; ranks must agree on it."""
-        rates, self._recent_rates = " ".join(sorted(self._recent_rates.values())), {}
-        past = f"rates of digest {self._past_rates:08x}"
-        return {"number of updates": str(self.num_updates), "learning rates": rates, "rates of all updates": past}
+    def warn_if_unchanged(self, values: Mapping[str, str], num_steps: int) -> None:
+        """Warns if no parameter of the run has changed in ``MOST_UNCHANGED`` steps or more, nor any optimizer stepped.
+
+        A user's own update code that writes to the plain model's tensors instead of the run's has this effect.
+        ``values`` are digests of the run's parameters, by name, before the step of number ``num_steps``. Without any,
+        nothing is checked.
+        """
+        if not values:
+            return
+        since, num_updates, before = self._values or (num_steps, 0, {})
+        if before != values or num_updates != self.num_updates:
+            self._values = num_steps, self.num_updates, dict(values)
+        elif num_steps - since >= MOST_UNCHANGED:
+            self._values = None
+            warnings.warn(
+                explain(
+                    f"no parameter has changed in {num_steps - since} steps",
+                    given=f"gradients that no optimizer has used, under {self.plan.layout}",
+                    allowed="updates of the tensors of run.parameters, which hold what this rank stores",
+                    fix="update run.parameters.values() in place of model.parameters(), or use run.optimizer",
+                ),
+                stacklevel=2,
+            )
 
     def before_clipping(self, tensors: Iterable[Tensor]) -> None:
-        """Raises PlanError if torch's clipping is given only this rank's shard of the gradients, or none of them."""
+        """Raises PlanError if torch is about to clip ``tensors`` by another norm than that of the whole model.
+
+        That is so if gradients are sharded, so that each rank would take the norm of its own shards, and for tensors
+        that no step of the run reads.
+        """
         tensors = list(tensors)
         partly = bool(self._cut) and any(id(tensor) in self._own for tensor in tensors)
         if partly or (self.num_waiting and self._holds_others(tensors)):
@@ -148,12 +186,6 @@ class StepGuard:
             other = self._others.get(id(tensor))
             found = found or (other is not None and other() is tensor)
         return found
-
-
-def _rates_of(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the learning rates as text; one that is a tensor is not read, which would wait for its device."""
-    rates = (group.get("lr", 0) for group in optimizer.param_groups)
-    return str(["a tensor" if isinstance(rate, Tensor) else float(rate) for rate in rates])
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Makes ``load_state_dict`` of a run's model raise PlanError where the next update would undo it.
+    """Makes ``load_state_dict`` of a run's model raise PlanError where the next update would undo the load.
 
-    That is so where ``parameters``, which the optimizer updates, are others than the model's: master weights, or the
-    shards of ZeRO.
+    That is so for a parameter of which the optimizer updates another copy (in ``parameters``): a master weight or a
+    ZeRO shard. State dicts without such parameters can still be loaded.
     """
     others = {
         name
@@ -60,7 +60,7 @@ def _refuse_load(
 def part_of_state(run: Run) -> dict[str, Tensor]:
     """Returns a ``state_dict`` of the parameter shards that this rank stores, and its persistent buffers.
 
-    A tied parameter is under each of its names.
+    The tensors share memory with the run's. A tied parameter is under each of its names.
     """
     found: dict[str, Tensor] = {}
     for path, _, own, name in owners(run.model):
@@ -76,7 +76,10 @@ def part_of_state(run: Run) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole_state(run: Run) -> dict[str, Tensor]:
-    """Returns a ``state_dict`` of whole parameters and persistent buffers, on every rank, in host memory."""
+    """Returns a ``state_dict`` of whole parameters and persistent buffers, on every rank, in host memory.
+
+    All ranks call it. Traffic: one all-gather of each tensor.
+    """
     everyone = run.axes["world"].for_strategy("state")
     held = part_of_state(run)
     parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model)}

@@ -34,7 +34,7 @@ RowMoves = tuple[tuple[Literal["gather", "cut"], str], ...]
 
 
 def rows_after(moves: RowMoves, what: Literal["gather", "cut"], axes: Sequence[str]) -> RowMoves:
-    """Returns ``moves`` with a gather or cut of rows over each of ``axes`` appended.
+    """Returns ``moves``, the gathers and cuts of an activation's rows so far, with one over each of ``axes`` appended.
 
     Rows are samples, or tokens if sequences are cut; ``what`` is "gather" or "cut". A move that undoes the last one
     removes it instead.
@@ -75,7 +75,7 @@ def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ...]:
-    """Splits a rank's samples into microbatches that are as even as possible; some may be empty."""
+    """Returns the indices of a rank's samples in each microbatch: as even as possible, and some may be empty."""
     cuts = balanced(len(samples), num_microbatches)
     return tuple(samples[a:b] for a, b in pairwise(cuts))
 
@@ -93,7 +93,7 @@ def is_sequence(tensor: Tensor) -> bool:
 
 
 def num_tokens_of(inputs: Any, targets: Any = None) -> int:
-    """Returns the number of tokens in each sample: the size of dim 1, which must be the same in every tensor.
+    """Returns the number of tokens in each sample: the size of dim 1, which must be the same in inputs and targets.
 
     Raises: LayoutError: an input has no dim of tokens, or tensors differ in its size.
 
@@ -153,30 +153,33 @@ class BatchShard:
     def set_microbatch(self, num_global: int, number: int = 0, num_microbatches: int = 1) -> None:
         """Makes microbatch ``number`` of a global batch of ``num_global`` samples the current one.
 
-        All other methods then answer for it.
+        All other methods then return the samples and tokens of this microbatch.
         """
         current = (num_global, number, num_microbatches)
         if (self._num_global, self._number, self._count) != current:
             (self._num_global, self._number, self._count), self._found_samples = current, {}
 
     def set_uncut(self, num_samples: int) -> None:
-        """Makes a batch of which every rank holds all samples, as in ``Run.predict``, the current one."""
+        """Makes a batch current of which every rank holds all ``num_samples`` samples, as in ``Run.predict``."""
         self._num_global, self._count, self._found_samples = None, num_samples, {}
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """Sets the number of tokens in each sample of the current batch, counted over all ranks."""
+        """Sets the number of tokens in each whole sample of the current batch, of which a rank may hold only a part."""
         if num_tokens != self.num_tokens:
             self.num_tokens, self._found_tokens = num_tokens, {}
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that makes this microbatch the current one again, such as for a recomputation."""
+        """Returns a function that makes the present microbatch and number of tokens the current ones again.
+
+        A recomputation calls it before it runs a block's forward again.
+        """
         state = dict(vars(self))
         return lambda: vars(self).update(state)
 
     # ---- cutting an input, joining an output
 
     def local_samples(self, num_global: int) -> range:
-        """Returns the indices of this rank's samples in a global batch of ``num_global``, as a range."""
+        """Returns the indices of this rank's samples in a global batch of ``num_global``, over all microbatches."""
         return local_range(self.mesh, self.axes, self.coord, num_global)
 
     def check_num_tokens(self, num_tokens: int) -> None:
@@ -206,7 +209,7 @@ class BatchShard:
 
         ``axes`` gives each mesh axis by name. :meth:`join` is the inverse.
 
-        Traffic: backward, one all-gather over each axis that cuts rows.
+        Traffic: forward, none; backward, one all-gather over each axis that cuts rows.
         """
         for number, name in enumerate(self._row_axes):
             moves: RowMoves = tuple(("gather", axis) for axis in reversed(self._row_axes[number + 1 :]))
@@ -214,9 +217,9 @@ class BatchShard:
         return x
 
     def join(self, x: Tensor, axes: Mapping[str, Axis], moves: RowMoves = ()) -> Tensor:
-        """All-gathers the rows (samples or tokens) of a tensor in the batch's order. It is differentiable.
+        """Returns a tensor with the rows (samples or tokens) of all ranks, in the batch's order. It is differentiable.
 
-        ``axes`` gives each mesh axis by name. ``moves`` are the gathers and cuts that led to ``x``.
+        ``axes`` gives each mesh axis by name. ``moves`` are the gathers and cuts of rows that led to ``x``.
 
         Traffic: one all-gather over each axis that cuts rows and over which ``moves`` has not gathered yet.
         """
@@ -232,23 +235,26 @@ class BatchShard:
     # ---- which rows a rank has
 
     def samples(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the indices in the global batch of the samples that a rank holds after ``moves``.
+        """Returns the indices in the global batch of the samples that a rank holds of the current microbatch.
 
-        The rank is the one at coord ``at``, by default this one.
+        ``moves`` are the gathers and cuts of rows since the model's input. The rank is the one at coord ``at``, by
+        default this one.
         """
         return self._held(() if self.token_axes else moves, self.coord if at is None else at, tokens=False)
 
     def tokens(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the positions in the sequence of the tokens that a rank holds after ``moves``.
+        """Returns the positions in the sequence of the tokens that a rank holds of each sample.
 
-        The rank is the one at coord ``at``, by default this one.
+        ``moves`` are the gathers and cuts of rows since the model's input. The rank is the one at coord ``at``, by
+        default this one.
         """
         return self._held(moves, self.coord if at is None else at, tokens=True)
 
     def span(self, moves: RowMoves) -> range:
-        """Returns the positions of this rank's tokens after ``moves`` as a range, for attention.
+        """Returns the positions of this rank's tokens in the sequence as a range, for attention.
 
-        Attention needs consecutive tokens in their order.
+        ``moves`` are the gathers and cuts of rows since the model's input. Attention needs consecutive tokens in their
+        order, and an assertion fails for others.
         """
         places = self.tokens(moves)
         span = range(places[0], places[-1] + 1) if places else range(0)
@@ -256,9 +262,10 @@ class BatchShard:
         return span
 
     def sizes(self, moves: RowMoves, axis: str) -> tuple[int, ...]:
-        """Returns how many rows each rank along ``axis`` holds after ``moves``.
+        """Returns how many rows (samples, or tokens if sequences are cut) each rank along ``axis`` holds.
 
-        Rows are samples, or tokens if sequences are cut. The ranks differ from this one only along ``axis``.
+        ``moves`` are the gathers and cuts of rows since the model's input. The ranks differ from this one only along
+        ``axis``.
         """
         members = ({**self.coord, axis: i} for i in range(self.mesh[axis]))
         return tuple(len(self._held(moves, at, tokens=self.dim == 1)) for at in members)
@@ -274,8 +281,8 @@ class BatchShard:
     def slices(self, moves: RowMoves, dims: Sequence[int], shape: Sequence[int]) -> tuple[DimSlice, ...]:
         """Returns which tokens this rank holds in a tensor of ``shape``; dropout keys its random numbers by them.
 
-        ``dims`` are the dims of tokens. The first has this rank's tokens after ``moves``; the others, as in attention
-        weights, start at the sequence's first token.
+        ``dims`` are the dims of tokens. The first has this rank's tokens, after the gathers and cuts of rows in
+        ``moves``; the others, as in attention weights, start at the sequence's first token.
 
         Raises: PlanError: the tensor has another number of tokens in the first of ``dims``.
         """

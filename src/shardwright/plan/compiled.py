@@ -1,4 +1,4 @@
-"""Finds the modules that a layout's ``compile`` compiles, and refuses layouts that cannot be compiled."""
+"""Finds the modules that a layout's ``compile`` option compiles, and refuses layouts that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PLAIN_OPTIONS = frozenset(("sp", "seq", "regather", "no-overlap"))
 
 
 def compiled_blocks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Returns the modules that are compiled: the model's blocks, or the whole of a model without blocks.
+    """Returns the names of the modules that are compiled: the model's blocks, or the whole of a model without blocks.
+
+    There are none if the layout does not ask for ``compile``. Under pipeline stages, a block whose inner modules the
+    stages call is replaced by these.
 
     Raises: LayoutError: something else in the layout cannot be compiled.
 

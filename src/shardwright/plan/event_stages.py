@@ -31,7 +31,7 @@ class EventStages:
     opened: tuple[str, ...] = ()
 
     def called(self) -> frozenset[str]:
-        """Returns the names of all modules whose calls are recorded events, which the stages call."""
+        """Returns the names of the modules that stages call as a whole, one event of the recorded forward each."""
         return self.units
 
     @property
@@ -40,14 +40,14 @@ class EventStages:
         return self.chunked.num_chunks
 
     def costliest(self, chunks: Collection[int]) -> str:
-        """Returns text that names the most expensive call in ``chunks`` and its share of all work."""
+        """Returns a phrase that names the most expensive module call in ``chunks``, and its share of all work."""
         record, total = self.chunked.record, sum(cost.work for cost in self.costs) or 1.0
         mine = [event for event, chunk in zip(record.events, self.chunked.chunk_of, strict=False) if chunk in chunks]
         most = max(mine, key=lambda event: event.cost.work)
         return f"{most} is {most.cost.work / total:.0%} of the work"
 
     def heaviest(self, chunks: Collection[int]) -> str:
-        """Returns text that names the module called in ``chunks`` with the most parameters, and its share of all."""
+        """Returns a phrase that names the module called in ``chunks`` with the most parameters, and its share."""
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         called = {module for chunk in chunks for module in self.chunked.calls_of(chunk)}
         held = {module: sum(sizes.get(name, 0) for name in self.chunked.names.get(module, ())) for module in called}
@@ -55,10 +55,10 @@ class EventStages:
         return f"'{most}' holds {held[most] / (sum(sizes.values()) or 1):.0%} of the parameters"
 
     def with_inputs(self, inputs: Any, draw: Draw | None = None) -> EventsChunked:
-        """Records the forward again with other inputs and returns it, cut into chunks at the same module calls.
+        """Records the forward again with other inputs, and returns it cut into chunks at the same module calls.
 
-        A chunk whose first call is skipped begins at the next call. ``draw`` gives the random numbers by which the code
-        skips calls, as in :func:`record_events`.
+        If this forward skips the first call of a chunk, the chunk begins at its next call. ``draw`` gives the random
+        numbers by which the code skips calls, as in :func:`record_events`.
         """
         record = record_events(self.model, inputs, self.units, draw)
         return EventsChunked(record, self.chunked.starts, self.chunked.names, self.chunked)

@@ -5,8 +5,9 @@
     {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row", "head": "copied"}
 
 Patterns are those of a shell; a star matches dots too, and the last pattern that matches a name counts. "copied" keeps
-a module and its children unsharded. "column" and "row" make a column- and row-parallel pair of layers of one module
-whose code cannot be traced: the user promises that everything between them is elementwise, and ``verify`` proves it.
+a module and its children unsharded. "column" and "row" make layers of one module a column- and row-parallel pair, also
+if the module's code cannot be traced. Then the user promises that everything between them is elementwise; ``verify``
+compares the losses and gradients with those of one device.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Overrides:
     def of(model: nn.Module, roles: Mapping[str, str]) -> Overrides:
         """Returns the overrides for a model from ``roles``, the user's table of name patterns and roles.
 
-        Raises: LayoutError: a role is unknown, a pattern matches no module, or column and row layers make no pair.
+        Raises: LayoutError: a role is unknown or cannot be that of the module, a pattern matches no module, or column
+            and row layers make no pair.
         """
         by_module = _matched(model, roles)
         copied = {}
@@ -81,7 +83,8 @@ class Overrides:
         """Yields the pairs of column- and row-parallel layers in a model; no layer is in two of them.
 
         The user's pairs come first, then those of known modules such as torch's transformer layers, then those found by
-        tracing.
+        tracing. Of the last two, a pair is left out if other code calls its layers, if a layer is registered twice, or
+        if the user gave one of its layers a role.
         """
         traced = find_chains(model)
         allowed_callers = {layer: home for chain in traced for layer, home in chain_callers(model, chain).items()}
@@ -102,11 +105,14 @@ class Overrides:
         return any(path in self.by_module or path in self.copied for path in paths)
 
     def whole_parameters(self, model: nn.Module) -> set[str]:
-        """Returns the names of the parameters that stay unsharded: those of modules with the role "copied"."""
+        """Returns the names of the parameters that stay unsharded because the user gave their module the role "copied".
+
+        The children of such a module are included.
+        """
         return {name for path, _, _, name in owners(model) if path in self.copied}
 
     def explained(self, plan: Plan, strategy: str) -> Plan:
-        """Returns the plan in which the reasons for roles, as ``show`` prints them, mention the user's overrides.
+        """Returns the plan with the user's overrides added to the reasons for layers' roles, which ``show`` prints.
 
         ``strategy`` is the name of the strategy that made the plan.
 
@@ -133,7 +139,10 @@ class Overrides:
 
 
 def overrides_of(job: Job) -> Overrides:
-    """Returns the roles that the user gave to layers of the job's model, matched to its modules."""
+    """Returns the roles that the user gave to layers of the job's model, matched to its modules.
+
+    Raises: LayoutError: as :meth:`Overrides.of`.
+    """
     return Overrides.of(job.model, job.roles)
 
 

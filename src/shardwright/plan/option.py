@@ -13,10 +13,10 @@ class StrategyOption:
         text: what the option does; it names a value if the option takes one.
         examples: spellings that tests try, with values and other options; by default the name alone. ``()`` if tests
             must supply the value, such as a path.
-        pins: further values that tests try; these need the sizes of a grid written out.
+        pins: further values of the option that tests try, on grids whose sizes are written out.
         sizes: further axis sizes, such as "2x2", after which tests write the option.
-        searched: spellings that a search of layouts tries; by default that of the first example. ``()`` for what only
-            shows or tests something, what chooses by itself among other options, and what prices know nothing of.
+        searched: spellings that a search of layouts tries; by default that of the first example. ``()`` for an option
+            that does not change the prediction, or that chooses among other options itself.
         of_one_model: whether each example names parts of one test model and so fits no other model.
     """
 
@@ -32,7 +32,7 @@ class StrategyOption:
         return (name,) if self.examples is None else self.examples
 
     def tried(self, name: str) -> tuple[str, ...]:
-        """Returns the spellings of the option called ``name`` that a search of layouts tries.
+        """Returns the spellings of the option called ``name`` that a search of layouts tries, () if none.
 
         >>> StrategyOption("at once", ("least:0", "least:8")).tried("least")
         ('least:0',)

@@ -10,11 +10,12 @@ from torch import nn
 
 
 class ParamGroup(NamedTuple):
-    """A block of the model with the names of its parameters, which are unsharded, reduced and updated together.
+    """One or more neighbouring blocks of a model, whose parameters are unsharded, reduced and updated together.
 
-    ``num_gathers`` is how often ZeRO-3 unshards the group in a forward. ``is_held`` says that it stays unsharded until
-    the forward or backward ends, because it is used again after other groups. ``is_selected`` says that the samples
-    decide which of its parameters a forward uses, as for the experts of a mixture.
+    ``parameters`` has their names. ``num_gathers`` is how often ZeRO-3 unshards the group in a forward. ``is_held``
+    says that it stays unsharded until the forward or backward ends, because it is used again after other groups.
+    ``is_selected`` says that the samples decide which of its parameters a forward uses, as for the experts of a
+    mixture.
     """
 
     name: str
@@ -29,10 +30,11 @@ LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[ParamGroup, ...]:
-    """Returns the model's parameters as groups of whole blocks, each of at least ``least_bytes``, in forward order.
+    """Returns the model's parameters as groups of whole blocks, each of at least ``least_bytes``, in module order.
 
-    A block is an entry of an ``nn.Sequential`` or ``nn.ModuleList``, at any depth. Small blocks are joined with their
-    neighbors, so that messages have a useful size. A tied parameter belongs to the first block that uses it.
+    A block is an entry of an ``nn.Sequential`` or ``nn.ModuleList``, at any depth; modules outside of such lists count
+    as blocks too. Small blocks are joined with their neighbors, so that messages have a useful size. A model with fewer
+    bytes in all is one group. A tied parameter belongs to the first block that uses it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     home: dict[str, int] = {}  # the number of each parameter's group
@@ -84,8 +86,8 @@ def _holds_blocks(module: nn.Module) -> bool:
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
     """Returns the param groups with those that have parameters inside one of ``modules`` joined into one group.
 
-    The joined group is marked ``is_selected``. A module that would take more than half of the parameters is left alone,
-    because one group would hold most of the model.
+    The joined group is marked ``is_selected``. A module is left alone if its groups have more than half of all
+    parameter tensors, because one group would hold most of the model.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
     >>> [group.parameters for group in merge_groups(groups, ["m"])]
@@ -121,8 +123,8 @@ def count_gathers(
     ``forwards`` lists, for each part of the model, its uses of parameters in order; ``num_bytes`` gives the bytes of
     each parameter. A group stays unsharded until the forward ends if one of its parameters is in ``shared``, the
     parameters used by several modules. A group that is used again after other groups also stays unsharded if a module
-    holds it meanwhile, if all such groups together are small, or if ``holds`` is set; otherwise it is all-gathered
-    again for each use.
+    holds it meanwhile, if all such groups together have at most twice the bytes of the largest group, or if ``holds``
+    is set; otherwise it is all-gathered again for each use.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
     >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]

@@ -85,7 +85,7 @@ class Use(NamedTuple):
 
 
 class LayerRole(NamedTuple):
-    """The role that a strategy gives one module (such as column-parallel), and why, as ``show`` prints it."""
+    """The role, such as column-parallel, that a strategy gives a module, and the reason, which ``show`` prints."""
 
     name: str
     strategy: str
@@ -97,9 +97,10 @@ NUM_TOKENS = 4096
 
 
 def compute_dtype(dtype: torch.dtype, layout: Layout) -> torch.dtype:
-    """Returns the dtype in which tensors of ``dtype`` take part in computation; integers keep their dtype.
+    """Returns the dtype in which tensors of ``dtype`` take part in computation.
 
-    It is bfloat16 or float16 if the layout asks for ``bf16`` or ``fp16``.
+    For floating-point tensors it is bfloat16 or float16 if the layout asks for ``bf16`` or ``fp16``; otherwise it is
+    ``dtype``.
     """
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(layout.precision, dtype) if dtype.is_floating_point else dtype
@@ -120,21 +121,22 @@ class ForwardFrame(Protocol):
         ...
 
     def calls(self, used: Collection[str], read: Collection[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns a context for the module calls of one chunk, which yields, by name, the weights replaced inside it.
+        """Returns a context for the module calls of one chunk; it yields replacements of weights, by name.
 
-        ``used`` names the weights that the chunk uses, and ``read`` those that code between modules reads.
+        Inside the context these are used in place of the model's own weights. ``used`` names the weights that the chunk
+        uses, and ``read`` those that code between modules reads.
         """
         ...
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Tells the frame that earlier chunks made ``times`` of the ``total`` calls of a module in this forward.
+        """Tells the frame that earlier chunks have made ``times`` of the ``total`` calls of a module in this forward.
 
         ``path`` is the module's name.
         """
         ...
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the present state of the frame in this forward, for a recomputation."""
+        """Returns a function that restores the frame's present state in this forward; a recomputation calls it."""
         ...
 
 
@@ -156,8 +158,9 @@ class Job(NamedTuple):
         offload_folder: the folder for the files of offloaded state.
         recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
 
-    Set on each rank before ``apply``: ``batch_shard`` (this rank's samples and tokens), ``deferred`` (weight gradients
-    to compute later), ``rng`` (the RNG tracker), ``frame`` (the frame of the strategy applied before).
+    The other fields are set on each rank before ``apply``: ``batch_shard`` (this rank's samples and tokens),
+    ``deferred`` (weight gradients to compute later), ``rng`` (the RNG tracker), and ``frame`` (the frame of the
+    strategy applied before).
     """
 
     model: nn.Module
@@ -178,9 +181,10 @@ class Job(NamedTuple):
 
 
 class OperatorWork(NamedTuple):
-    """One product, convolution or attention of the forward: its module, its operations, and the axes that divide them.
+    """The FLOPs of one matrix product, convolution or attention of the forward, and the axes that divide them.
 
-    An axis divides the operations if it cuts the operator's weights, or a dim of activations that such weights produce.
+    ``module`` is the module that calls the operator. An axis divides the operations if it cuts the operator's weights,
+    or a dim of activations that such weights produce.
     """
 
     module: str
@@ -294,7 +298,7 @@ class Plan:
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Returns the plan with a parameter sharded along ``dim``: index i of ``axis`` holds ``ranges[i]`` of it.
 
-        The cut holds for computation and for storage between steps.
+        The cut holds for computation, and for the stored parameter, gradient and optimizer state.
         """
         cut = self.compute[name].cut(axis, dim, ranges)
         state = {**self.state, name: StateLayout(cut, cut, cut)}
@@ -308,7 +312,8 @@ class Plan:
     def cut_inputs(self, axis: str, dim: int) -> Plan:
         """Returns the plan with the batch and all activations sharded along ``dim`` over ``axis``.
 
-        Gradients of parameters, and the loss, are then partial sums over ``axis``.
+        ``dim`` is 0 for samples, 1 for tokens, 2 for picture rows. Gradients of parameters, and the loss, are then
+        partial sums over ``axis``.
         """
         uses = tuple(u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses)
         return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
@@ -322,7 +327,10 @@ class Plan:
         return replace(self, uses=uses)
 
     def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
-        """Returns the plan with the role ``name`` noted for a module, and the reason ``why``, which ``show`` prints."""
+        """Returns the plan with a note of how ``strategy`` parallelizes a module, such as "column" or "copied".
+
+        ``name`` is that word, the module's role, and ``why`` is the reason, which ``show`` prints.
+        """
         return replace(self, roles={**self.roles, module: LayerRole(name, strategy, why)})
 
     def cut_activation(self, module: str, activation: ActivationCut) -> Plan:
@@ -334,13 +342,14 @@ class Plan:
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def batch_shard(self, coord: Coord) -> BatchShard:
-        """Returns which part of each global batch the rank at ``coord`` has: its samples, and its tokens of each."""
+        """Returns the :class:`BatchShard` of the rank at ``coord``: its samples and tokens of each global batch."""
         return BatchShard(self.mesh, self.row_axes, coord, token_axes=self.token_axes)
 
     def move_rows(self, module: str, rows: RowMoves) -> Plan:
         """Returns the plan with the gathers and cuts of rows (samples or tokens) before a module noted, for dropout.
 
-        ``rows`` are the gathers and cuts since the model's input. Dropout keys its random numbers by sample and token.
+        ``rows`` are the gathers and cuts since the model's input; if there are none, the plan itself is returned.
+        Dropout keys its random numbers by sample and token.
         """
         return replace(self, row_moves={**self.row_moves, module: rows}) if rows else self
 
@@ -363,7 +372,10 @@ class Plan:
         return replace(plan, notes={**plan.notes, module: note}, noted_by={**plan.noted_by, module: by})
 
     def without_note(self, module: str) -> Plan:
-        """Returns the plan without the note that :meth:`note` stored under ``module``, which names no real module."""
+        """Returns the plan without the note and the rungs that :meth:`note` stored under ``module``.
+
+        It is for a stand-in name under which a strategy planned a part of a module, and which names no real module.
+        """
         notes, noted_by, wrapped = dict(self.notes), dict(self.noted_by), dict(self.wrapped)
         for kept in (notes, noted_by, wrapped):
             kept.pop(module, None)
@@ -393,16 +405,17 @@ class Plan:
         return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
     def allow_callers(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
-        """Returns the plan with the callers noted that may call modules with sharded inputs or outputs.
+        """Returns the plan with the callers noted that may call modules with sharded inputs or outputs, by module.
 
-        The code of these callers was analyzed. A call by other code raises an error.
+        The code of these callers was analyzed. A call by other code raises an error when the model runs.
         """
         return replace(self, allowed_callers={**self.allowed_callers, **allowed_callers})
 
     def parameter_bytes(self, name: str, coord: Coord) -> int:
-        """Returns the bytes of a parameter on the rank at ``coord`` between steps.
+        """Returns the bytes of a parameter in device memory on the rank at ``coord`` between steps.
 
-        These are its stored shard and, if the rank keeps one, its unsharded copy in the compute dtype.
+        These are its stored shard, unless that is offloaded, and, if the rank keeps one, its unsharded copy in the
+        compute dtype.
         """
         stored = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
         whole = self.compute[name].num_elements(coord) * self.compute_dtypes[name].itemsize
@@ -423,7 +436,10 @@ class Plan:
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 1)
 
     def slices(self, coord: Coord) -> dict[str, tuple[DimSlice, ...]]:
-        """Returns, for each module with a sharded input, the slices of its dims that the rank at ``coord`` holds."""
+        """Returns, for each module with a sharded input, the slices of its dims that the rank at ``coord`` holds.
+
+        Dropout keys its random numbers by them.
+        """
         found: dict[str, tuple[DimSlice, ...]] = {}
         for module, activations in self.activations.items():
             by_dim: dict[int, DimSlice] = {}

@@ -30,9 +30,9 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
 
     The option is either a list of name patterns, or a word such as ``full``. A word selects the entries of
     ``nn.Sequential`` and ``nn.ModuleList``; single layers among them are selected only if there are no larger blocks,
-    since recomputing one layer frees no memory.
+    since recomputing one layer frees no memory. Without the option nothing is selected.
 
-    Raises: LayoutError: the option selects nothing.
+    Raises: LayoutError: a pattern matches no module, or the model has no blocks for a word to select.
 
     >>> model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])
     >>> recomputed_blocks(model, Layout.parse("recompute:full"))
@@ -58,7 +58,9 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Returns the blocks of a model: the entries of lists and sequences of modules that hold modules themselves.
+    """Returns the names of a model's blocks: entries of ``nn.Sequential`` and ``nn.ModuleList`` that have submodules.
+
+    An entry that is itself a list of blocks is replaced by these.
 
     >>> blocks_of(nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.ReLU()]))
     ['0']
@@ -100,9 +102,9 @@ def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> Lay
 
 
 def called_modules(model: nn.Module, paths: Sequence[str], called: Collection[str]) -> tuple[str, ...]:
-    """Returns the modules that pipeline stages call (those in ``called``) when the modules at ``paths`` run.
+    """Returns the modules at ``paths``, with each one whose inner modules the pipeline stages call replaced by these.
 
-    A module whose inner modules the stages call is replaced by those.
+    ``called`` has the modules that the stages call.
 
     >>> called_modules(nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU()), ["0", "1"], ["0.0", "1"])
     ('0.0', '1')
@@ -118,9 +120,10 @@ def called_modules(model: nn.Module, paths: Sequence[str], called: Collection[st
 
 
 def blocks_kept_whole(model: nn.Module, layout: Layout) -> tuple[str, ...]:
-    """Returns the ``nn.Sequential`` blocks that a pipeline stage calls as one module, to recompute or compile each.
+    """Returns the names of the ``nn.Sequential`` blocks that a pipeline stage calls as one module.
 
-    Stages call the layers of any other ``nn.Sequential`` one by one.
+    These are the blocks that the layout recomputes or compiles. Stages call the layers of any other ``nn.Sequential``
+    one by one.
 
     >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
     >>> [blocks_kept_whole(model, Layout.parse(line)) for line in ("pp2", "pp2 recompute:full")]

@@ -11,8 +11,8 @@ Kind = Literal["F", "B", "I", "W"]
 class Action(NamedTuple):
     """An action of a schedule, on one microbatch and one chunk of the model.
 
-    ``F`` forward; ``B`` the whole backward; or the backward split in ``I``, the input's gradient, and ``W``, the
-    weights' gradients. Chunks are numbered in forward order over the whole model.
+    ``kind`` is ``F`` for the forward and ``B`` for the whole backward. If the backward is split, it is ``I`` for the
+    input's gradient and ``W`` for the weights' gradients. Chunks are numbered in forward order over the whole model.
     """
 
     kind: Kind
@@ -53,8 +53,9 @@ class Schedule:
 def needs(action: Action, num_chunks: int) -> tuple[Action, ...]:
     """Returns the actions, on any stage, that must be done before ``action`` can begin.
 
-    A backward needs the input gradient from the next chunk. That chunk may compute it in a ``B`` or in an ``I``; the
-    ``I`` is returned for both.
+    A forward needs the forward of the chunk before, a backward (B or I) its own forward and the input gradient of the
+    next chunk, and W its own I. The next chunk may compute its input gradient in a B or in an I; the I is returned for
+    both.
     """
     kind, microbatch, chunk = action
     if kind == "F":

@@ -1,7 +1,7 @@
 """Computes the share of a model's parameter bytes and FLOPs that each factor of a layout divides over ranks.
 
-A layout may give the same result as one device because it cut nothing: ``show`` and ``verify`` state the shares beside
-the result, and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and
+A layout that cut nothing gives the same result as one device. So ``show`` and ``verify`` print the shares beside the
+result, and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and
 attentions.
 """
 
@@ -24,13 +24,13 @@ _PICTURE_ROWS = 2
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a model's parameter bytes and of its FLOPs that one factor of a layout divides over ranks.
+    """The share of a model's parameter bytes and of its FLOPs that one factor of a layout, such as ``tp2``, divides.
 
-    ``share`` is that of the parameter bytes, in computation or between steps. ``flops`` is that of the FLOPs, the mean
-    over the factor's axes, or None if the model's operators are not known. ``is_low`` says that the factor should cut
-    parameters but cuts less than :data:`LEAST` of the bytes or the FLOPs. ``whole`` lists the largest modules whose
-    parameters it does not cut: name, share of all bytes, and the reason. ``whole_work`` lists the modules whose
-    operations every rank repeats: name, share of all FLOPs, and the reason.
+    ``share`` is the share of the parameter bytes that is cut over ranks, in computation or between steps. ``flops`` is
+    that of the FLOPs, the mean over the factor's axes, or None if the model's operators are not known. ``is_low`` says
+    that the factor should cut parameters but cuts less than half of the bytes or the FLOPs. ``whole`` lists the largest
+    modules whose parameters it does not cut: name, share of all bytes, and the reason. ``whole_work`` lists the modules
+    whose operations every rank repeats: name, share of all FLOPs, and the reason.
     """
 
     factor: str

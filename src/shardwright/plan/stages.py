@@ -49,11 +49,12 @@ class Stages:
         return isinstance(output.args[0], dict)
 
     def with_arguments(self, given: Sequence[str]) -> Chunked:
-        """Traces the model again with other arguments and returns the graph, cut into the same chunks.
+        """Traces the model again with other arguments of its forward, and returns the graph cut into the same chunks.
 
         ``given`` names the arguments of the forward that are passed, as in :func:`trace`.
 
-        Raises: LayoutError: the code calls a module with weights that it did not call when the model was cut.
+        Raises: LayoutError: the code calls a module with weights, buffers or dropout that it did not call when the
+            model was cut.
         """
         graph = read_graph(self.model, self.opened, given, self.whole)
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()

@@ -1,9 +1,9 @@
 """Derives gradient sync from how parameters are used, and states the collective calls of a step.
 
 A parameter's gradient is a partial sum over exactly those axes that cut the contraction in one of its uses
-(``partial_axes``). A strategy that shards gradients over such an axis, as ZeRO does, sums over it itself;
+(:func:`partial_axes`). A strategy that shards gradients over such an axis, as ZeRO does, sums over it itself.
 ``runtime/gradient_sync.py`` sums over the others, with one message for each param group and set of ranks
-(``sync_groups``).
+(:func:`sync_groups`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.sharding.box import Box
 
 
 class GradientShare(NamedTuple):
-    """A box (a range of each dim) of a parameter's gradient that several ranks sum.
+    """A box (a range of each dim) of a parameter's gradient that gradient sync sums over several ranks.
 
     ``ranks`` are these ranks, and ``axes`` the mesh axes along which they differ.
     """
@@ -37,7 +37,10 @@ class GradientShare(NamedTuple):
 
 
 def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes along which each rank has only a partial sum of a parameter's gradient, slowest axis first."""
+    """Returns the axes along which each rank has only a partial sum of a parameter's gradient, slowest axis first.
+
+    Axes of one rank are left out.
+    """
     partial = frozenset[str]().union(*(use.partial_axes() for use in plan.uses if use.parameter == name))
     return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
 
@@ -53,10 +56,11 @@ def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes along which the ranks that sum a parameter's gradient together differ.
+    """Returns the axes along which the ranks differ that sum a parameter's gradient together.
 
-    Ranks that hold the same part of a parameter may store different shards of its gradient; the axes of these shards
-    are then included.
+    These are the axes that :func:`summed_axes` returns. If one of them also cuts the parameter into parts that overlap,
+    ranks with the same elements may store them in different shards of the gradient; the axes of these shards are then
+    included.
     """
     axes = summed_axes(plan, name)
     if not set(axes) & set(plan.compute[name].axes):
@@ -66,10 +70,10 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
-    """Returns the uses of parameters that give a whole gradient on axes where another use gives a partial sum.
+    """Returns the uses of parameters that give a whole gradient along axes where another use gives a partial sum.
 
-    Each comes with these axes. Index 0 of the axes contributes the whole gradient of such a use and the other indices
-    zero, so that one sum is right for both uses.
+    Each comes with these axes. Along them only index 0 contributes the gradient of such a use, and the other indices
+    contribute zero, so that one sum is right for all uses.
     """
     found = []
     for use in plan.uses:
@@ -82,7 +86,8 @@ def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
 def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare, ...]:
     """Returns the boxes of a parameter's gradient that gradient sync sums on the rank at ``coord``, with their ranks.
 
-    Ranks may hold overlapping parts of a parameter; each box is summed over the ranks that hold it.
+    Ranks may hold overlapping parts of a parameter; each box is summed over the ranks that hold it. The tuple is empty
+    if nothing is summed there.
     """
     axes = sync_axes(plan, name)
     if not axes:
@@ -126,12 +131,13 @@ Sent = Counter[tuple[str, str, str, int]]
 
 
 class StepCalls(NamedTuple):
-    """The module calls that one rank makes in a step, by microbatch; ``Strategy.traffic`` computes messages from them.
+    """The module calls that one rank makes in a step, from which ``Strategy.traffic`` computes the messages.
 
-    ``module_calls`` are the calls of this rank, and ``everywhere`` those of all stages. ``shards`` gives the rank's
-    samples and tokens of each microbatch, and ``inputs`` its inputs on the meta device. ``crossing`` holds the tensors
-    that pipeline chunks send each other, by the value's name in the model's code. ``sent`` counts the collectives of
-    each chunk in a rehearsal, if layers in pipeline stages run on sharded activations.
+    The tuples have one entry for each microbatch. ``module_calls`` are the calls of this rank, and ``everywhere`` those
+    of all stages. ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device.
+    ``crossing`` holds the tensors that pipeline chunks send each other, by the value's name in the model's code.
+    ``sent`` counts the collectives of each chunk in a rehearsal, if layers in pipeline stages run on sharded
+    activations.
     """
 
     module_calls: tuple[ModuleCalls, ...]
@@ -159,7 +165,8 @@ def sum_dtype(plan: Plan, name: str) -> torch.dtype:
 def sync_groups(plan: Plan, group: ParamGroup, coord: Coord) -> dict[SyncGroup, dict[str, list[Box]]]:
     """Returns the all-reduces of one param group in gradient sync: for each, the boxes of each parameter's gradient.
 
-    The key of an all-reduce gives its axes, ranks and dtype. All its ranks return the same boxes.
+    The rank is the one at ``coord``. The key of an all-reduce gives its axes, ranks and dtype, and all its ranks
+    compute the same boxes.
     """
     groups: dict[SyncGroup, dict[str, list[Box]]] = {}
     for name in group.parameters:
@@ -178,10 +185,10 @@ def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
 
 
 def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """Returns the all-reduces of gradient sync in one step whose slowest axis is ``axis``.
+    """Returns the all-reduces of gradient sync in one step, on the rank at ``coord``, whose slowest axis is ``axis``.
 
-    There is one for each message of a param group, or two if its ranks hold some parameters alike and of others only
-    overlapping parts.
+    There is one for each message of a param group, or two if the ranks of the message hold some parameters alike and
+    overlapping parts of others.
     """
     found = []
     for group in plan.param_groups:
@@ -199,10 +206,10 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
 
 
 def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """Returns the all-gathers and all-reduces of synchronized BatchNorms over ``axis``, which cuts their samples.
+    """Returns the all-gathers and all-reduces by which BatchNorms are synchronized over ``axis`` in one step.
 
-    In the forward, ranks exchange their count and, for each channel, a mean and a sum of squares; in the backward, two
-    sums for each channel.
+    In the forward, ranks all-gather their count and, for each channel, a mean and a sum of squares; in the backward,
+    they all-reduce two sums for each channel. There are none if the axis has one rank.
     """
     found = []
     for module_calls in batch.module_calls:

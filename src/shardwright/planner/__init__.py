@@ -1,1 +1,1 @@
-"""The planner: what a layout costs on a cluster, before a device is rented."""
+"""The planner: predicts the step time, memory and traffic of layouts on a cluster, before any device is rented."""

@@ -1,4 +1,4 @@
-"""Runs that a user already has: their seconds a step correct the prices of all layouts on the same cluster."""
+"""Corrects predicted step times by runs that the user has measured on the same cluster ("anchors")."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """By what factors operators and messages take longer than predicted.
+    """The factors by which the predicted seconds of operators and of messages are multiplied, to match measured runs.
 
     >>> Scale(2.0, 1.0).operators
     2.0
@@ -29,7 +29,11 @@ class Scale:
     messages: float = 1.0
 
     def of(self, price: Price) -> Price:
-        """Returns a price with its seconds corrected."""
+        """Returns ``price`` with its seconds multiplied by the factors.
+
+        The seconds of exposed messages are multiplied by ``messages``, all others by ``operators``. The step's seconds
+        and the bubble's share follow from the parts.
+        """
         axes = layout_axes()
         waterfall = {n: s * (self.messages if n in axes else self.operators) for n, s in price.waterfall.items()}
         step_s = sum(waterfall.values())
@@ -37,7 +41,9 @@ class Scale:
 
 
 def parse_anchor(text: str) -> tuple[Layout, float]:
-    """Returns the layout and the seconds of a step that ``LINE=SECONDS`` gives.
+    """Parses ``LINE=SECONDS``, such as ``dp8 tp8 bf16=2.5s``, into a layout and the measured seconds of its step.
+
+    Raises: PlanError: the text has another form, or the seconds are not above zero. LayoutError: the line is no layout.
 
     >>> layout, seconds = parse_anchor("dp2 tp2 bf16=0.5s")
     >>> str(layout), seconds
@@ -59,9 +65,12 @@ def parse_anchor(text: str) -> tuple[Layout, float]:
 
 
 def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
-    """Returns the factors that make priced layouts take their measured seconds: one for both from a single run.
+    """Returns the factors that bring predicted step times close to measured ones.
 
-    With more, operators and messages have factors of their own: least squares of relative errors, near the common one.
+    ``anchors`` has pairs of a predicted price and the measured seconds of a step. Without any, both factors are 1. With
+    one, both are measured by predicted time. With more, operators and messages get factors of their own by least
+    squares of the relative errors, pulled towards the mean ratio; if one of the two would not be above zero, both are
+    the mean ratio.
     """
     if not anchors:
         return Scale()

@@ -1,4 +1,4 @@
-"""Alike blocks of a model: which of its children repeat, and the same model with fewer of them."""
+"""Finds the repeated blocks of a model, such as its transformer layers, and copies the model with fewer of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from shardwright.parallelize.planning import without_storage
 
 
 class AlikeBlocks(NamedTuple):
-    """Children ``first`` to ``first + number`` of the list at ``path``, which have the same code, sizes and settings.
+    """A run of consecutive blocks of a model with the same code, sizes and settings, such as its transformer layers.
+
+    They are the ``number`` children from index ``first`` on of the list at ``path`` ("" is the model itself).
 
     >>> alike_blocks(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)))
     AlikeBlocks(path='', first=1, number=2)
@@ -29,7 +31,7 @@ class AlikeBlocks(NamedTuple):
         return tuple(f"{self.path}.{self.first + i}".lstrip(".") for i in range(self.number))
 
     def shortened(self, model: nn.Module, number: int) -> nn.Module:
-        """Returns a copy of the model, on the meta device, with only so many of these blocks."""
+        """Returns a copy of the model on the meta device that has only the first ``number`` of these blocks."""
         found = without_storage(model)
         blocks: Any = found.get_submodule(self.path)
         del blocks[self.first + number : self.first + self.number]
@@ -37,9 +39,10 @@ class AlikeBlocks(NamedTuple):
 
 
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
-    """Returns the run of alike blocks in a list or sequence of modules with the most parameters; None if there is none.
+    """Returns the run of two or more alike blocks that has the most parameters, or None if no blocks are alike.
 
-    Of lists inside of one another, such as the experts of each layer, the outermost is taken.
+    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at. Where lists are inside of one another,
+    such as the experts of each layer, the outermost of equal runs is taken.
     """
     best, most = None, -1
     for path, module in model.named_modules():
@@ -56,12 +59,15 @@ def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
 
 
 def num_parameters(modules: Sequence[nn.Module]) -> int:
-    """Returns the number of elements of all parameters of modules."""
+    """Returns the number of elements of all parameters of ``modules``; one that two of them share counts twice."""
     return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def counts_of(blocks: AlikeBlocks, calls: Sequence[str]) -> tuple[int, tuple[str, ...]] | None:
-    """Returns how many blocks a chunk calls, and its other calls; None if it calls parts of a block.
+    """Returns how many of the blocks a pipeline chunk calls, and the chunk's other calls.
+
+    It returns None if the chunk calls modules inside a block. ``calls`` are the names of the modules that the chunk
+    calls.
 
     >>> counts_of(AlikeBlocks("blocks", 0, 3), ["token", "blocks.0", "blocks.1"])
     (2, ('token',))

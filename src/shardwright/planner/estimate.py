@@ -1,8 +1,9 @@
-"""Estimates of layouts in closed form: from one rehearsal for each way to cut operators, and from plans of few blocks.
+"""Estimates a layout's step time and memory by closed formulas, so that a search can rank thousands of layouts.
 
-No axis and no option is named here. What an option saves of the memory at rest is read from the plan that its strategy
-makes of a short model; how long stages stand idle under a schedule, and how many microbatches they hold, from the
-schedule that the plan of a toy model has.
+The formulas start from one rehearsal for each way to cut operators, and from plans of a model with few blocks. No axis
+and no option is named here. What an option saves of the memory at rest is read from the plan that its strategy makes of
+a short model; how long stages stand idle under a schedule, and how many microbatches they hold, from the schedule that
+the plan of a toy model has.
 """
 
 from __future__ import annotations
@@ -40,22 +41,27 @@ FEW_SAMPLES = (1, 8)
 
 
 class Estimate(NamedTuple):
-    """A layout's seconds and bytes in closed form, before its own records are made."""
+    """The estimated step time of a layout in seconds, and the estimated bytes that a rank of the layout holds."""
 
     layout: Layout
     step_s: float
     memory_bytes: float
 
     def over(self, limit: float) -> float:
-        """Returns the seconds, made longer by the cube of the ratio by which the memory exceeds ``limit``.
+        """Returns the step's seconds, made longer if the memory exceeds ``limit`` bytes.
 
-        So what is estimated at a few percent too much may still be tried, since the estimate may be wrong.
+        In that case they are multiplied by (memory / limit) cubed. A search tries layouts in the order of this value,
+        so a layout that is estimated a few percent above the limit may still be tried.
         """
         return self.step_s * max(1.0, self.memory_bytes / max(limit, 1.0)) ** 3
 
 
 class StateShares(NamedTuple):
-    """What one rank holds between steps and does to its state, in bytes, or as shares of what it is without options."""
+    """What one rank stores between steps and moves in a step, in bytes, or as shares of the same without options.
+
+    ``parameters``, ``gradients`` and ``optimizer`` are stored on the device. ``updated`` counts elements instead of
+    bytes. The defaults are the shares without options.
+    """
 
     parameters: float = 1.0
     gradients: float = 1.0
@@ -71,7 +77,12 @@ class StateShares(NamedTuple):
 
 
 class ScheduleCost(NamedTuple):
-    """How long stages stand idle, in passes of a microbatch for each stage but one, and what they hold and wait for."""
+    """The cost of a pipeline schedule, as coefficients of formulas in the numbers of stages and of microbatches.
+
+    ``idle`` is the time that a stage stands idle for each stage but one, in units of a microbatch's forward and
+    backward on a stage. ``held_by_stage`` and ``held_by_microbatch`` give the microbatches whose activations the
+    fullest stage holds, and ``waits_by_stage`` and ``waits_by_microbatch`` the transfers that a step waits for.
+    """
 
     idle: float = 1.0
     held_by_stage: float = 1.0
@@ -83,13 +94,17 @@ class ScheduleCost(NamedTuple):
     """The chunks of the model on each stage."""
 
     def held(self, num_stages: int, num_microbatches: int) -> float:
-        """Returns the microbatches whose activations the fullest stage holds at once."""
+        """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
         held = self.held_by_stage * num_stages + self.held_by_microbatch * num_microbatches
         return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
 
 
 def state_of(plan: Plan) -> StateShares:
-    """Returns the bytes of state at rest on the first rank of a plan, and what is gathered and moved.
+    """Returns the bytes of state that the first rank of a plan stores between steps, gathers at each use, and offloads.
+
+    Stored state are trained and frozen parameters, gradients, and the fp32 moments of an optimizer such as Adam.
+    ``moved`` has the moments that are offloaded, and ``updated`` the number of elements that the optimizer updates.
+    ``repeated`` is not computed.
 
     >>> job = job_for(nn.Linear(4, 4, bias=False), CrossEntropy(), Layout.parse("dp2"))
     >>> state_of(make_plan(job, Layout.parse("dp2"))[0])[:3]
@@ -110,7 +125,10 @@ def state_of(plan: Plan) -> StateShares:
 
 
 def declared_options(axis: str) -> tuple[Option, ...]:
-    """Returns the options that strategies declare for an axis and that a search tries, words asked for first."""
+    """Returns the options of an axis that strategies declare and that a search tries.
+
+    Options of strategies that a layout line must ask for come first, those of default strategies after.
+    """
     found = []
     for strategy in sorted(STRATEGIES.values(), key=lambda each: each.default):
         for name, option in strategy.options.items() if strategy.axis == axis else ():
@@ -124,7 +142,9 @@ def _pass_s(price: Price) -> float:
 
 
 def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None:
-    """Returns what a schedule of pipeline stages costs, from those that it makes for a toy model; None if it cannot.
+    """Returns the cost of the pipeline schedule that ``options`` choose on ``axis``, simulated for a toy model.
+
+    It is None if the toy model cannot have the schedule.
 
     >>> found = schedule_cost("pp", (Option("1f1b"),)), schedule_cost("pp", (Option("gpipe"),))
     >>> [(each.idle, each.held(4, 32)) for each in found if each is not None]
@@ -157,12 +177,19 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
 
 @dataclass
 class Estimator:
-    """Estimates layouts of one model on one cluster; ``alone`` prices samples on the ranks that cut operators.
+    """Estimates the step time and memory of layouts of one model on one cluster.
 
-    ``sent_bytes`` are those of a sample that a stage sends to the next; a model has ``num_blocks`` alike
-    blocks, and takes ``most_chunks`` stages times chunks (0: unknown).
-    ``plan`` returns the plan of a model of few blocks; without it the options that strategies declare are unknown.
-    ``summed_bytes`` returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
+    Args:
+        pricing: the prices of operators and messages on the cluster.
+        batch: the number of samples of the global batch.
+        precision: the precision in which all layouts compute.
+        alone: returns the price of a layout that has only the given operator factors, for a number of samples; None if
+            the model refuses it.
+        plan: returns the plan of a model with few blocks; without it, no options of strategies are considered.
+        sent_bytes: the bytes that a pipeline stage sends to the next for one sample.
+        most_chunks: the most pipeline chunks (stages times chunks on each) that the model can be cut into; 0: unknown.
+        summed_bytes: returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
+        num_blocks: the number of alike blocks of the model.
     """
 
     pricing: Pricing
@@ -181,7 +208,11 @@ class Estimator:
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
 
     def estimate(self, layout: Layout) -> Estimate | None:
-        """Returns a layout's seconds and bytes in closed form; None if the model, or a strategy, refuses it."""
+        """Returns the estimated step time and memory of a layout, or None if it cannot be estimated.
+
+        It cannot if the model or a strategy refuses the layout, or if it has more pipeline chunks than the model can be
+        cut into.
+        """
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
         alone = self._priced(plain["operators"], self._samples(layout))
@@ -198,11 +229,14 @@ class Estimator:
         return self._put_together(layout, alone, share, schedule, stages)
 
     def schedules(self, axis: str) -> list[Option]:
-        """Returns the declared options of an axis of stages, each with a schedule of its own."""
+        """Returns the declared options of a pipeline axis, except those that give its default schedule."""
         return [each for each in declared_options(axis) if not self._is_default(axis, each)]
 
     def default_schedule(self, axis: str) -> tuple[Option, ...]:
-        """Returns the option that names the schedule which an axis of stages has without options."""
+        """Returns, as a tuple of one, the option that names the default schedule of a pipeline axis.
+
+        The tuple is empty if no declared option does, or if no plans can be made.
+        """
         return tuple(each for each in declared_options(axis) if self._is_default(axis, each))[:1]
 
     def _is_default(self, axis: str, option: Option) -> bool:
@@ -210,7 +244,10 @@ class Estimator:
         return self.plan is not None and plain == own
 
     def saving_options(self, axis: str) -> list[Option]:
-        """Returns the declared options of an axis that lessen what a rank holds between steps."""
+        """Returns the declared options of an axis that reduce the state that a rank holds between steps.
+
+        State are parameters, gradients and optimizer state. The list is empty if no plans can be made.
+        """
         if self.plan is None:
             return []
         shares = ((each, self._share(Factor(axis, FEW_RANKS[-1:], (each,)))) for each in declared_options(axis))

@@ -1,7 +1,7 @@
-"""Why a step takes as long as it does, and what one layout loses against another, part by part.
+"""Explains a predicted step time part by part, and what one layout loses against another.
 
-The parts are those of :attr:`~.price.Price.waterfall`, so a column adds up to the step, and the differences between two
-layouts add up to the difference of their steps.
+The parts are those of :attr:`~.price.Price.waterfall`. They add up to the step, so the differences between two layouts'
+parts add up to the difference of their steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FEW_GAINS = 0.1
 
 
 def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the names of the parts that take any time in one of the waterfalls, in the order in which they are shown.
+    """Returns the names of the parts of a step that take time in one of ``waterfalls``, in the order of tables.
+
+    A waterfall gives the seconds of a step by the name of the part.
 
     >>> parts_of_step({"bubble": 1.0, "matmul": 3.0}, {"dp": 1.0, "bubble": 0.0})
     ('matmul', 'dp', 'bubble')
@@ -39,7 +41,7 @@ def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def name_of_part(name: str) -> str:
-    """Returns what tables call a part of a step.
+    """Returns the name by which tables call a part of a step.
 
     >>> name_of_part("matmul"), name_of_part("dp"), name_of_part("bubble")
     ('matrix products', 'dp not hidden', 'bubble')
@@ -48,7 +50,9 @@ def name_of_part(name: str) -> str:
 
 
 def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
-    """Returns the parts of a step as lines, which add up to it.
+    """Returns the parts of a step as lines of text: name, seconds and share of the step; the last line is the step.
+
+    Parts that take less than 0.05 % of the step are left out.
 
     >>> print(*waterfall_lines({"matmul": 3.0, "dp": 1.0}, 4.0), sep="\\n")
       matrix products          3 s  75.0 %
@@ -65,7 +69,7 @@ def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
 
 
 class StepPart(NamedTuple):
-    """One part of a step under two layouts: seconds of the best, seconds of the other, and by how many it is slower."""
+    """The seconds of one part of a step under the best layout (``best_s``) and under another one (``other_s``)."""
 
     part: str
     best_s: float
@@ -84,13 +88,16 @@ def differences(best: Price, other: Price) -> tuple[StepPart, ...]:
 
 
 def loses(best: Price, other: Price) -> tuple[str, float]:
-    """Returns the part of the step in which a layout loses most against the best, and by how many seconds."""
+    """Returns the part of the step in which ``other`` loses the most time against ``best``, and the seconds lost."""
     most = max(differences(best, other), key=lambda each: each.more_s)
     return most.part, most.more_s
 
 
 def where_it_loses(best: Price, other: Price) -> str:
-    """Returns in words the part in which a layout loses most, and what it gains elsewhere if that is much."""
+    """Returns a phrase that names the part of the step in which ``other`` loses the most against ``best``.
+
+    If the other parts together gain more than a tenth of that loss, the phrase says how much.
+    """
     part, seconds = loses(best, other)
     gained = other.step_s - best.step_s - seconds
     if gained < -FEW_GAINS * seconds:
@@ -99,7 +106,7 @@ def where_it_loses(best: Price, other: Price) -> str:
 
 
 class PriceDifference(NamedTuple):
-    """Why a layout is not the best: its memory beside the limit, and its step beside the best layout's."""
+    """A comparison of a layout with the best one: memory against the limit in bytes, and step time part by part."""
 
     best: Price
     other: Price
@@ -107,7 +114,7 @@ class PriceDifference(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the layout stays below the limit of memory."""
+        """Whether the layout's memory is at most the limit."""
         return self.other.memory_bytes <= self.limit_bytes
 
     def differences(self) -> tuple[StepPart, ...]:
@@ -115,7 +122,11 @@ class PriceDifference(NamedTuple):
         return differences(self.best, self.other)
 
     def why(self) -> str:
-        """Returns one sentence: that it does not fit and by how much, or how much slower it is and where."""
+        """Returns one sentence about how the layout compares with the best one.
+
+        It says that the layout does not fit, and which kind of memory is the largest; that it is the best one; that it
+        fits and the best one does not; or how much slower it is and in which part, or how much faster.
+        """
         other, best = self.other, self.best
         if not self.fits:
             heaviest = max(other.memory, key=lambda each: each.num_bytes)
@@ -137,7 +148,10 @@ class PriceDifference(NamedTuple):
         return f"{other.layout} is {slower:.1%} slower than {best.layout}, {where_it_loses(best, other)}"
 
     def text(self) -> str:
-        """Returns the sentence of :meth:`why`, and a table of both steps part by part."""
+        """Returns the sentence of :meth:`why`, followed by a table of both steps part by part.
+
+        Parts that take less than 0.05 % of the best step are left out.
+        """
         rows = [(name_of_part(each.part), each.best_s, each.other_s) for each in self.differences()]
         rows.append(("step", self.best.step_s, self.other.step_s))
         head = f"  {'seconds':20} {'best':>9} {'this':>9} {'more':>9}"

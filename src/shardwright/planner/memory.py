@@ -1,4 +1,4 @@
-"""The memory of each stage over a step, from the records of a layout: the ledger's, without rehearsing all of it."""
+"""Predicts the peak memory of each pipeline stage over a step, from what its actions allocate in rehearsals."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from shardwright.planner.records import Held, LayoutRecords
 
 
 class StageMemory(NamedTuple):
-    """The most bytes of tensors that a rank of a stage holds, by kind at that moment, and what is held beside them."""
+    """The peak memory of a rank of a stage: bytes of tensors by kind at the peak, and bytes held beside tensors.
+
+    ``beside`` counts cuBLAS workspace and NCCL buffers.
+    """
 
     by_kind: Mapping[str, int]
     beside: int
 
     @property
     def num_bytes(self) -> int:
-        """All bytes of the device that are taken."""
+        """The bytes of device memory in all: of tensors, and beside them."""
         return sum(self.by_kind.values()) + self.beside
 
 
 def memory_by_stage(records: LayoutRecords) -> tuple[StageMemory, ...]:
-    """Returns the peak of each stage's memory: its actions in the schedule's order, each as it was rehearsed."""
+    """Returns the peak memory of each stage, by adding up what its actions allocate and free in schedule order."""
     known: dict[object, _ActionMemory] = {}  # stages alike do the same
     return tuple(_stage_memory(records, stage, known) for stage in range(records.schedule.num_stages))
 
@@ -58,12 +61,12 @@ def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Actio
 
 
 def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
-    """Returns the bytes by kind that a stage holds before a step; gradients are those of the step before."""
+    """Returns the bytes that a stage holds before a step, by kind of memory; gradients are those of the step before."""
     return dict(zip(KINDS, _base(records, stage), strict=True))
 
 
 def kept_bytes(records: LayoutRecords, stage: int) -> int:
-    """Returns the bytes that the first forward of a stage keeps for its backward."""
+    """Returns the bytes that a stage's forward of one microbatch keeps for its backward."""
     place = next(each for each in records.stages[stage].fewer.actions if each.kind == "F")
     _, left = _most(records, stage, place)
     # the gradients of the step before are freed meanwhile

@@ -1,4 +1,4 @@
-"""``ModelPlans``: what layouts of one model have in common, found once: alike blocks, chunks and schedules."""
+"""``ModelPlans``: a cache of what layouts of one model share: repeated blocks, pipeline schedules and chunks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ Chunks = Sequence[tuple[int, tuple[str, ...]]]
 
 
 class NotAlikeError(Exception):
-    """Raised where few blocks do not show what all do; its text says why."""
+    """Raised if a rehearsal of a few of a model's repeated blocks cannot stand for all; the error's text says why."""
 
 
 class StageBlocks(NamedTuple):
-    """A layout's schedule, and the blocks of each chunk; or why these are not alike."""
+    """A layout's schedule, and for each pipeline chunk its number of repeated blocks and its calls of other modules.
+
+    ``unlike`` says why a few blocks cannot stand for all, if they cannot.
+    """
 
     layout: Layout
     schedule: Schedule
@@ -33,7 +36,10 @@ class StageBlocks(NamedTuple):
     unlike: str = ""
 
     def chunks_alike(self) -> Chunks:
-        """Returns the blocks of each chunk. Raises NotAlikeError: the layout treats blocks in several ways."""
+        """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
+
+        Raises: NotAlikeError: the layout treats some of the repeated blocks in another way than the others.
+        """
         if self.unlike:
             raise NotAlikeError(self.unlike)
         return self.chunks
@@ -41,7 +47,7 @@ class StageBlocks(NamedTuple):
 
 @dataclass
 class ModelPlans:
-    """What layouts of one model on one batch have in common; they may be of a search."""
+    """A cache of what several layouts of one model share, such as all layouts of one search."""
 
     model: nn.Module
     _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
@@ -49,11 +55,11 @@ class ModelPlans:
 
     @cached_property
     def blocks(self) -> AlikeBlocks | None:
-        """The alike blocks of the model."""
+        """The repeated blocks of the model, or None if no two are alike."""
         return alike_blocks(self.model)
 
     def shortened(self, number: int) -> nn.Module:
-        """Returns a copy of the model on the meta device with only so many alike blocks."""
+        """Returns a copy of the model on the meta device that has only the first ``number`` of its repeated blocks."""
         assert self.blocks is not None, "asked for a model with alike blocks"
         if number not in self._shortened:
             larger = min((each for each in self._shortened if each > number), default=None)
@@ -62,7 +68,10 @@ class ModelPlans:
         return self._shortened[number]
 
     def outline(self, job: Job, layout: Layout) -> tuple[StageBlocks, bool]:
-        """Returns a layout's outline, and whether it is that of a layout before, with other options of the copies.
+        """Returns a layout's schedule and blocks by chunk, and whether they were found before, for another layout.
+
+        Layouts that differ only in the options of axes of model copies (``dp``) have the same ones. Such a layout is
+        not planned again, so it may still be one that the model cannot have.
 
         Raises: LayoutError, PlanError: the model cannot have the layout.
         """
@@ -111,7 +120,7 @@ def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
 
 
 def check_param_groups(blocks: AlikeBlocks, plan: Plan) -> None:
-    """Raises NotAlikeError where the state of several blocks is sharded as one param group."""
+    """Raises NotAlikeError if parameters of several blocks are in one param group whose gradients are sharded."""
     block_of = {name: block for block in blocks.names for name in plan.compute if name.startswith(f"{block}.")}
     for group in plan.param_groups:
         sliced = any(plan.state[name].gradient != plan.compute[name] for name in group.parameters)

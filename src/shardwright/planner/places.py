@@ -1,4 +1,4 @@
-"""The places of a schedule's actions, and which stage of few stands for a stage of many."""
+"""Sorts the actions of a pipeline schedule into classes, and finds a schedule of few stages that stands for many."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 class Place(NamedTuple):
-    """Which action: the chunk's number on its stage, the kind, first, last or between, and what comes before and next.
+    """The class of an action in the schedule of its stage; actions of one class are taken to do the same.
 
-    What an action allocates and frees depends on its neighbours: a stage begins to receive for the next one.
+    ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` says whether the
+    action is the first, the last or the only one of this slot and kind, or between. ``after`` and ``before`` name the
+    neighbours by slot and kind, such as "0B": what an action allocates and frees depends on them, since a stage begins
+    to receive for the next action.
     """
 
     slot: int
@@ -39,7 +42,10 @@ def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
 
 
 def like(place: Place, actions: Iterable[Place]) -> Place | None:
-    """Returns the rehearsed place most like another: of its order, between the same actions; None if there is none."""
+    """Returns the one of the rehearsed places ``actions`` that is most like ``place``, or None if there is none.
+
+    It has the same slot and kind, and the same order, except that "between" and "last" may stand for each other.
+    """
     orders = {"between": ("between", "last"), "last": ("last", "between")}.get(place.order, (place.order,))
     known = [each for each in actions if each[:2] == place[:2] and each.order in orders]
     if not known:
@@ -54,12 +60,16 @@ def like(place: Place, actions: Iterable[Place]) -> Place | None:
 
 
 def kind_of(stage: int, num_stages: int, few: int) -> int:
-    """Returns which of a few stages stands for a stage of many: the first, one between, or the last."""
+    """Returns the number of the stage, among ``few``, that stands for ``stage`` among ``num_stages``.
+
+    The first and the last stage stand for the first and the last, and the one before the last for all between them that
+    have none of their own.
+    """
     return stage if stage < few - 1 else few - 1 if stage == num_stages - 1 else few - 2
 
 
 def representative(kind: int, num_stages: int, few: int) -> int:
-    """Returns the stage of many that a stage of few was taken from."""
+    """Returns the number of the stage, among ``num_stages``, from which stage ``kind`` of ``few`` stages was taken."""
     return num_stages - 1 if kind == few - 1 else kind
 
 
@@ -76,7 +86,7 @@ def stage_of(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 
 def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
-    """Returns, for each chunk on few stages, the chunk on all of them that it stands for."""
+    """Returns, for each chunk of the schedule on ``few`` stages, the chunk of ``schedule`` that it stands for."""
     slots = dict[int, int]()
     found = []
     for kind in stage_of(schedule, few):
@@ -87,7 +97,7 @@ def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
-    """Returns whether a schedule on few stages has an action like each of a schedule on many."""
+    """Returns whether the schedule ``few``, on few stages, has an action like each action of ``schedule``, on many."""
     known = [set(places(few, stage).values()) for stage in range(few.num_stages)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(

@@ -1,4 +1,4 @@
-"""``plan_layouts``: what layouts of a model cost on a cluster, as data and as text."""
+"""``plan_layouts``: predicts what layouts of a model cost on a cluster, and reports the prices as data and as text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ UTILISATION = 0.4
 
 @dataclass(frozen=True)
 class Plans:
-    """Priced layouts, the best first, on a cluster."""
+    """The predicted prices of layouts on a cluster, the best layout first.
+
+    ``batch`` is the number of samples and ``tokens`` that of tokens in a global batch. ``memory_limit`` is the share of
+    a device's memory that a layout may take, and ``seconds`` says how long the prediction took.
+    """
 
     cluster: Cluster
     layouts: tuple[Price, ...]
@@ -59,16 +63,16 @@ class Plans:
 
     @property
     def listed(self) -> tuple[Price, ...]:
-        """The best layouts, as many as are asked for."""
+        """The best layouts, at most ``top`` of them; all if ``top`` is None."""
         return self.layouts[: self.top]
 
     @property
     def best(self) -> Price:
-        """The price of the best layout; its ``layout`` is what ``parallelize`` takes."""
+        """The price of the best layout; its ``layout`` can be passed to ``parallelize``."""
         return self.layouts[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain data for JSON."""
+        """Returns the listed prices and the summary of the search as plain data for JSON."""
         rest = self.layouts[1:]
         return {
             "cluster": str(self.cluster),
@@ -91,19 +95,22 @@ class Plans:
         return [{"reason": why, "count": n, "nearest": self.found.nearest[why]} for why, n in counts]
 
     def fits(self, price: Price) -> bool:
-        """Whether a layout stays below the limit of memory."""
+        """Returns whether a layout takes no more memory than the limit allows."""
         return price.fits(self.cluster.device.memory_bytes, self.memory_limit)
 
     def baseline_s(self, price: Price) -> float:
-        """Returns the seconds of a step if every layout reached the same share of the peak."""
+        """Returns the seconds of a step at 40 % of the device's peak FLOP/s, as a baseline."""
         return price.flops / (self.cluster.device.peak(price.layout.precision) * UTILISATION)
 
     def utilisation(self, price: Price) -> float:
-        """Returns the share of the peak that a step's FLOPs reach, recomputed ones not counted."""
+        """Returns the model FLOPs utilization: the share of the device's peak FLOP/s that a step reaches.
+
+        Recomputed FLOPs are not counted.
+        """
         return price.flops / (self.cluster.device.peak(price.layout.precision) * price.step_s)
 
     def row(self, price: Price) -> dict[str, Any]:
-        """Returns one layout's price as plain data."""
+        """Returns one layout's price as plain data for JSON: times, memory, traffic, waterfall, and whether it fits."""
         heaviest = max(price.memory, key=lambda each: each.num_bytes)
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
@@ -121,7 +128,10 @@ class Plans:
         }  # fmt: skip
 
     def compare(self, price: Price) -> PriceDifference:
-        """Returns why another layout is not the best one, such as that of ``plan_layouts(..., layout=LINE).best``."""
+        """Returns the comparison of a layout with the best one, which says why it is slower or does not fit.
+
+        ``price`` may come from another call, such as ``plan_layouts(..., layout=LINE).best``.
+        """
         return PriceDifference(self.best, price, self.cluster.device.memory_bytes * self.memory_limit)
 
     def limit(self, price: Price) -> str:
@@ -131,7 +141,10 @@ class Plans:
         return max(price.waterfall, key=lambda name: price.waterfall[name])
 
     def why(self, price: Price) -> str:
-        """Returns one sentence about a layout."""
+        """Returns one sentence about a layout: its step time with a range, memory, and share of the peak FLOP/s.
+
+        The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
+        """
         low, high = price.step_s / (1 + INTERVAL), price.step_s / (1 - INTERVAL)
         measured = {row["source"] for row in self.constants()} & {"measured", "fitted"}
         known = (
@@ -147,7 +160,10 @@ class Plans:
         )
 
     def constants(self) -> list[dict[str, Any]]:
-        """Returns every constant behind the prices as a row, those of the device's profile included."""
+        """Returns every constant behind the prices as a row: its name, value, unit, meaning and source.
+
+        The figures of the device's profile, and factors from anchors other than 1, are included.
+        """
         device = self.cluster.device
         figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
         figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
@@ -160,7 +176,11 @@ class Plans:
         return [*rows, *self.cluster.constants.rows(), *scale]
 
     def warnings(self) -> list[str]:
-        """Returns what a reader should know before trusting the prices."""
+        """Returns what to know before trusting the prices, as sentences.
+
+        The warnings are about unlikely figures of the device, layouts that were rehearsed whole, stages with several
+        chunks, and offloading, whose time is not priced.
+        """
         notes = [each.records.note for each in self.layouts if each.records.note]
         notes += [
             f"{each.layout}: memory of several chunks on a stage is 3 % off at most where it was compared"
@@ -176,7 +196,11 @@ class Plans:
         return [*self.cluster.device.warnings, *dict.fromkeys(notes)]
 
     def text(self) -> str:
-        """Returns the prices as text: a sentence, the waterfall of the best, its memory, traffic and baseline."""
+        """Returns the prices as text for a terminal.
+
+        The text has a sentence about the best layout, a table of the listed ones, the best one's waterfall, memory,
+        traffic and baseline, the runner-up, what was left out, and warnings.
+        """
         best = self.best
         nearest = f"nothing that was priced fits {self.memory_limit:.0%} of the memory; the nearest is"
         lines = [
@@ -232,16 +256,21 @@ def plan_layouts(
     memory_limit: float = LEFT,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Plans:  # fmt: skip
-    """Returns what layouts of a model cost on a cluster, the best first; with ``layout``, what that one costs.
+    """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
     ``cluster`` may be text such as "a100-80gb:128x8". Of the global ``batch`` (inputs, targets) only shapes and dtypes
-    matter. ``loss`` is by default the cross entropy. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1")
-    and no axis or option in ``without``. ``most_priced`` layouts are rehearsed: more find better ones, and take longer.
-    A search leaves layouts out of which more than four stages, that are not alike, would be rehearsed one by one.
-    ``anchors`` are runs on this cluster with this batch, seconds of a step by layout line: they correct all prices.
+    matter. ``loss`` is by default the cross entropy, and ``roles`` gives tensor-parallel roles to layers by name. A
+    layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``.
+    ``most_priced`` layouts are rehearsed: more find better ones, and take longer. A search skips layouts with more than
+    four pipeline stages that are not alike, since each stage would have to be rehearsed. ``memory_limit`` is the share
+    of a device's memory that a layout may take; layouts above it come last. ``anchors`` are runs on this cluster with
+    this batch, as seconds of a step by layout line: they correct all prices. ``top`` is how many layouts tables list,
+    and ``tokens`` is the number of tokens of the batch, for tokens per second: by default the elements of a 2-D tensor
+    of integers, else the samples.
 
-    Raises: LayoutError: the layout is for another number of ranks than the cluster, or does not fit the model; or no
-        layout can be. PlanError: no such accelerator, or no such word in ``without``.
+    Raises: LayoutError: the layout is for another number of ranks than the cluster, or does not fit the model or the
+        batch; or no layout can be found. PlanError: no such accelerator, no such word in ``without``, ``fix`` or
+        ``without`` beside ``layout``, or a model that does not run on the meta device.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
@@ -286,7 +315,7 @@ def plan_layouts(
 
 
 def _num_tokens(inputs: Any) -> int:
-    """The tokens of a batch whose inputs are numbers of tokens, (samples, tokens); else its samples."""
+    """Returns the tokens of a batch if its first input is a 2-D tensor of integers, and else its samples."""
     first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return first.numel() if first.dim() == 2 and not first.is_floating_point() else len(first)
 

@@ -1,8 +1,9 @@
-"""The price of a layout on a cluster: its step's seconds part by part, each stage's memory, and the bytes it sends.
+"""Computes the price of a layout on a cluster: the seconds of its step by part, each stage's memory, and bytes sent.
 
-An action's operators and messages are run through in program order: a message starts when it is begun and its axis is
-free, and what is waited for beyond the operators until then is exposed. Each part is affine in blocks, so it is
-extended to the stage's blocks; then the schedule is simulated. Pure arithmetic: nothing runs.
+The operators and messages of an action are gone through in program order. A message takes its axis from the moment it
+begins, or from the end of the message before it; time that a rank waits for it without computing is exposed. The
+seconds of each part grow linearly with the blocks, so they are extrapolated to all blocks of the stage, and then the
+schedule is simulated. Nothing is run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ LEFT = 0.92
 
 
 class Price(NamedTuple):
-    """What a layout costs on a cluster. ``waterfall`` adds up to ``step_s``."""
+    """The predicted cost of a layout on a cluster.
+
+    ``waterfall`` has the seconds of a step by part, such as matrix products or exposed messages of an axis, and adds up
+    to ``step_s``. ``bubble`` is the share of the step in which the last stage to finish is idle. ``memory`` is the peak
+    of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes that a rank sends and receives in a step, of
+    the stage with the most of them. The few bytes of the loss and of comparisons between ranks are left out.
+    """
 
     layout: Layout
     step_s: float
@@ -47,24 +54,31 @@ class Price(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The most bytes that any rank takes of its device."""
+        """The most bytes of device memory that any rank takes."""
         return max(each.num_bytes for each in self.memory)
 
     def fits(self, memory_bytes: float, limit: float = LEFT) -> bool:
-        """Whether every rank stays below the share ``limit`` of its device's memory."""
+        """Returns whether every rank takes at most the share ``limit`` of a device's ``memory_bytes``."""
         return self.memory_bytes <= memory_bytes * limit
 
 
 @dataclass(frozen=True)
 class ActionTime:
-    """The seconds of one action by part; ``launches`` counts the operators that the host starts."""
+    """The seconds of one action of a schedule by part: operators, then exposed messages.
+
+    ``parts`` has the operators' seconds in the order of ``PARTS``, followed by the messages' in the order of ``axes``.
+    ``launches`` counts the operators that the host starts.
+    """
 
     parts: tuple[float, ...]
     launches: float
     axes: tuple[str, ...]
 
     def waterfall(self, launch_s: float) -> dict[str, float]:
-        """Returns the seconds by name; "launch" is what the host's starts add to the device's time."""
+        """Returns the seconds of the action by the name of the part.
+
+        "launch" is the time by which the host's starts of operators, ``launch_s`` each, make the action longer.
+        """
         operators = self.parts[: len(PARTS)]
         device_s = sum(operators)
         found = dict(zip(PARTS, operators, strict=True))
@@ -73,7 +87,7 @@ class ActionTime:
 
 
 class Pricing:
-    """Prices layouts on one cluster, and keeps the seconds of operators, messages and actions that it has met."""
+    """Computes the prices of layouts on one cluster, and caches the seconds of operators, messages and actions."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -84,7 +98,7 @@ class Pricing:
         self._of_mesh = {mesh: name for name, axis in layout_axes().items() for mesh in axis.all_mesh_axes}
 
     def price(self, layout: Layout, records: LayoutRecords) -> Price:
-        """Returns the price of a layout of which the records are known."""
+        """Returns the price of a layout, computed from its records: what each action of each stage does."""
         schedule, mesh = records.schedule, layout.mesh
         stages = [_StageTimes(self, records, stage) for stage in range(schedule.num_stages)]
         by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
@@ -118,7 +132,11 @@ class Pricing:
     # ---- actions
 
     def action_time(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
-        """Returns the seconds of an action by part; ``is_last``: what is still under way at its end is waited for."""
+        """Returns the seconds of an action by part.
+
+        ``is_last`` says that the rank does nothing after it, so that messages still under way at its end are waited
+        for.
+        """
         key = (id(shape.records), is_last)
         if key not in self._actions:
             self._actions[key] = (shape, self._walk(shape, is_last=is_last))

@@ -1,9 +1,9 @@
-"""The records of a layout: what each action of each stage does, from rehearsals of few blocks, extended to all.
+"""The records of a layout: what each action of each stage does, from rehearsals of few blocks, extrapolated to all.
 
 Blocks repeat, stages between the first and the last are alike, and so are the microbatches between the first and the
-last. So a layout of 96 blocks on 64 stages is rehearsed on 3 stages with 5 microbatches, with one block a chunk and
-with two (or four and five): whatever an action does is affine in its blocks. A model without alike blocks is rehearsed
-whole.
+last. So a layout of 96 blocks on 64 stages is rehearsed on 3 stages with 5 microbatches, once with one block in each
+chunk and once with two (or with four and with five, if parameters are unsharded on use): what an action does grows
+linearly with its blocks. A model without alike blocks is rehearsed with all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Held = tuple[int, ...]
 
 
 class ActionShape(NamedTuple):
-    """What one action does: its records, and the bytes held at each moment beyond those held before it."""
+    """What one action does: its operators and messages, and the bytes held at each moment beyond those before it."""
 
     records: tuple[Record, ...]
     moments: tuple[Held, ...]
@@ -55,7 +55,10 @@ class ActionShape(NamedTuple):
 
 
 class StageRecord(NamedTuple):
-    """One rehearsal of a stage: the blocks in each of its chunks, the bytes held before the step, and its actions."""
+    """One rehearsal of a stage: the blocks in each of its chunks, the bytes held before the step, and its actions.
+
+    ``update`` is the optimizer's step, and ``beside`` the bytes held beside tensors, by purpose.
+    """
 
     num_blocks: tuple[int, ...]
     num_microbatches: int
@@ -66,7 +69,10 @@ class StageRecord(NamedTuple):
 
 
 class StageRecords(NamedTuple):
-    """The rehearsals of a stage's kind with fewer and with more blocks; one alone if it was rehearsed as it is."""
+    """The rehearsals that stand for a stage, with fewer and with more blocks.
+
+    ``more`` is None if the stage was rehearsed once, with all its blocks.
+    """
 
     fewer: StageRecord
     more: StageRecord | None
@@ -74,7 +80,7 @@ class StageRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRecords:
-    """All that pricing needs of a layout: its schedule, each stage's records, and the blocks in each chunk."""
+    """All that pricing needs of a layout: its schedule, each stage's rehearsals, and the blocks in each chunk."""
 
     layout: Layout
     schedule: Schedule
@@ -86,7 +92,7 @@ class LayoutRecords:
 
     @cached_property
     def places(self) -> tuple[Mapping[Action, Place], ...]:
-        """For each stage the place of each action."""
+        """For each stage, the :class:`Place` of each of its actions, by which rehearsed actions are found."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
 
@@ -94,11 +100,13 @@ def record_layout(
     job: Job, layout: Layout, batch: tuple[Any, Any], device_type: str, *, optimizer: Any = torch.optim.AdamW,
     whole: bool = False, most_whole: int | None = None, model_plans: ModelPlans | None = None,
 ) -> LayoutRecords:  # fmt: skip
-    """Returns the records of a layout on a global batch (on the meta device), from as few rehearsals as it takes.
+    """Returns what each action of each stage does under a layout, from as few rehearsals as possible.
 
-    With ``whole``, every stage is rehearsed as it is. ``model_plans`` keeps what layouts of one model have in common.
-    Raises: LayoutError, PlanError: the model cannot have the layout, or more than ``most_whole`` stages would have to
-    be rehearsed as they are.
+    ``batch`` is a global batch on the meta device. With ``whole``, every stage is rehearsed as it is. ``model_plans``
+    caches what layouts of one model share.
+
+    Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
+        ``most_whole`` stages would have to be rehearsed as they are.
     """
     model_plans = ModelPlans(job.model) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
@@ -182,7 +190,7 @@ class _JobLayout(NamedTuple):
 
 
 def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
-    """Returns a batch on the meta device with the shapes of another, but for its number of samples."""
+    """Returns a batch of ``number`` samples on the meta device, with the dtypes and other sizes of ``batch``."""
     found: tuple[Any, Any] = tree_map_only(
         Tensor, lambda t: torch.empty((number, *t.shape[1:]), dtype=t.dtype, device="meta"), batch
     )

@@ -1,4 +1,4 @@
-"""One rank's step rehearsed on the meta device: its operators, messages and memory, by action, in program order."""
+"""Rehearses one rank's step on the meta device, and records its operators, messages and memory for each action."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class MessageRecord(NamedTuple):
-    """A collective or p2p message that a rank began: kind, axis, strategy, payload, and the ranks of its group."""
+    """A collective or p2p message that a rank began: kind, axis, strategy (``source``), payload, and group's ranks."""
 
     kind: str
     axis: str
@@ -34,7 +34,7 @@ class MessageRecord(NamedTuple):
 
 
 class WaitRecord(NamedTuple):
-    """The moment at which a rank waits for the message that it began as number ``began`` of the same action."""
+    """The moment at which a rank waits for a message, whose record has the number ``began`` in the same action."""
 
     began: int
 
@@ -44,7 +44,7 @@ Record = OperatorRecord | MessageRecord | WaitRecord
 
 @dataclass
 class ActionRecord:
-    """What one action of a schedule does on a rank: its records in program order, and the bytes held after each."""
+    """What one action of a schedule does on a rank: operators and messages in program order, and the bytes held."""
 
     records: list[Record] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
@@ -52,9 +52,10 @@ class ActionRecord:
 
 
 class RankRecord(NamedTuple):
-    """One rank's rehearsed step: by action what it does. "begin" and "optimizer" stand around the rest.
+    """One rank's rehearsed step: what each action of the schedule does, by the action's name.
 
-    ``beside`` are the bytes that the device holds beside tensors, by what holds them.
+    "begin" is what comes before the actions, and "optimizer" is the optimizer's step after them. ``beside`` are the
+    bytes that the device holds beside tensors, by purpose.
     """
 
     by_action: Mapping[str, ActionRecord]
@@ -64,7 +65,9 @@ class RankRecord(NamedTuple):
 def rehearse(
     job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
 ) -> RankRecord:
-    """Rehearses one rank's second step; see :func:`shardwright.ledger.account.predict_memory`.
+    """Returns what one rank does in its second training step, which is rehearsed on the meta device.
+
+    The step is the second so that optimizer state exists. See :func:`shardwright.ledger.account.predict_memory`.
 
     Raises: PlanError: the model's own code, or the loss, does not run without values.
     """
@@ -140,7 +143,10 @@ class _Follower(DispatchMode):
 
 
 def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any) -> OperatorRecord | None:
-    """Returns the record of one call of an operator, from the shapes that it reads and writes; None of a view."""
+    """Returns the FLOPs, bytes and dims of one call of an operator, from the shapes of the tensors it reads and writes.
+
+    It returns None for a view and any other operator that moves no bytes.
+    """
     packet = function._overloadpacket
     if function.is_view or packet in _FREE:
         return None

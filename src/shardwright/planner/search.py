@@ -1,9 +1,9 @@
-"""Searches the layouts of a model on a cluster: candidates from the registry of strategies, estimated, then priced.
+"""Searches the layouts of a model on a cluster: estimates every candidate, and prices the best of them.
 
-No axis and no option is named here: axes, sizes and options come from what strategies declare, so a new file is
-searched by itself. Every division of the ranks is estimated in closed form, with the options of copies and stages. The
-best estimates are priced from their own records, then what differs from the best by one option, as long as ``most``
-prices last.
+No axis and no option is named here: axes, sizes and options come from what strategies declare, so the options of a new
+strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
+the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and then layouts that
+differ from the best one by one option, until ``most`` layouts are priced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ Recorder = Callable[[Layout, int], LayoutRecords]
 
 @dataclass
 class Found:
-    """What a search has found: prices that fit, best first, those that do not, and why others were left out."""
+    """What a search has found: prices that fit the memory, prices that do not, and why other layouts were left out.
+
+    ``rejected`` counts layouts by reason, and ``nearest`` has the first layout left out for each.
+    """
 
     fit: list[Price] = field(default_factory=list)
     misfits: list[Price] = field(default_factory=list)
@@ -63,14 +66,17 @@ class Found:
         return len(self.fit) + len(self.misfits)
 
     def reject(self, reason: str, layout: Layout | str) -> None:
-        """Counts a layout that was left out, under the constraint that left it out."""
+        """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example."""
         self.rejected[reason] += 1
         self.nearest.setdefault(reason, str(layout))
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a search may choose: parts of a line that must hold, words that must not be there, precision and memory."""
+    """The constraints of a search: parts of a line that must be there, words that must not, precision and memory.
+
+    ``limit_bytes`` is the memory that a rank may take, and ``most`` the number of layouts to price.
+    """
 
     fix: str = ""
     without: tuple[str, ...] = ()
@@ -81,7 +87,7 @@ class Wanted:
     """The most stages that the model has whole blocks for. 0: unknown."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a layout has all fixed parts, and none of the words left out."""
+        """Returns whether a layout has all parts that must be there, and none of the words that must not."""
         items = str(layout).split()
         words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
         words |= {word.partition(":")[0] for word in words}
@@ -102,9 +108,10 @@ def _has(item: str, part: str) -> bool:
 
 
 def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
-    """Returns the best layouts for a global batch of so many samples on a cluster; none of them may fit.
+    """Returns the best layouts found for a global batch of ``batch`` samples on a cluster.
 
-    ``short`` rehearses and plans a model of few blocks for the estimates; without it they rehearse the model itself.
+    It may be that none of them fits the memory. ``record`` returns what a layout does in a step, from rehearsals.
+    ``short`` rehearses and plans a model of few blocks for the estimates; without it the model itself is rehearsed.
     """
     found, pricing = Found(), Pricing(cluster)
 
@@ -224,9 +231,9 @@ def _best(found: Found) -> Price:
 
 
 def options_beside(layout: Layout) -> Iterator[Layout]:
-    """Yields the layouts beside one: other recomputation, other microbatches, and options that strategies declare.
+    """Yields the layouts that differ from ``layout`` in recomputation, the number of microbatches, or one option.
 
-    An option is added, or put in another's place; the axes of the layout take turns.
+    An option is added to those of an axis, or replaces one of them; the axes of the layout take turns.
 
     >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
     ['dp2 recompute:full', 'mb2 dp2', 'dp2/zero3']
@@ -261,7 +268,9 @@ def _replaced(options: tuple[Option, ...], option: Option) -> Iterator[tuple[Opt
 
 
 def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, int]]:
-    """Yields the ways to divide ranks over axes: the size of each axis.
+    """Yields every way to divide ranks over axes, as the size of each axis; the sizes multiply to ``num_ranks``.
+
+    ``kinds`` has the names of the axes as its keys.
 
     >>> [each for each in divisions(4, {"dp": "copies", "tp": "operators"})]
     [{'dp': 1, 'tp': 4}, {'dp': 2, 'tp': 2}, {'dp': 4, 'tp': 1}]
@@ -365,6 +374,9 @@ def _fixed(factor: Factor, wanted: Wanted) -> Factor:
 
 
 def precision_of(cluster: Cluster) -> Precision:
-    """Returns the narrowest precision of which a device's profile has a peak of its own: bf16, else fp16, else fp32."""
+    """Returns the precision to compute in on a cluster.
+
+    It is bf16 if the device's profile has a peak for it, else fp16 if there is one for that, else fp32.
+    """
     known = dict(cluster.device.peaks)
     return "bf16" if "bf16" in known else "fp16" if "fp16" in known else "fp32"

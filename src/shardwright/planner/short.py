@@ -1,4 +1,4 @@
-"""A model with few of its alike blocks, for what a search asks of every way to cut operators and of every option."""
+"""``ShortModel``: a model with few of its repeated blocks, which a search plans and rehearses in place of the whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
 
 @dataclass
 class ShortModel:
-    """A model of which few blocks are planned; it is the model itself where no blocks, or too few, are alike."""
+    """A model of which only a few repeated blocks are planned and rehearsed, for the estimates of a search.
+
+    It is the whole model if it has too few alike blocks, or if the user gave roles to layers by name.
+    """
 
     model: nn.Module
     loss: nn.Module
@@ -42,14 +45,14 @@ class ShortModel:
 
     @property
     def blocks(self) -> AlikeBlocks | None:
-        """The alike blocks of the model."""
+        """The repeated blocks of the model, or None if no two are alike."""
         return self.model_plans.blocks
 
     @property
     def most_stages(self) -> int:
-        """The most stages that do not begin inside of a block: the alike blocks, where they are most of the model.
+        """The most pipeline stages that each have a whole block: the number of repeated blocks.
 
-        0 if other modules could be stages too.
+        It is 0 (unknown) if these have less than 80 % of the parameters, so that other modules could be stages too.
         """
         if self.blocks is None:
             return 0
@@ -63,7 +66,10 @@ class ShortModel:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """The bytes of a sample that enter an alike block: what a pipeline stage sends; 0 if no blocks are alike."""
+        """The bytes of one sample that enter a repeated block, which is what a pipeline stage sends to the next.
+
+        It is 0 if no blocks are alike, or if the model does not run on the meta device.
+        """
         if self.blocks is None:
             return 0
         sizes: list[int] = []
@@ -75,7 +81,9 @@ class ShortModel:
         return sizes[0] if sizes else 0
 
     def record(self, layout: Layout, samples: int) -> LayoutRecords:
-        """Returns the records of a layout without stages on a batch, as those of the whole model.
+        """Returns the records of a layout without pipeline stages on a batch of ``samples`` samples.
+
+        They are those of the whole model, extrapolated from the short one where that is possible.
 
         Raises: LayoutError, PlanError: as :func:`record_layout`.
         """
@@ -88,12 +96,19 @@ class ShortModel:
         return replace(records, num_blocks=((self.blocks.number,),))
 
     def plan(self, layout: Layout) -> Plan:
-        """Returns the plan of the short model. Raises: LayoutError, PlanError: it cannot have the layout."""
+        """Returns the plan of the short model under a layout, for a batch with one sample for each rank.
+
+        Raises: LayoutError, PlanError: the short model cannot have the layout.
+        """
         rows = first_rows(self.batch, layout.num_ranks)
         return make_plan(self._job(self._short, layout, rows), layout)[0]
 
     def summed_bytes(self, layout: Layout) -> int:
-        """Returns the bytes of gradients that a rank sums in a step of the short model, as strategies state them."""
+        """Returns the payload bytes of the all-reduces and reduce-scatters in a step of the short model.
+
+        The bytes are those of rank 0, as strategies state them. Under a layout of model copies they are the sums of
+        gradients.
+        """
         rows = first_rows(self.batch, num_shares(layout))
         job = self._job(self._short, layout, rows)
         plan, strategies = make_plan(job, layout)

@@ -1,6 +1,7 @@
-"""What all pictures share: figures 1,500 pixels wide, which are sharp at half that width, their colors and their title.
+"""Creates, styles and saves the matplotlib figures of all pictures: their size, their colors and their title.
 
-The colors are those of Okabe and Ito, which color-blind readers can tell apart; a letter repeats what a color says.
+Figures are 1,500 pixels wide, so that they are sharp when a page shows them at half that width. The colors are those of
+Okabe and Ito, which color-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ LEFT = 0.35
 
 
 def mixed(colour: str, part: float, other: float = 1) -> tuple[float, ...]:
-    """Mixes ``part`` of a color with white (``other`` = 1) or black (0)."""
+    """Returns a color mixed with white (``other`` = 1) or black (0), as (red, green, blue) from 0 to 1.
+
+    ``colour`` is text such as "#0072b2", and ``part`` is its share in the mixture.
+    """
     return tuple(part * int(colour[a : a + 2], 16) / 255 + (1 - part) * other for a in (1, 3, 5))
 
 
 def new_figure(height: float) -> Figure:
-    """Returns a white figure of this height in inches."""
+    """Returns an empty, white matplotlib figure of ``height`` inches, as wide as all pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -61,7 +65,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Writes a figure as a PNG, with the folders that are missing; returns the path."""
+    """Writes a matplotlib figure as the PNG file ``path`` and returns ``path``; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=DPI, metadata={"Software": "shardwright"})
     return path

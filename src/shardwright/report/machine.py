@@ -20,7 +20,11 @@ _SIZES = (4096, 2**20, 2**24)
 
 
 def measure_machine() -> dict[str, Any]:
-    """Returns this machine's hardware and versions, and measured speeds of a matrix product and of all-reduces."""
+    """Returns this machine's hardware and software versions, and measured speeds, as plain data for JSON.
+
+    The speeds are those of a matrix product on the CPU, in fp32, and of all-reduces of several sizes between two ranks,
+    which are started as processes. The ranks use accelerators if there are two or more.
+    """
     available, names = torch.distributed.is_available(), devices.names()
     x = torch.ones(512, 512)
     seconds = []
@@ -59,7 +63,7 @@ def _links(world: World) -> list[float]:
 
 
 def machine_text(found: Mapping[str, Any]) -> str:
-    """Returns the result of :func:`measure_machine` as text for the terminal."""
+    """Returns ``found``, the result of :func:`measure_machine`, as text for the terminal."""
     links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
     return "\n".join(
         [

@@ -63,7 +63,12 @@ def predicted_accounts(
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
-    """Returns each rank's peak memory as plain data: bytes in total and by kind, the action, the offloaded bytes."""
+    """Returns the peak memory of each rank as plain data for JSON, predicted and, if given, measured.
+
+    An entry has the bytes at the peak, in total and by kind, and the action, such as a microbatch's forward, in which
+    the peak is. Where there are such, it also has the offloaded bytes and an estimate of what an accelerator holds
+    beside tensors.
+    """
 
     def of(account: Account) -> dict[str, Any]:
         found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
@@ -77,7 +82,7 @@ def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[d
 
 
 def unit_of(num_bytes: int) -> tuple[int, str]:
-    """Returns (bytes, name) of the largest unit among KiB, MiB and GiB that is not larger than ``num_bytes``."""
+    """Returns (bytes, name) of the largest of KiB, MiB and GiB that fits into ``num_bytes``; KiB if none does."""
     return next(((size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= size), (2**10, "KiB"))
 
 
@@ -119,9 +124,9 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
 
 
 def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts | None = None) -> Path:
-    """Draws the memory over a step, by kind, of the rank with the highest peak, predicted and measured, as a PNG.
+    """Draws the memory over a step, by kind, of the rank with the highest predicted peak, as the PNG ``path``.
 
-    Returns the path.
+    Measured memory, if given, is drawn below the predicted memory. Returns the path.
     """
     rank = max(predicted, key=lambda each: predicted[each].peak_bytes)
     panels = [("predicted", predicted[rank])] + ([("measured", measured[rank])] if measured else [])

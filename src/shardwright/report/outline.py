@@ -17,9 +17,10 @@ MANY_RANKS = 16
 
 
 class Grid(NamedTuple):
-    """A 2-D grid of ranks along the two fastest axes of the mesh, which are named by ``rows`` and ``columns``.
+    """A 2-D grid of ranks along the last two axes of the mesh, whose names are ``rows`` and ``columns``.
 
-    ``height`` and ``width`` count all indices; ``cells`` has only ranks that are described, see ``describe``.
+    ``height`` and ``width`` are the sizes of these axes. ``cells`` maps (row, column) to the description of a rank. In
+    a large layout only one of several equal ranks is described, so cells may be missing.
     """
 
     title: str
@@ -31,7 +32,9 @@ class Grid(NamedTuple):
 
 
 def rank_grids(description: Description) -> tuple[Grid, ...]:
-    """Returns the ranks as 2-D grids, one for each coordinate on the mesh's slower axes; a missing axis is named "".
+    """Returns the ranks as 2-D grids over the last two axes of the mesh, one for each index on the other axes.
+
+    In a mesh of fewer than two axes, the name of a missing axis is "".
 
     >>> ranks = [{"rank": r, "coord": {"pp": r // 4, "dp": r // 2 % 2, "tp": r % 2}} for r in range(8)]
     >>> first, second = rank_grids({"mesh": {"pp": 2, "dp": 2, "tp": 2}, "ranks": ranks})
@@ -51,7 +54,7 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
 
 
 def num_grids(description: Description) -> int:
-    """Returns the number of 2-D grids that all ranks of the mesh make, including ranks that are not described."""
+    """Returns how many 2-D grids are drawn of a mesh: one for each index on the axes before the last two."""
     return prod([*description["mesh"].values()][:-2])
 
 
@@ -85,7 +88,9 @@ class RankGroup(NamedTuple):
 
 
 def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGroup]:
-    """Returns the groups of ranks to list: one for each rank, or with more than ``many`` ranks one for equal ranks.
+    """Returns the ranks in groups to list; up to ``many`` ranks, each is a group of its own.
+
+    With more ranks, those that store and send the same are one group.
 
     >>> alike = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
     >>> ranks = [{"rank": r, "coord": {"dp": r // 2, "tp": r % 2}, **alike, "samples": r % 2} for r in range(20)]
@@ -123,9 +128,10 @@ def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """A row of the table of layers that ``show`` prints; layers that differ only in their block's number share one.
+    """A row of the table of layers that ``show`` prints, for layers that differ only in the number of their block.
 
-    ``module`` is their path, with * for numbers; ``kind`` the class, ``why`` the reason for the role, ``shapes`` text.
+    ``module`` is the path of these ``num_layers`` layers, with * for numbers, and ``kind`` is their class. ``role``
+    says how they are parallelized and ``why`` gives the reason. ``shapes`` describes each parameter as text.
     """
 
     module: str

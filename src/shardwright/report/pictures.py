@@ -51,15 +51,16 @@ _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
 def draw_layout(description: Description, path_png: Path) -> Path:
-    """Draws the grid of ranks, colored by the slice of the parameters on each, above a bar of each rank's memory.
+    """Draws a layout as the PNG ``path_png`` and returns the path: a grid of ranks, above a bar of each rank's state.
 
-    Returns the path.
+    The color and the letter of a rank stand for the slice of the parameters that it stores. State is parameters,
+    gradients and optimizer state. Large grids are shortened.
     """
     return save_figure(layout_figure(description), path_png)
 
 
 def layout_figure(description: Description) -> Figure:
-    """Returns the matplotlib figure that :func:`draw_layout` saves; the gid of a cell is ``rank`` and its number."""
+    """Returns the matplotlib figure that :func:`draw_layout` saves; the gid of the cell of rank 3 is "rank 3"."""
     grids, total = rank_grids(description), num_grids(description)
     shown = shortened(total, _MOST_GRIDS)
     columns, rows = shortened(grids[0].width, _MOST_CELLS), shortened(grids[0].height, _MOST_CELLS)
@@ -177,17 +178,20 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
 
 
 def draw_loss(rows: Rows, path: Path) -> Path:
-    """Draws the training loss by step, and the evaluation loss if it was measured; returns the path."""
+    """Draws the training loss by step, and the evaluation loss if it was measured, as a PNG; returns its path."""
     return draw_losses({"": rows}, path)
 
 
 def draw_losses(runs: Mapping[str, Rows], path: Path) -> Path:
-    """Draws the loss curves of several runs over each other, the first the widest so that equal curves stay visible."""
+    """Draws the loss curves of several runs over each other, as a PNG, and returns its path.
+
+    ``runs`` has the metrics of each run by its label. The first curve is the widest, so that equal curves can be seen.
+    """
     return save_figure(losses_figure(runs), path)
 
 
 def losses_figure(runs: Mapping[str, Rows]) -> Figure:
-    """Returns the matplotlib figure that :func:`draw_losses` saves: a line for each run and one for its evaluations."""
+    """Returns the matplotlib figure that :func:`draw_losses` saves: a line for each run, and its evaluation losses."""
     figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.13, 0.89, 0.72))
     style_axes(axes)

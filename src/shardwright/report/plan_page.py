@@ -1,4 +1,4 @@
-"""Prices of layouts as a page: one HTML file with the picture, the parts of the best step, and every constant."""
+"""Writes the predicted costs of layouts as one HTML page: a picture, tables, and all constants of the prediction."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from shardwright.report.plan_picture import plans_figure
 
 
 def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference] = (), *, title: str = "Plan") -> Path:
-    """Writes a page about priced layouts, the best first, and about those ``compared`` with it; returns the path.
+    """Writes an HTML page about the layouts of ``plans``, the best first, to ``path``; returns the path.
 
-    The file opens without a network and follows the reader's light or dark setting.
+    It shows each layout's predicted step and memory, the parts of the best layout's step, its memory by stage, and why
+    the second best, and each layout in ``compared``, takes longer. The file opens without a network and follows the
+    reader's light or dark setting.
     """
     rest = [each for each in plans.layouts[1:2] if plans.fits(each)]
     sections = [

@@ -1,4 +1,4 @@
-"""Prices of layouts as a picture: each step as a bar of its parts, and beside it the memory that it takes."""
+"""Draws the predicted costs of layouts: for each, a bar of the parts of its step, and a bar of the memory it takes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _GREYS = {"launch": "#9aa5b1", "bubble": "#d5dae0", "other": "#52606d"}
 
 
 def draw_plans(plans: Plans, path_png: Path) -> Path:
-    """Draws the priced layouts, the best first, as a PNG: seconds by part, and memory; returns the path."""
+    """Draws the first ten layouts of ``plans``, the best first, as a PNG, and returns its path.
+
+    Each has a bar of the predicted seconds of its step, by part, and a bar of its memory with the limit.
+    """
     return save_figure(plans_figure(plans), path_png)
 
 
 def plans_figure(plans: Plans) -> Figure:
-    """Returns the figure that :func:`draw_plans` saves; a bar's id is "LAYOUT: PART"."""
+    """Returns the matplotlib figure that :func:`draw_plans` saves; the gid of a bar is "LAYOUT: PART"."""
     shown = plans.layouts[:_MOST_LAYOUTS]
     parts = parts_of_step(*(each.waterfall for each in shown))
     coloured = [name for name in parts if name not in _GREYS]

@@ -156,7 +156,7 @@ def _samples(rank: Rank) -> str:
 
 
 def table_of(*heads: str, numbers: bool = False) -> Table:
-    """Returns an empty table (rich) with these column heads; with ``numbers``, all but the first align to the right."""
+    """Returns an empty table (of rich) with these column heads; ``numbers`` aligns all columns but the first right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, head in enumerate(heads):
         table.add_column(head, overflow="fold", justify="right" if numbers and position > 0 else "left")

@@ -1,4 +1,7 @@
-"""Prepares pipeline timelines for drawing, as text, picture or page: names, times from zero, units, bubbles, chunks."""
+"""Prepares pipeline timelines for drawing as text, as a picture or as a page.
+
+It gives each a name, moves its times to begin at zero, counts bubbles and chunks, and chooses units and axis ticks.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ NOTHING = "nothing to draw: no action takes any time"
 class Outline(NamedTuple):
     """A pipeline timeline prepared for drawing by :func:`outlines`: its first action begins at zero.
 
-    ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle, ``peaks[s]`` its peak in bytes, 0 if
-    memory was not counted. ``chunks[s]`` maps each chunk of the stage to its index among them. If memory changes
-    more than once at one time, only the last change is kept.
+    ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle, and ``peaks[s]`` its peak of activation
+    memory in bytes, 0 if memory is not known. ``chunks[s]`` maps the number of each chunk of the stage to its place
+    among the stage's chunks. If memory changes more than once at one time, only the last change is kept.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Outline(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """One line of text: the makespan, the bubble and, if counted, the largest memory peak and its stage."""
+        """One line of text: the makespan, the bubble and, if known, the largest memory peak and its stage."""
         if not self.makespan_s:
             return NOTHING
         times = f"makespan {precise_time(self.makespan_s)}, bubble {percent(self.bubble)}"
@@ -72,7 +75,10 @@ class Outline(NamedTuple):
 
 
 def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
-    """Returns pipeline timelines prepared for drawing; two of the same name are called predicted and measured.
+    """Returns pipeline timelines prepared for drawing, with names that differ.
+
+    Two timelines of one name get the endings "predicted" and "measured", in this order. If more than two timelines are
+    given and names repeat, all are numbered.
 
     >>> from shardwright.plan.schedule import Action
     >>> timeline = Timeline("1f1b", ((Span(Action("F", 0), 3, 4), Span(Action("B", 0), 6, 7)),))
@@ -109,7 +115,7 @@ def _outline(name: str, timeline: Timeline) -> Outline:
 
 
 def digits_of(longest_s: float) -> int:
-    """Returns the number of decimals to round times in seconds to, which resolves a billionth of ``longest_s``."""
+    """Returns to how many decimals to round times in seconds, so that a billionth of ``longest_s`` is still seen."""
     return 9 - floor(log10(longest_s)) if longest_s else 9
 
 
@@ -139,7 +145,7 @@ _UNITS = (
 
 
 def time_unit(longest_s: float) -> TimeUnit:
-    """Returns the largest unit of time that fits at least twice into ``longest_s`` seconds.
+    """Returns the largest unit of time that fits at least twice into ``longest_s`` seconds; for 0 it is the second.
 
     >>> [time_unit(seconds).name for seconds in (0, 3e-6, 0.9, 90, 130, 7200)]
     ['s', 'µs', 'ms', 's', 'min', 'h']
@@ -150,7 +156,7 @@ def time_unit(longest_s: float) -> TimeUnit:
 
 
 def precise_time(seconds: float) -> str:
-    """Returns a time as text with three digits in a fitting unit, or in whole seconds from a minute on.
+    """Returns a time as text: with three digits in a fitting unit or, from a minute on, in whole units.
 
     >>> [precise_time(seconds) for seconds in (0, 3.2e-6, 0.0123, 1.5, 75, 4000)]
     ['0 s', '3.20 µs', '12.3 ms', '1.50 s', '1 min 15 s', '1 h 06 min']

@@ -1,4 +1,4 @@
-"""Writes pipeline timelines as an interactive HTML page with its own script, followed by the timelines as text."""
+"""Writes pipeline timelines as an HTML page that a script makes interactive, followed by the timelines as text."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Sizes(NamedTuple):
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Draws pipeline timelines as a PNG on one time axis, each above its memory if counted. Returns the path.
+    """Draws pipeline timelines as a PNG on one time axis, each above its memory if that is known. Returns the path.
 
     Gray is idle time; later chunks of a stage are lighter. Any number of stages and actions can be drawn: if most
     actions are narrower than two pixels, each pixel has the mean color. Without actions, the picture says so.
@@ -66,7 +66,7 @@ def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Time
 
 
 def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> Figure:
-    """Returns the matplotlib figure of :func:`draw_timelines`: for each timeline its stages, and memory if counted."""
+    """Returns the matplotlib figure that :func:`draw_timelines` saves: each timeline's stages and their memory."""
     drawn = outlines(timelines) or outlines([Timeline("no timeline", ())])
     longest = max(outline.makespan_s for outline in drawn)
     unit = time_unit(longest)
@@ -260,7 +260,10 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
 
 
 def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
-    """Returns the color of a pipeline action: that of its kind, lighter for later chunks of the stage."""
+    """Returns the color of a pipeline action, as (red, green, blue) from 0 to 1: that of its kind of action.
+
+    It is lighter for later chunks: ``place`` is that of the action's chunk among the ``num_chunks`` of the stage.
+    """
     return mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
 
 

@@ -54,9 +54,10 @@ class _Scale(NamedTuple):
 def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool = False) -> str:
     """Returns pipeline timelines as text for a terminal of ``width`` characters, one below the other on one time axis.
 
-    An action shows its kind, and its microbatch and fill if they fit; a blank is idle time. Each row ends with the
-    stage's bubble and, if counted, its peak memory. At most 16 stages are drawn; the text says so, and how many actions
-    are too short to be seen. Below some 40 characters, rows are longer than ``width``. ``colour`` adds ANSI codes.
+    An action shows its kind and, if they fit, its microbatch and a fill; a blank is idle time. Each row ends with the
+    stage's bubble and, if it is known, its peak memory. At most 16 stages are drawn; the text says so, and how many
+    actions are too short to be seen. Below some 40 characters, rows are longer than ``width``. ``colour`` adds ANSI
+    codes.
 
     >>> F, B = Action("F", 0), Action("B", 0)
     >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
@@ -117,7 +118,10 @@ def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
 
 
 def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[tuple[Action | None, str]]:
-    """Yields (action, cells) of a stage's row from left to right; idle time has the action None."""
+    """Yields (action, text of its cells) for a stage's row, from left to right; for idle time the action is None.
+
+    ``scale`` has the seconds of a cell and the number of cells. Actions that cover the middle of no cell are left out.
+    """
     spans, chunks = outline.spans[stage], outline.chunks[stage]
     at, doing = 0, list[Span | None]()
     for cell in range(scale.num_cells):

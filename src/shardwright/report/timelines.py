@@ -53,7 +53,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> Path:
     """Writes a Chrome trace with a process for each timeline and a thread for each stage. Returns the path.
 
     An action is one complete event, in microseconds since its timeline's first action, with its kind, microbatch and
-    chunk; the memory of a stage, if counted, is a counter in bytes.
+    chunk. The memory of a stage, if it is known, is a counter in bytes.
     """
     drawn = outlines(timelines)
     events = [event for number, outline in enumerate(drawn, 1) for event in _events(number, outline)]

@@ -1,7 +1,7 @@
 """Activation checkpointing: autograd keeps only the inputs of a block, and the backward runs its forward again.
 
 torch's own checkpointing (``torch.utils.checkpoint``) does the same, but imports torch's compiler with the first call,
-and does not expect that collectives overwrite results in place::
+and does not expect that collectives overwrite results in place. What is saved, and what is recomputed::
 
     forward     x --> [ norm . product . gelu . product ] --> y      saved: x; selective: also the products' results
     backward    x --> [ norm . product . gelu . product ]            recomputed at the first use of a missing tensor
@@ -44,8 +44,8 @@ COSTLY = (
 def checkpoint_activations(job: Job, plan: Plan) -> None:
     """Puts activation checkpointing around the modules that the plan lists as ``recomputed``, in place.
 
-    Ranks that share operators recompute a block to its end, so that all make the same collective calls; other ranks
-    stop as soon as the backward has all saved tensors.
+    Ranks that compute operators together (tensor parallelism) recompute a block to its end, so that all make the same
+    collective calls; other ranks stop as soon as the backward has all saved tensors.
     """
     snapshots = tuple(each.snapshot for each in (job.rng, job.batch_shard, job.frame) if each is not None)
     selective = plan.layout.recompute == "selective"
@@ -215,8 +215,9 @@ class CheckpointedBlock:
     """A module's forward under activation checkpointing; a call with gradients disabled runs the plain forward.
 
     ``snapshots`` return functions that restore state which a forward reads and changes beside its inputs, such as
-    random numbers: a recomputation starts with the state of the first run. ``shared`` means that other ranks take part:
-    a recomputation then runs to its end, so that all make the same collective calls.
+    random numbers: a recomputation starts with the state of the first run. With ``selective``, the results of matrix
+    products, convolutions and attention are kept instead of recomputed. ``shared`` means that other ranks take part: a
+    recomputation then runs to its end, so that all make the same collective calls.
 
     >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     >>> block = CheckpointedBlock("layers", layers, layers.forward)
@@ -248,7 +249,10 @@ class CheckpointedBlock:
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
-        """A context in which BatchNorms update copies of their running statistics, as in a recomputation."""
+        """A context for recomputations, in which training BatchNorms update copies of their running statistics.
+
+        The statistics themselves were updated by the first forward.
+        """
         norms = [module for module in self.module.modules() if kind_of(module) in BATCH_NORMS and module.training]
         before = [dict(norm._buffers) for norm in norms]
         for norm in norms:

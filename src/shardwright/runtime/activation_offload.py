@@ -7,7 +7,7 @@
 
 A storage is copied once and whole, however many saved tensors are views of it. It comes back with the same strides, so
 that results are equal to the last bit. Parameters and buffers are not copied: they stay on the device anyway. Copies to
-host memory and back run beside the computation, and the host does not wait for them.
+host memory and back overlap the computation, and the host does not wait for them.
 """
 
 from __future__ import annotations

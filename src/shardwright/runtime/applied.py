@@ -1,4 +1,4 @@
-"""``Applied``, the result of a strategy's ``apply``: events, stored parameters and hooks, from which a run is built."""
+"""``Applied``, the result of a strategy's ``apply``: event listeners, stored parameters and hooks for a rank's run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Offload(Protocol):
-    """Parameter shards and optimizer state in host memory or on disk, which the optimizer updates by param group."""
+    """Parameter shards and optimizer state in host memory or on disk, updated one param group after the other."""
 
     @property
     def place(self) -> str:
@@ -40,12 +40,15 @@ class Offload(Protocol):
 
         ``make`` creates an optimizer of the same kind over other parameters.
 
-        Raises: PlanError, on every rank: too little room.
+        Raises: PlanError, on every rank: there is too little memory or disk space for the state.
         """
         ...
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Returns the offloaded tensor for the entry ``key``, such as ``exp_avg``, of a parameter's optimizer state."""
+        """Returns the tensor that stores the entry ``key``, such as ``exp_avg``, of a parameter's optimizer state.
+
+        For a parameter that is not offloaded it is a new tensor beside the parameter.
+        """
         ...
 
     def put_away(self) -> None:
@@ -72,10 +75,12 @@ class Applied:
     - ``parameters``: stored parameters, by the name of the model's parameter that they replace for the optimizer and
       for gradients, where a parameter is stored in another form than in computation.
     - ``work``: this rank's part of the model, for pipeline stages.
-    - ``frame``: code around the model's forward. Pipeline stages, which run the modules inside, call it; else hooks do.
+    - ``frame``: code to run around the model's forward. Pipeline stages call it, because they do not call the model's
+      own forward; without a pipeline the model's hooks call it.
     - ``late``: parameters whose gradients autograd does not accumulate; they are final after ``after_backward``.
-    - ``summed``: whether the stored gradients of a param group are final in this step, ready for gradient sync.
-    - ``offload``: the state that is stored off this rank's device.
+    - ``summed``: returns whether the stored gradients of the named param group are final in this step, so that gradient
+      sync may send them.
+    - ``offload``: the state that is stored in host memory or on disk.
     - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
     """

@@ -1,4 +1,7 @@
-"""Refuses models whose forward changes a buffer each time: microbatches would change it several times a step."""
+"""Raises an error for models whose forward changes a buffer at every call.
+
+With microbatches such a buffer would change several times in a step, and depend on their number.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from shardwright.errors import PlanError
 
 
 class BufferWrites:
-    """Raises an error for buffers that every microbatch changes, so that their values depend on ``mb``.
+    """Raises PlanError for a buffer that every microbatch changes, so that its value depends on ``mb``.
 
-    It watches the first two microbatches of each chunk. A buffer that is written once, like a table that is filled at
-    its first use, is allowed. Writes are found by torch's version counters. BatchNorms are refused by their type,
-    before anything runs.
+    The first two microbatches of each chunk are watched: a buffer that the first writes, as torch's version counters
+    show, must keep its values in the second. A buffer that is written once, like a table that is filled at its first
+    use, is allowed. BatchNorms are refused elsewhere, by their type, before anything runs.
 
     >>> model = nn.BatchNorm1d(2)
     >>> written = BufferWrites(model)
@@ -38,7 +41,7 @@ class BufferWrites:
     def watching(self, chunk: int, num_microbatches: int) -> Iterator[None]:
         """A context around one microbatch's training forward of a chunk, which checks it for buffer writes.
 
-        Raises: PlanError: it changes a buffer that the microbatch before has changed too.
+        Raises: PlanError: the second microbatch changes a buffer that the first one has written.
         """
         names = self._by_chunk.get(chunk)
         if names == ():  # both microbatches were checked, or the first one wrote nothing

@@ -1,13 +1,14 @@
-"""Compiles the blocks of a model with ``torch.compile``; equal blocks, on all threads, share one compiled function.
+"""Compiles the blocks of a model with ``torch.compile``; blocks with the same code and shapes share one function.
 
 ::
 
     x -> UNSHARD_BLOCK -> COMPILE [ norm . product . attend . product . gelu . product ] -> y      one graph, no break
                                            |                     the collectives of a product are one operator in it
 
-A block runs uncompiled where its code may not be skipped or frozen: in the first forward, whose calls are inspected;
-where its modules have hooks of the user; where it draws other random numbers than dropout's; and for good if its code
-cannot be compiled. For each reason one warning is logged for all equal blocks.
+A block runs its own code, uncompiled, while a torch mode inspects its calls, as in the first forward; if modules in it
+have hooks of the user; if it may draw other random numbers than dropout's; if torch's attention in it runs replaced
+code; and for good if its code cannot be compiled. Each reason but the first is logged once, as a warning, for all
+blocks that share a function.
 
 The compiler's own checks (guards) see changed sizes, settings and train/eval modes, and compile again: sizes that have
 changed once may then vary freely. After torch's limit of 8 times the blocks stay uncompiled, with a warning.
@@ -57,9 +58,9 @@ _ATTRIBUTE = "_compiled_block"
 
 
 def check_compiler(layout: Layout, everyone: Axis) -> None:
-    """Checks that each rank has the C++ compiler that ``torch.compile`` needs on a CPU, if the layout compiles.
+    """Raises PlanError, on every rank, if a rank lacks the C++ compiler that ``torch.compile`` needs on a CPU.
 
-    Raises: PlanError, on every rank, if one of them lacks it. Traffic: one gather of text, of layouts that compile.
+    Only layouts that compile with inductor, on CPUs, are checked. Traffic: one gather of text if so, else none.
     """
     if layout.compile != "inductor" or everyone.device.type != "cpu":
         return
@@ -83,7 +84,10 @@ def _problem_of_compiler() -> str:
 
 
 def compile_blocks(job: Job, plan: Plan) -> None:
-    """Replaces the forwards of the modules that the plan lists as ``compiled`` by compiled code, in place."""
+    """Wraps the forwards of the modules that the plan lists as ``compiled``, in place, so that they run compiled code.
+
+    Nothing is compiled before the first forwards.
+    """
     if plan.layout.compile is None:
         return
     define_operators()
@@ -103,10 +107,11 @@ def compiled_blocks_in(module: nn.Module) -> tuple[CompiledBlock, ...]:
 
 
 def step_uncompiled(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer.step`` and compilation wait for each other, for ranks that are threads of one process.
+    """Makes ``optimizer.step`` and compilation by other threads wait for each other, if ranks are threads.
 
     torch's optimizers ask ``torch.compiler.is_compiling()``, one flag for all threads, and round numbers to float32
-    while it is set: a rank that did so alone would no longer have the parameters of the others.
+    while it is set: a rank that did so alone would get other parameters than the other ranks. A step with a closure
+    does not wait.
     """
     from torch._dynamo.convert_frame import compile_lock
 
@@ -123,9 +128,10 @@ def step_uncompiled(optimizer: torch.optim.Optimizer) -> None:
 
 
 class CompiledCode:
-    """One compiled function that blocks with the same code and shapes share, and its problem if it does not compile.
+    """A compiled function that blocks of the same class, parameter shapes, layout and backend share.
 
-    If ranks are threads, one compiles and the others wait for it, or each would compile the same code.
+    ``problem`` is the compiler's error as text, or empty; ``num_compiled`` counts the compiled graphs. If ranks are
+    threads, one of them compiles and the others wait for it.
     """
 
     def __init__(self, kind: str, backend: str) -> None:
@@ -213,14 +219,15 @@ class CompiledBlock:
         self._runs_compiled: list[bool] = []  # of the next call, if that repeats another
 
     def around(self, forward: Callable[..., Any]) -> CompiledBlock:
-        """Sets the forward to compile, and returns this object, which is called in its place."""
+        """Sets the forward to compile, and returns this object, which the module calls in place of that forward."""
         self._forward = forward
         return self
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that makes a recomputation run compiled if, and only if, the first forward did.
+        """Returns a function that makes a recomputation run compiled code if, and only if, the coming forward does.
 
-        The first forward is the next call after this one; the function is called before the recomputation.
+        Activation checkpointing takes the snapshot before a forward, and calls the function before it recomputes that
+        forward.
         """
         decided = self._runs_compiled = []
 

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and pinned host memory on a stream of their own, beside the computation."""
+"""Copies tensors between an accelerator and pinned host memory on a separate stream, overlapping the computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Made = TypeVar("Made")
 
 
 def host_arrival(device: torch.device) -> Callable[[], None]:
-    """Returns a function that blocks the host until all work queued so far on the current stream is done."""
+    """Returns a function that blocks the host until all work queued so far on the current stream is done.
+
+    For a device that is the host itself the function does nothing.
+    """
     if device.type in devices.HOST:
         return lambda: None
     wait: Callable[[], None] = devices.module_of(device).current_stream().record_event().synchronize
@@ -24,10 +27,11 @@ def host_arrival(device: torch.device) -> Callable[[], None]:
 
 
 class CopyStream:
-    """A stream of an accelerator on which copies run beside the computation, in the order in which they are started.
+    """A stream of an accelerator on which copies overlap the computation, in the order in which they are started.
 
-    With ``most_under_way`` the computation waits where more copies would be under way, so that their sources, which are
-    kept until they are copied, do not fill the device while the host queues work far ahead.
+    The source of a copy is kept in memory until the copy is over. With ``most_under_way`` the current stream waits for
+    the oldest copy as soon as more copies than that are under way, so that sources do not fill the device while the
+    host queues work far ahead.
     """
 
     def __init__(self, device: torch.device, most_under_way: int | None = None) -> None:
@@ -61,10 +65,11 @@ class CopyStream:
         return lambda: self._module.current_stream().wait_event(event)
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Returns a copy of a tensor on the device; it may be used after a call of :meth:`arrival`'s function.
+        """Starts copying a tensor to ``device`` and returns the copy, usable once :meth:`arrival`'s function is called.
 
-        Its memory is allocated on the current stream, so that it may be freed there. A tensor that is on the device
-        already is copied too, since the code that made it may write into it for the next batch.
+        The copy's memory is allocated on the current stream, so that it may be freed there. A tensor that is on the
+        device already is copied too, on the current stream, because the code that made it may write into it for the
+        next batch.
         """
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
@@ -75,9 +80,11 @@ class CopyStream:
 
 
 def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream) -> Iterator[Made]:
-    """Yields ``make(each)`` for each item of ``given``, made one item ahead: copies overlap the use of the item before.
+    """Yields ``make(each)`` for each item of ``given``, calling ``make`` one item ahead of the item that is yielded.
 
-    So one item more is read from ``given`` than was yielded. An error is raised after all items made before it.
+    So the copies that ``make`` starts on ``copies`` overlap the use of the item before; the current stream waits for
+    them when their item is yielded. One item more is read from ``given`` than was yielded. An error of ``given`` or
+    ``make`` is raised after all items made before it were yielded.
     """
     ahead: list[tuple[Made, Callable[[], None]]] = []
     iterator, failure = iter(given), None

@@ -17,7 +17,9 @@ CALL = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def support_empty_batches(model: nn.Module) -> None:
-    """Makes pixel shuffles, instance norms and attention in ``model`` accept empty batches, in the backward too.
+    """Makes torch's pixel shuffles, instance norms and ``nn.MultiheadAttention`` in ``model`` accept empty batches.
+
+    Their forwards are wrapped, in place, and the backward works too.
 
     >>> import torch
     >>> model, none = nn.PixelShuffle(2), torch.zeros(0, 8, 3, 3, requires_grad=True)

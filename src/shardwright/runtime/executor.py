@@ -1,4 +1,4 @@
-"""The executor: runs a schedule's actions (F, B, I, W) on this rank's part of the model, and fires strategies' events.
+"""The executor: runs a schedule's actions on this rank's part of the model, and calls the listeners of each event.
 
 A rank's part of the model is a :class:`ModelPart`: chunks that receive a microbatch or the activations of another
 stage, and compute the loss or send to other stages. Without a pipeline it is one chunk, the whole model. One step, with
@@ -55,11 +55,12 @@ from shardwright.runtime.timeline import Span
 
 
 class Microbatch(NamedTuple):
-    """A rank's samples of one microbatch, or of a batch before it is split, and their indices in the global batch.
+    """A rank's inputs and targets of one microbatch, or of a batch before it is split.
 
-    ``num_global`` is the number of samples of the global batch, None if every rank holds all samples; ``num_tokens`` is
-    the number of tokens of each sample on all ranks together, if sequences are sharded. ``of_global`` are some elements
-    of the global batch, by which ranks find that theirs are in another order.
+    ``samples`` are the indices of its samples in the global batch. ``num_global`` is the number of samples of the
+    global batch, None if every rank holds all samples. ``num_tokens`` is the number of tokens of each sample on all
+    ranks together if sequences are sharded, else 0. ``of_global`` are some elements of the global batch, by which ranks
+    find out whether their global batches have another order; it may be empty.
     """
 
     inputs: Any
@@ -78,9 +79,9 @@ def _nothing(*_: Any) -> None:
 class Events:
     """Callbacks of one strategy or other listener for the events of a training step, in the order in which they fire.
 
-    All ranks fire the same events in the same order, so that listeners may call collectives. ``restart`` fires before a
-    forward without a step too, and ``after_optimizer`` whenever stored parameters have changed, as after a checkpoint
-    is loaded.
+    All ranks of a pipeline stage fire the same events in the same order, so that listeners may call collectives.
+    ``restart`` also fires before an evaluation or a prediction, and ``after_optimizer`` whenever stored parameters have
+    changed, as after a checkpoint is loaded. ``during`` returns a context that is open while an action runs.
     """
 
     restart: Callable[[], None] = _nothing
@@ -104,10 +105,11 @@ class OutputHandler(Protocol):
 
 @dataclass
 class LossOutput:
-    """Computes the loss of each microbatch for its backward, and collects each one's loss sum and count of targets.
+    """Computes each microbatch's loss from the model's output, for the backward and for the mean loss of the step.
 
-    Backward runs on the loss sum times ``scale``. With ``widen`` the loss is computed from the output in float32: a sum
-    of many numbers loses its digits in bf16 or fp16.
+    Backward runs on the loss sum times ``scale``. ``sums`` collects, for each microbatch, a float64 tensor of the loss
+    sum, unscaled, and the number of targets. With ``widen`` the output is cast to float32 first, because a sum of many
+    numbers in bf16 or fp16 loses digits.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -137,7 +139,7 @@ class CollectedOutput:
 
 
 class ModelPart(Protocol):
-    """A rank's chunks of the model with their forwards and p2p messages, which the executor calls action by action."""
+    """This rank's chunks of the model: the forwards, gradients and p2p messages that the executor calls by action."""
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares to run a schedule on ``microbatches``; ``last`` takes the model's output on each of them."""
@@ -200,9 +202,10 @@ class Executor:
     """Runs one step's forwards and backwards, as a schedule lists them, on this rank's part of the model.
 
     ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned. A
-    microbatch without samples runs like any other, on tensors with no rows: another rank's may have samples, and both
-    must make the same collective calls. ``spans`` are the actions of the last run with their start and end, without the
-    time in which they waited for other ranks.
+    microbatch without samples runs like any other, on tensors with no rows: the microbatch of another rank may have
+    samples, and both ranks must make the same collective calls. ``spans`` are the actions of the last run with their
+    start and end, as ``clock`` gives them. The wait for p2p messages before an action is not in its span; waits in
+    collectives are.
     """
 
     clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device
@@ -240,6 +243,9 @@ class Executor:
         """Runs the actions of pipeline stage ``stage`` in order on ``microbatches``; ``last`` takes the model's output.
 
         All-reduces of gradients may still be running afterwards; gradient sync waits for them.
+
+        Raises: PlanError: the model draws random numbers that depend on the layout, changes a buffer in every
+            microbatch, or gives a parameter another gradient after the gradients of its param group were sent.
         """
         self.work.begin(schedule, microbatches, last)
         self._done, self.spans = {}, []
@@ -266,7 +272,11 @@ class Executor:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """A context around one action, which enters the ``during`` contexts of all listeners."""
+        """A context around one action, which enters the ``during`` contexts of all listeners.
+
+        Outside of such a context, a call of the model's forward raises PlanError if the model has pipeline stages or
+        the ranks of one model copy have different rows of the batch: the output would be wrong.
+        """
         with ExitStack() as stack:
             for events in self.events:
                 if events.during is not None:
@@ -278,9 +288,9 @@ class Executor:
                 self._in_action = before
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
-        """Returns the param groups in the order in which ``actions`` complete their gradients.
+        """Returns the param groups in the order in which the actions of a step complete their gradients.
 
-        The order is the same on all ranks of ``dp``.
+        The order is the same on all ranks of a pipeline stage.
         """
         last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
         chunks = [self._chunks[group.name] for group in self.param_groups]

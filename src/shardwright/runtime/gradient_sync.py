@@ -1,7 +1,8 @@
 """Gradient sync: all-reduces each param group's gradients, during the backward, over the ranks that share parameters.
 
 Which axes are summed is derived from the plan. A group is sent as soon as its gradients are final, in the same order on
-every rank: in one message the gradients that the same ranks share whole, in one the boxes that they share in part.
+every rank. Each set of ranks that share gradients sends one message of the gradients that they share whole, and one of
+the boxes that they share of other gradients.
 
 The sum also shows whether any rank's backward has reached a parameter, by the sign of its zeros::
 
@@ -43,7 +44,10 @@ UNREACHED = -0.0
 
 @torch.no_grad()
 def mark_reached(gradients: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
-    """Marks gradients as reached by a backward: negative zeros at the given flat positions become positive."""
+    """Marks gradients as reached by a backward: negative zeros at some positions become positive, in place.
+
+    ``gradients`` are pairs of a contiguous gradient and the positions in it, counted as if it were flat.
+    """
     marks = [flat[place] for flat, places in ((g.view(-1), places) for g, places in gradients) for place in places]
     if marks:
         torch._foreach_add_(marks, 0.0)
@@ -52,7 +56,7 @@ def mark_reached(gradients: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
 def is_reached(summed: Tensor) -> bool:
     """Returns whether any rank's backward has reached a parameter, by the signs of its summed gradient.
 
-    It is True on the meta device.
+    Only a gradient whose elements are all negative zeros was not reached. On the meta device the result is True.
 
     >>> unreached, gradient = torch.full((3,), UNREACHED), torch.zeros(3)
     >>> mark_reached([(gradient, [0])])
@@ -131,8 +135,9 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 class GradientSync:
     """All-reduces the gradients of each param group over the ranks that share its parameters, overlapping the backward.
 
-    ``stored`` are the parameters that ZeRO stores in another form: their gradients are summed in that form, once
-    ``summed(group)`` is true, that is after ZeRO's own reduce-scatters.
+    ``joined(names)`` returns the one axis that joins the axes of these names. ``stored`` are the parameters that ZeRO
+    stores in another form: their gradients are summed in that form, once ``summed(group)`` is true, that is after
+    ZeRO's own reduce-scatters. A parameter that no rank's backward has reached gets no gradient, as on one device.
     """
 
     def __init__(
@@ -184,18 +189,22 @@ class GradientSync:
         return messages
 
     def begin(self, param_groups: Sequence[ParamGroup], num_microbatches: int) -> None:
-        """Starts a step: param groups are all-reduced in this order, each after its last microbatch's backward.
+        """Starts a step, in which the param groups are all-reduced in the order given.
 
-        Gradients that are sharded in storage are sent when ZeRO has summed them. Gradients that stages share are sent
-        at the end, because stages complete them in different orders. Messages of a step that raised are waited for,
-        because the other ranks keep them until then.
+        Each is sent after the backward of its last microbatch. Gradients that are sharded in storage are sent when ZeRO
+        has summed them. Gradients that pipeline stages share are sent in :meth:`finish`, because stages complete them
+        in different orders. If the step before has raised, its messages are waited for first, because other ranks keep
+        them until then.
         """
         self._wait()
         self._num_left = Counter({group.name: num_microbatches for group in param_groups})
         self._unsent, self._sliced, self._across_stages = list(param_groups), [], []
 
     def events(self) -> Events:
-        """Returns the executor's events that start the all-reduces; none if no rank shares a gradient with another."""
+        """Returns callbacks for the executor that start the all-reduces during the backward.
+
+        If this rank shares no gradient with another rank, the callbacks do nothing.
+        """
         if not any(self.messages.values()):
             return Events()  # the executor then also allows a gradient that comes twice
         return Events(after_weight_gradients=self._after_weight_gradients)
@@ -215,7 +224,10 @@ class GradientSync:
             self._sent.append(self._sliced.pop(0)[1].start())
 
     def finish(self) -> None:
-        """Starts the remaining all-reduces, and waits for all of the step."""
+        """Starts the remaining all-reduces and waits for all of the step, after which gradients are complete.
+
+        The gradient of a parameter that no rank's backward has reached becomes None.
+        """
         self._sent += [message.start() for _, message in self._sliced]
         self._sent += [message.start() for message in sorted(self._across_stages, key=lambda message: message.name)]
         self._wait()

@@ -64,7 +64,7 @@ class _ModuleDraws:
 
 
 class KeyedDraws(TorchFunctionMode):
-    """A torch function mode under which random functions compute their numbers from keys, the same for any layout.
+    """A torch function mode in which random functions compute their numbers from keys, so that no layout changes them.
 
     >>> model, rng = nn.Sequential(nn.AlphaDropout(0.5)), RngTracker(seed=3, samples=range(2))
     >>> key_draws(model, rng, None)
@@ -82,11 +82,12 @@ class KeyedDraws(TorchFunctionMode):
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None
     ) -> KeyedNumbers:
-        """Returns the random number generator of one draw, keyed by its module, call and number in the call.
+        """Returns the random number generator of one draw, for tensors on ``device``.
 
-        ``path`` names the module, ``call`` numbers its calls in the forward, ``number`` the draws in that call.
-        ``samples`` are the indices, in the global batch, of the samples in the drawn tensor. Where sequences are
-        sharded, ``tokens(shape)`` returns the slice of the whole tensor that a drawn tensor of this shape is.
+        Its key is the name ``path`` of the module, the number ``call`` of the module's call in the forward, and the
+        ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
+        drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
+        tensor of this shape is.
         """
         place: SamplePlace | None = FIRST
         if self.draws is not None:
@@ -100,11 +101,10 @@ class KeyedDraws(TorchFunctionMode):
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None)
 
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
-        """Returns the tensor that one draw gives, by its key, on the CPU; the call is not counted.
+        """Returns the result of one random function call that a recorded forward has made, computed on the CPU.
 
-        Records of forwards use it.
-
-        ``path`` names the module, ``call`` numbers its calls in the forward, ``number`` the draws in that call.
+        ``draw`` is that call. The key of its numbers is the name ``path`` of the module, the number ``call`` of the
+        module's call in the forward, and the ``number`` of the draw in that call. No counter of calls changes.
         """
         numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
         drawn: Tensor = _KEYED[draw.kind](draw, draw.drawn(None), numbers)
@@ -161,9 +161,12 @@ def key_draws(
 ) -> None:
     """Makes the random numbers of a model's forward depend on seed, step, layer and sample, and not on the layout.
 
-    ``draws`` are the random calls of the traced code (:class:`ModelGraph`). If they are None, every module whose code
-    may draw runs under :class:`KeyedDraws`, and drawn tensors have the samples in dim 0. The other arguments are those
-    of :func:`key_dropout`.
+    ``draws`` are the random function calls that a recorded forward has made. If they are None, every module whose code
+    may draw runs under :class:`KeyedDraws`, and drawn tensors are taken to have the samples in dim 0. The other
+    arguments have entries for names of modules: ``cuts``, which slices of a whole activation the module sees on this
+    rank; ``rows``, a function that returns the indices of its samples in the global batch, where they are not the
+    microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. The model's
+    modules are wrapped in place.
     """
     keyed = KeyedDraws(rng, draws)
     rng.draw = keyed.draw

@@ -1,4 +1,4 @@
-"""Random numbers of one draw, computed (hashed) from a key for each sample and each element's index in its sample."""
+"""Random numbers for one call of a random function, hashed from a key, the sample and the element's index in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class KeyedNumbers:
 
     Each method returns a tensor of the shape of ``like``, a tensor or a shape. ``key`` identifies the draw, ``samples``
     are the indices of the tensor's samples in the global batch, and ``place`` is the dim in which the tensor has them.
-    If ``like`` is a rank's shard of a whole tensor, the result is the same shard of the whole's numbers.
+    Without a ``place``, a number depends on the key and the element's index in the tensor. If ``like`` is a rank's
+    shard of a whole tensor, the result is the same shard of the whole tensor's numbers. Where sequences are sharded,
+    ``tokens(shape)`` returns which slice of the whole a tensor of this shape is.
+
+    Raises: PlanError, from each method: the size of the dim in ``place`` does not fit the number of samples.
     """
 
     rng: RngTracker
@@ -39,11 +43,11 @@ class KeyedNumbers:
     tokens: Tokens | None = None
 
     def words(self, like: Like, stream: int = 0) -> Tensor:
-        """Returns 24 random bits for each element, as integers; different ``stream`` values give independent bits."""
+        """Returns random integers from 0 to 2**24 - 1; different ``stream`` values give independent integers."""
         return self._drawn(like, lambda shape, cuts: self._bits(shape, cuts, stream=stream))
 
     def kept(self, like: Like, p: float) -> Tensor:
-        """Returns a mask of the elements that dropout of probability ``p`` keeps."""
+        """Returns a mask that is True for the elements that dropout of probability ``p`` keeps."""
         return self._drawn(like, lambda shape, cuts: self._mask(shape, cuts, p))
 
     def factors(self, like: Like, p: float, dtype: torch.dtype) -> Tensor:
@@ -124,5 +128,5 @@ class KeyedNumbers:
         return (fine * (high - low)).floor().to(torch.int64).clamp(max=high - low - 1) + low
 
     def bernoulli(self, like: Like, p: Any) -> Tensor:
-        """Returns a mask that is True with probability ``p``, a number or a tensor of probabilities."""
+        """Returns a mask whose elements are True with probability ``p``, a number or a tensor of probabilities."""
         return self.words(like).double() / 2**24 < p if isinstance(p, Tensor) else self.kept(like, 1 - p)

@@ -24,11 +24,12 @@ LEAST_SCALE = 1.0
 
 
 class MasterWeights:
-    """The fp32 master weights of this rank's parameters, except ``sharded`` ones; it casts the model's parameters.
+    """Holds fp32 master weights of this rank's parameters, and casts the model's own to the compute dtype, in place.
 
-    The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the model's
-    parameters to the masters at the end of a step. Those of ``fp32_sums`` move after each microbatch, so that gradient
-    accumulation is in the masters' dtype.
+    Parameters named in ``sharded`` are left out: ZeRO has their master weights. The optimizer updates ``masters``, and
+    the model computes with their rounded values. Gradients move from the model's parameters to the masters at the end
+    of a step. Those of ``fp32_sums`` move after each microbatch, so that gradient accumulation is in the masters'
+    dtype.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -46,7 +47,10 @@ class MasterWeights:
         self._versions, self._may_be_stale = self._current_versions(), False
 
     def applied(self) -> Applied:
-        """Returns the executor's events and the master weights, as parameters for the optimizer."""
+        """Returns the master weights, as the parameters that the optimizer updates, and callbacks for the executor.
+
+        The callbacks move gradients to the master weights, and round these into the model's parameters after an update.
+        """
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
@@ -90,9 +94,10 @@ class MasterWeights:
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
-    """Casts a model's buffers to the layout's compute dtype, in place.
+    """Casts a model's floating-point buffers to the layout's compute dtype, in place.
 
-    Running statistics of batch norms stay in fp32: they average many steps, whose small changes would be lost.
+    Running statistics of batch and instance norms keep their dtype: they average many steps, whose small changes would
+    be lost in bf16 or fp16.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -101,7 +106,7 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
-    """Returns a tensor in the layout's compute dtype; integers stay as they are.
+    """Returns a floating-point tensor in the layout's compute dtype, and tensors of other dtypes as they are.
 
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
@@ -173,12 +178,16 @@ def finish_gradients(
     parameters: Mapping[str, nn.Parameter], world: Axis, scale: LossScale | None, factor: Tensor, step: int,
     *, stops_at_nan: bool,
 ) -> None:  # fmt: skip
-    """Corrects gradients by ``factor`` before the optimizer's step; drops them, to skip the step, if fp16 overflowed.
+    """Multiplies gradients by ``factor``, in place, or sets them to None if one of them overflowed in fp16.
 
-    ``factor`` corrects the division of the loss to the real number of targets. ``scale`` is the fp16 loss scale, which
-    is updated, or None; ``world`` is the axis of all ranks, which must agree whether gradients are finite.
+    An optimizer then skips the step. ``factor`` turns gradients of the scaled loss over an expected number of targets
+    into those of the mean loss. ``scale`` is the fp16 loss scale, which is updated, or None in other precisions, in
+    which gradients that are not finite are kept. ``world`` is the axis of all ranks: with ``scale``, ranks agree on
+    whether gradients are finite.
 
-    Raises: PlanError: a gradient is not finite: without ``scale`` if ``stops_at_nan``, with it at its least value.
+    Traffic: with ``scale``, one all-reduce of one number; with ``stops_at_nan``, one gather of names.
+    Raises: PlanError, on every rank: a gradient is not finite, and ``stops_at_nan`` is set without ``scale``, or
+        ``scale`` has its least value, 1.
     """
     if stops_at_nan and scale is None:
         _raise_if_not_finite(parameters, world, step)
@@ -196,9 +205,9 @@ def finish_gradients(
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiplies gradients by ``factor``, a scalar tensor, in place; on an accelerator the host does not wait for it.
+    """Multiplies the parameters' gradients by ``factor``, a scalar tensor, in place.
 
-    Gradients in host memory need its value. They are unchanged if it is 1.
+    If ``factor`` and all gradients are on an accelerator, the host does not wait for the value of ``factor``.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.ones(2)

@@ -41,9 +41,10 @@ class _File:
 
 
 class OffloadStorage:
-    """Allocates one rank's offloaded tensors in host memory or, for ``disk``, in mapped files of ``folder``.
+    """Allocates one rank's offloaded tensors in host memory or, for ``disk``, in memory-mapped files in ``folder``.
 
-    ``tensors`` are all allocated tensors. ``world`` is the axis of all ranks; on the meta device nothing is allocated.
+    ``folder`` is by default the system's temporary folder. ``tensors`` are all allocated tensors. ``world`` is the axis
+    of all ranks; if its device is the meta device, tensors are meta tensors, without memory.
     """
 
     def __init__(self, target: OffloadTarget, world: Axis, folder: Path | None = None) -> None:
@@ -56,9 +57,11 @@ class OffloadStorage:
         self._spans: dict[int, tuple[mmap.mmap, int, int]] = {}  # file, start and bytes, by the tensor's address
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Reserves disk space for tensors of these sizes in bytes. All ranks call it, before they allocate.
+        """Reserves disk space for tensors of these sizes in bytes; for host memory it reserves nothing.
 
-        Raises: PlanError, on every rank, if one has too little space or a folder that cannot be written.
+        All ranks call it, before they allocate.
+
+        Raises: PlanError, on every rank: a rank has too little disk space, or cannot write to the folder.
         """
         if self._world.device.type == "meta":
             return
@@ -86,7 +89,13 @@ class OffloadStorage:
         self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new uninitialized tensor, in reserved space if there is some left."""
+        """Returns a new uninitialized tensor of one dim, in host memory or on disk, as ``target`` says.
+
+        On disk it takes reserved space if there is enough left, else the space of a new file. In host memory it is
+        pinned if the rank's device is an accelerator.
+
+        Raises: PlanError: there is no disk space for a new file.
+        """
         device = self._world.device
         if device.type == "meta":
             tensor = torch.empty(num_elements, dtype=dtype, device=device)
@@ -112,7 +121,10 @@ class OffloadStorage:
         return tensor
 
     def reset(self) -> None:
-        """Frees the space of all offloaded tensors, which must not be used any more. Files stay open."""
+        """Makes the space of all allocated tensors free for new ones; the old tensors must not be used any more.
+
+        Files stay open.
+        """
         self.tensors.clear()
         self._spans.clear()
         for file in self._files:

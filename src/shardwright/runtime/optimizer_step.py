@@ -1,4 +1,4 @@
-"""Steps an optimizer without torch's hooks, for a part of its update or a trial of it."""
+"""Steps an optimizer without calling step hooks, to update a part of its parameters or to try it out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Runs the step of the optimizer's class without its own hooks and without those of all optimizers.
+    """Runs an optimizer's step without the step hooks that are registered on it or on all optimizers.
 
-    Where that step calls a base class's, hooks of all optimizers may still run there.
+    If its class's step calls the step of a base class, the hooks of all optimizers may still run in that call.
     """
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     # a step that calls its base class's runs hooks once more, so they are taken away too

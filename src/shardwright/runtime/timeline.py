@@ -9,7 +9,10 @@ from shardwright.plan.schedule import Action
 
 
 class Span(NamedTuple):
-    """The start and end of one action on its stage, in seconds since the step began."""
+    """One action of a schedule with its start and end on its pipeline stage.
+
+    In a :class:`Timeline` they are seconds since the step began; in ``Executor.spans``, what the executor's clock gave.
+    """
 
     action: Action
     start_s: float
@@ -20,8 +23,8 @@ class Span(NamedTuple):
 class Timeline:
     """The start and end of every action on each pipeline stage, and each stage's activation memory over time.
 
-    ``spans[s]`` are those of stage ``s``. ``memory[s]`` are pairs (second, bytes), the stage's activations from that
-    second on; ``memory`` is empty if it was not measured.
+    ``spans[s]`` are the actions of stage ``s`` in their order. ``memory[s]`` are pairs (second, bytes): the size of the
+    stage's activations from that second on. ``memory`` is empty if it is not known.
 
     >>> F, B = Action("F", 0), Action("B", 0)
     >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
@@ -40,19 +43,19 @@ class Timeline:
         return max(s.end_s for s in spans) - min(s.start_s for s in spans) if spans else 0.0
 
     def busy_s(self, stage: int) -> float:
-        """Returns the seconds in which ``stage`` computes."""
+        """Returns the sum of the seconds that the actions of ``stage`` take."""
         return sum(span.end_s - span.start_s for span in self.spans[stage])
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they wait, from 0 to 1."""
+        """The share of all stages' time in which no action runs, from 0 to 1."""
         whole = self.makespan_s * len(self.spans)
         return 1 - sum(self.busy_s(stage) for stage in range(len(self.spans))) / whole if whole else 0.0
 
     def at_speed_of(self, other: Timeline) -> Timeline:
         """Returns this timeline with all times scaled so that its total busy time is that of ``other``.
 
-        A predicted and a measured timeline can so be compared side by side.
+        A predicted and a measured timeline can be compared side by side in this way.
 
         >>> action = Action("F", 0)
         >>> predicted, measured = (Timeline("", ((Span(action, 0, end),),)) for end in (1, 3))
@@ -66,5 +69,5 @@ class Timeline:
         return replace(self, name=f"{self.name} (scaled)", spans=spans, memory=memory)
 
     def peak_bytes(self, stage: int) -> int:
-        """Returns the largest activation memory of ``stage``; 0 if it was not measured."""
+        """Returns the largest activation memory of ``stage`` in bytes; 0 if it is not known."""
         return max((num_bytes for _, num_bytes in self.memory[stage]), default=0) if self.memory else 0

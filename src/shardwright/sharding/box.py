@@ -1,4 +1,4 @@
-"""Boxes of a tensor (a range of each dim), pieces of local tensors, and functions that read and write them.
+"""Boxes of a tensor (a range of each dim), pieces of local tensors, and functions that read and write local tensors.
 
 A rank's part of a tensor is an ordered list of pieces. A piece is a box of the whole tensor together with the place
 where that box begins in the rank's local tensor::
@@ -32,7 +32,9 @@ Ranges = tuple[tuple[Range, ...], ...]
 
 
 class Box(NamedTuple):
-    """A box of a tensor: a range of each dim, from ``start`` to ``stop``. A box of a 0-d tensor has one element.
+    """A box of a tensor: for each dim the range from ``start`` up to, but not including, ``stop``.
+
+    A box of a 0-d tensor has one element.
 
     >>> box = Box((0, 2), (3, 4))
     >>> box.shape, box.size, box.intersect(Box((2, 0), (9, 3)))
@@ -59,7 +61,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that index a tensor to get this box."""
+        """The slices that index a whole tensor to get this box."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
@@ -143,7 +145,7 @@ class Piece(NamedTuple):
 
 
 def balanced_ranges(size: int, parts: int) -> Ranges:
-    """Returns the ranges of each of ``parts`` when a dim of ``size`` is cut into slices of nearly equal size.
+    """Returns, for each part, its range of a dim of ``size`` that is cut into ``parts`` slices of nearly equal size.
 
     Each part has one range (start, stop), or none if it would be empty.
 
@@ -155,9 +157,9 @@ def balanced_ranges(size: int, parts: int) -> Ranges:
 
 
 def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
-    """Returns the ranges of each of ``parts`` of a dim with several sections, such as fused Q, K and V.
+    """Returns, for each part, its ranges of a dim that is cut section by section, such as a dim of fused Q, K and V.
 
-    Each part gets a balanced slice of every section. ``blocks`` are the sections' sizes.
+    Each of the ``parts`` gets a balanced slice of every section. ``blocks`` are the sections' sizes.
 
     >>> fused_ranges((4, 2), 2)
     (((0, 2), (4, 5)), ((2, 4), (5, 6)))
@@ -166,10 +168,11 @@ def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
 
 
 def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
-    """Returns the ranges of each part of a dim with several sections, given its ranges in each section.
+    """Returns, for each part, its ranges of a dim that joins several sections, from its ranges in each section.
 
-    Use it for sections that are cut differently; :func:`fused_ranges` cuts all evenly. ``blocks`` are the sections'
-    sizes. The ranges in ``sections`` count from the start of their own section.
+    Use it for sections that are cut differently; :func:`fused_ranges` cuts every section evenly. ``blocks`` are the
+    sections' sizes. The ranges in ``sections`` count from the start of their own section, and those that are returned
+    from the start of the dim.
 
     >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
     (((0, 2), (4, 5)), ((2, 4), (4, 5)))
@@ -233,7 +236,8 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
 def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozenset[int]], ...]:
     """Splits overlapping boxes into disjoint ones; returns each with the set of ranks that hold it, sorted by start.
 
-    ``held`` gives the boxes of each rank. Neighboring boxes with the same ranks are joined if together they form a box.
+    ``held`` gives the boxes of each rank; empty boxes are left out. Neighboring boxes with the same ranks are joined if
+    together they form a box.
 
     >>> for cell, holders in cells([(0, [Box((0,), (4,))]), (1, [Box((2,), (6,))])]):
     ...     print(cell, sorted(holders))
@@ -333,6 +337,8 @@ def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
 
 def cut(whole: Tensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> Tensor:
     """Returns a new contiguous local tensor of ``local_shape`` into which ``pieces`` of ``whole`` were copied.
+
+    Elements that no piece covers are uninitialized.
 
     >>> cut(torch.arange(6), [Piece(Box((4,), (6,)), (0,)), Piece(Box((0,), (1,)), (2,))], (3,))
     tensor([4, 5, 0])

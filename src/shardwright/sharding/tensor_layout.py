@@ -104,7 +104,7 @@ class TensorLayout:
         """Returns this layout sharded over ``axis`` too: index i of the axis keeps only ``ranges[i]`` of ``dim``.
 
         The ranges count in the whole tensor. Those of one index are disjoint and are stored in the order given. Those
-        of different indices may overlap, and together they cover the dim.
+        of different indices may overlap, and together they cover the dim. A layout with flat slices cannot be cut.
         """
         assert not self.is_flat, "flat slices cannot be cut along a dim: cut first"
         assert 0 <= dim < len(self.shape), f"{self.shape} has no dim {dim}"
@@ -116,7 +116,10 @@ class TensorLayout:
         return self._then(_Cut(axis, dim, tuple(map(tuple, ranges))))
 
     def only(self, axis: str, indices: Iterable[int]) -> TensorLayout:
-        """Returns this layout on ``indices`` of ``axis`` alone, such as a pipeline stage; other ranks store nothing."""
+        """Returns this layout on ``indices`` of ``axis`` alone, such as a pipeline stage; other ranks store nothing.
+
+        If the axis was restricted before, only the indices in both restrictions hold the tensor.
+        """
         kept = set(indices)
         for step in self.steps:
             if isinstance(step, _HeldOnly) and step.axis == axis:
@@ -168,7 +171,7 @@ class TensorLayout:
 
     @property
     def cut_dims(self) -> Mapping[str, int]:
-        """Maps each axis to the dim of the tensor that it cuts. An axis that cuts flat slices is left out."""
+        """Maps each axis that cuts a dim of the tensor to that dim. Axes that only cut flat slices are left out."""
         return {step.axis: step.dim for step in self.steps if isinstance(step, _Cut)}
 
     @property
@@ -178,7 +181,7 @@ class TensorLayout:
 
     @cached_property
     def table(self) -> Mapping[tuple[int, ...], tuple[Piece, ...]]:
-        """The pieces of every rank that stores any, keyed by the rank's indices on ``axes``, in rank order."""
+        """The pieces of every rank that stores any, keyed by the rank's indices along ``axes``, in rank order."""
         indices: dict[str, Iterable[int]] = {
             step.axis: step.indices if isinstance(step, _HeldOnly) else range(step.parts) for step in self.steps
         }
@@ -194,7 +197,7 @@ class TensorLayout:
         return self._local(self._key(coord)).pieces
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
-        """Returns the shape of the local tensor of the rank at ``coord``; it is empty if the rank holds nothing."""
+        """Returns the shape of the local tensor of the rank at ``coord``, with a size of 0 if it stores nothing."""
         return self._local(self._key(coord)).shape
 
     def num_elements(self, coord: Coord) -> int:
@@ -202,14 +205,17 @@ class TensorLayout:
         return prod(self.local_shape(coord))
 
     def by_rank(self, mesh: Mesh, ranks: Iterable[int] | None = None) -> dict[int, tuple[Piece, ...]]:
-        """Returns the pieces that each of ``ranks``, by default all, stores, as :func:`plan_transfer` takes them."""
+        """Maps each rank of ``ranks``, by default of the whole mesh, to the pieces that it stores.
+
+        :func:`plan_transfer` takes such a map.
+        """
         return {rank: self.pieces(mesh.coord(rank)) for rank in (range(mesh.size) if ranks is None else ranks)}
 
     def holders(self, mesh: Mesh, axes: Collection[str], at: Coord) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Returns disjoint boxes, each with the ranks that hold it, of the ranks that differ from ``at`` on ``axes``.
+        """Returns disjoint boxes of the tensor, each with the ranks that hold it, in rank order.
 
-        These ranks have the other coordinates of ``at``. The boxes cover all elements that they hold; each comes with
-        its ranks in rank order.
+        Only the ranks are considered whose coordinates are those of ``at`` on every axis that is not in ``axes``. The
+        boxes together cover all elements that these ranks hold.
         """
         self._check(mesh)
         theirs = mesh.coords(set(axes) & set(self.axes))
@@ -226,8 +232,8 @@ class TensorLayout:
     def owned(self, coord: Coord, mesh: Mesh) -> tuple[Piece, ...]:
         """Returns the pieces that the rank at ``coord`` owns: every element has exactly one owner in the whole mesh.
 
-        Use it to write or count each element once. The owner is the first rank that holds the element. With flat
-        slices, it is the holder with the lowest index on every axis other than those of the slices.
+        Use it to write or count each element once. The owner is the first rank that holds the element; with flat slices
+        it is the holder with the lowest index on every axis other than those of the slices.
         """
         self._check(mesh)
         if any(coord.get(axis, 0) for axis in mesh.axes if axis not in self.axes):

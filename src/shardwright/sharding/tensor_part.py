@@ -20,7 +20,7 @@ _NAME = "_shardwright_part"
 
 
 class TensorPart:
-    """The sharding of a whole tensor over the ranks of one axis. Equal ones are one object, made by :func:`part_of`.
+    """The sharding of a whole tensor over the ranks of one axis. :func:`part_of` returns one object for equal ones.
 
     Args:
         shape: the shape of the whole tensor.
@@ -41,7 +41,7 @@ class TensorPart:
         return _local_shape(self, rank)
 
     def held(self, dim: int, rank: int) -> tuple[int, ...]:
-        """Returns the indices of dim ``dim`` that a rank holds."""
+        """Returns the indices of dim ``dim``, which must be a cut one, that a rank holds."""
         cut = self.cuts[dim]
         assert cut is not None, "the dim is cut"
         return held(cut, rank)
@@ -58,18 +58,28 @@ def _part(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorPart:
 
 
 def part_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorPart | None:
-    """Returns the :class:`TensorPart` with these cuts, or None if every dim is whole."""
+    """Returns the :class:`TensorPart` of a tensor of ``shape``, or None if every dim is whole.
+
+    ``cuts`` has an entry for each dim: one byte for each index, which names the rank that holds it, or None for a whole
+    dim.
+    """
     return _part(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
 
 
 def num_held(cut: bytes, rank: int) -> int:
-    """Returns the number of indices of a dim that a rank holds; ``cut`` gives the rank of each index, as bytes."""
+    """Returns the number of indices of a dim that a rank holds.
+
+    ``cut`` has one byte for each index: the rank that holds the index, or ``ALL``.
+    """
     return cut.count(rank) + cut.count(ALL)
 
 
 @lru_cache(maxsize=1024)
 def held(cut: bytes, rank: int) -> tuple[int, ...]:
-    """Returns the indices of a dim that a rank holds; ``cut`` gives the rank of each index, as bytes."""
+    """Returns the indices of a dim that a rank holds, in order.
+
+    ``cut`` has one byte for each index: the rank that holds the index, or ``ALL``.
+    """
     return tuple(index for index, label in enumerate(cut) if label in (rank, ALL))
 
 

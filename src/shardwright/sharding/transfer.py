@@ -24,7 +24,8 @@ from shardwright.sharding.box import Box, Piece, cells, read, write
 class BoxMessage(NamedTuple):
     """One message of a redistribution: a box of the tensor that one rank sends to another, or keeps for itself.
 
-    ``adds`` says that the receiver adds the box to its tensor, because it is a second or later term of a sum.
+    ``source_piece`` and ``destination_piece`` are the pieces of the two local tensors that contain the box. ``adds``
+    says that the receiver adds the box to its tensor, because it is a second or later term of a sum.
     """
 
     source: int
@@ -199,7 +200,7 @@ def plan_transfer(
 
 
 def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
-    """Runs a transfer among tensors of one process: reads ``sources`` and writes ``destinations``, both by rank.
+    """Runs a transfer among tensors of one process: reads ``sources`` and writes ``destinations``, both keyed by rank.
 
     Use it where one process has all local tensors, as in tests. Source and destination tensors must not share memory.
 

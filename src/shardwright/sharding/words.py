@@ -33,6 +33,8 @@ def cut_words(layout: TensorLayout) -> str:
 def numbers(every: Sequence[int]) -> str:
     """Returns sorted integers as a short text, such as "0..3".
 
+    Of three integers or more that are not consecutive, only the first two and the last are named.
+
     >>> numbers([0, 1, 2, 3]), numbers([0, 8, 16, 24]), numbers([3, 5]), numbers([0, 1, 2, 3, 9])
     ('0..3', '0, 8 .. 24', '3, 5', '0, 1 .. 9')
     """

@@ -1,8 +1,9 @@
-"""The registry of parallelization strategies: every file or folder here that defines ``STRATEGY`` is registered.
+"""The registry of parallelization strategies: importing it registers every ``STRATEGY`` that a file here defines.
 
-A strategy with an axis of its own defines it as ``AXIS`` beside ``STRATEGY``: the layout line, the mesh, gradient sync,
-the ledger and the tests take it from there. Of strategies that share an axis, one defines it. Read ``data_parallel``,
-``zero``, ``pipeline``, ``spatial``, ``tensor_parallel``, then ``context_parallel``, an axis alone.
+Files of the folders here count too. A layout axis, such as ``dp``, is registered in the same way, from the ``AXIS`` of
+one file: the layout line, the mesh, gradient sync, the ledger and the tests take it from there. Strategies that share
+an axis define it once. Read ``data_parallel``, ``zero``, ``pipeline``, ``spatial`` and ``tensor_parallel``, in this
+order; ``context_parallel`` defines an axis without a strategy.
 """
 
 from __future__ import annotations
@@ -69,9 +70,12 @@ def _add(strategy: Strategy) -> None:
 
 @contextmanager
 def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[None]:
-    """A ``with`` context in which a strategy from outside of ``strategies/``, and its mesh axis, is registered.
+    """Returns a ``with`` context in which ``strategy`` is registered, and before it the layout axis ``axis`` if given.
 
-    Raises: LayoutError: its name, axis or place is taken.
+    It is for strategies that are defined outside of this package. Leaving the context removes both again.
+
+    Raises: LayoutError: the strategy's name is taken, no such axis is registered, or the axis and phase have a default
+        already; or ``axis`` has a name or an order that is taken or not allowed.
     """
     if axis is not None:
         register(axis)
@@ -92,7 +96,9 @@ _register_all()
 def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
     """Returns the strategies that run a layout (``dp2/zero3 tp4``), in the order in which they refine the plan.
 
-    Raises: LayoutError: a factor or an option that no strategy has; a value for an option without one.
+    ``known`` are the strategies to choose from, by name; by default all that are registered.
+
+    Raises: LayoutError: an axis or an option that no strategy has, or a value for an option that takes none.
 
     >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
     ['data_parallel', 'tensor_1d']

@@ -1,6 +1,6 @@
-"""Context parallelism, not built yet: the axis ``cp``, over which sequences would be sharded.
+"""The layout axis ``cp`` of context parallelism, for which no strategy is built yet: a layout with it is refused.
 
-Naming it is an error so far.
+Each rank of the axis would hold a slice of every sequence.
 """
 
 from shardwright.axes import LayoutAxis

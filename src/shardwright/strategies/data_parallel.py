@@ -9,8 +9,8 @@
 
 Shapes: inputs (B, ...) on one device; (B / dp, ...) on a rank, the first B mod dp ranks holding one sample more.
 Traffic: in the last microbatch's backward, one all-reduce of each param group's gradients, P elements in all, while
-    the groups before it compute. For each BatchNorm of C channels, 2 C + 1 numbers of each rank forward, 2 C summed
-    backward.
+    the groups before it compute. For each call of a BatchNorm with C channels, an all-gather of 2 C + 1 numbers from
+    each rank forward, and an all-reduce of 2 C numbers backward.
 Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704 (buckets reduced while backward runs).
 """
 
@@ -80,7 +80,10 @@ class DataParallel:
     def place(self, job: Job, plan: Plan) -> Plan:
         """Returns the plan with dim 0 of every model input sharded over ``dp``.
 
-        Raises LayoutError for layers that mix samples.
+        The option ``bucket`` sets the least size of a param group, and ``fp32-sums`` the dtype of gradient sums.
+
+        Raises: LayoutError: a layer mixes the samples of a batch, ``bucket`` has no whole number as its value, or a
+            layout such as ``dp2x4`` has no ZeRO stage.
         """
         factor = _factor(plan)
         shards_state = any(option.name not in self.options for option in factor.options)  # ZeRO's options
@@ -109,15 +112,15 @@ class DataParallel:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
-        """Makes every BatchNorm sum its statistics over ``dp``.
+        """Makes every BatchNorm of the model normalize by the statistics of all data-parallel ranks.
 
-        Gradient sync is derived from the plan and needs no change here.
+        The sums of gradients are derived from the plan and need no change to the model.
         """
         over = [axes[name] for name in _factor(plan).mesh_axes]
         share_statistics((norm for _, norm in batch_norms(job.model)), over, by=self.name)
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the collectives of one step: all-reduces of param groups' gradients and of BatchNorm statistics."""
+        """Returns one step's all-reduces of gradients, and all-gathers and all-reduces of BatchNorm statistics."""
         return tuple(
             each
             for axis in _factor(plan).mesh_axes

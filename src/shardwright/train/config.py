@@ -39,7 +39,10 @@ class TrainConfig:
     """The options of a training run; every field is an option of ``shardwright train`` and a key of its TOML file.
 
     ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
-    offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder.
+    offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. ``layout`` is stored as
+    the canonical text of the layout line.
+
+    Raises: LayoutError: ``layout`` is not a layout line; PlanError: another option is out of range.
 
     >>> TrainConfig(steps=10, lr=1e-3).learning_rate(0) == 1e-3 / 10  # the first of ten warm-up steps
     True
@@ -112,7 +115,11 @@ class TrainConfig:
         return min(self.stop_at or self.steps, self.steps)
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step: a linear warm-up, then a decay to a tenth, or a constant rate."""
+        """Returns the learning rate of the step with number ``step``, counted from 0.
+
+        It rises linearly to ``lr`` over the first ``warmup`` steps. Then it decays to a tenth of ``lr`` at ``steps``,
+        along the curve that ``schedule`` names, or stays at ``lr`` if that is "constant".
+        """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -127,19 +134,28 @@ class TrainConfig:
         return max(1, self.batch * self.seq // num_shares(Layout.parse(self.layout)))
 
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
-        """Returns the plain model, its loss function and its config, which is None for a user's own model factory."""
+        """Returns the plain model, its loss function and its config.
+
+        For a user's own model factory (``package.module:factory``) the loss is cross entropy and the config is None.
+        """
         model = build(self.model, self.settings)
         if ":" in self.model:
             return model, CrossEntropy(), None
         return model, MODELS[self.model].loss(), configure(self.model, self.settings)
 
     def example(self, model_config: Any) -> Any:
-        """Returns random inputs of a global batch; None for a user's own model factory, whose inputs are unknown."""
+        """Returns random inputs of a global batch, the same in each call; None if ``model_config`` is None.
+
+        That is so for a user's own model factory, whose inputs are unknown.
+        """
         batch = self.example_batch(model_config)
         return None if batch is None else batch[0]
 
     def example_batch(self, model_config: Any) -> tuple[Any, Any] | None:
-        """Returns a random global batch (inputs, targets); None for a user's own model factory."""
+        """Returns a random global batch (inputs, targets), the same in each call; None if ``model_config`` is None.
+
+        That is so for a user's own model factory, whose batches are unknown.
+        """
         if model_config is None:
             return None
         draw = torch.Generator().manual_seed(0)
@@ -172,7 +188,7 @@ def check_batch(batch: int, layout: Layout) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises PlanError unless torch's generators take the seed.
+    """Raises PlanError unless the seed is one that ``torch.Generator.manual_seed`` accepts.
 
     >>> check_seed(2**64)
     Traceback (most recent call last):
@@ -194,9 +210,11 @@ def check_finite(name: str, value: float) -> None:
 
 
 def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
-    """Returns options converted to the field types of TrainConfig. Raises PlanError for an unknown key.
+    """Returns options converted to the field types of :class:`TrainConfig`, from values that may be text.
 
     ``given_in`` names the source, such as a file, in errors.
+
+    Raises: PlanError: an unknown key, or a value of the wrong type.
 
     >>> read_options({"steps": "20"}, given_in="flags")
     {'steps': 20}
@@ -216,7 +234,12 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the options in a TOML file by name, converted; the tables ``[settings]`` and ``[roles]`` stay tables."""
+    """Returns the training options in a TOML file, by name, converted to the field types of :class:`TrainConfig`.
+
+    The tables ``[settings]`` and ``[roles]`` become dicts, whose values are not converted.
+
+    Raises: PlanError: the file cannot be read or is not TOML, has an unknown key, or a value of the wrong type.
+    """
     try:
         found = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as failure:

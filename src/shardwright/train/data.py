@@ -38,13 +38,16 @@ _NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 
 class Dataset(Protocol):
-    """The protocol of a dataset: samples by index, all of one shape."""
+    """The protocol of a dataset: a number of samples that are read by index, all of one shape."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of the sample with this index, without a batch dim."""
+        """Returns (inputs, targets) of the sample with this index, without a batch dim.
+
+        Raises: IndexError: the index is below 0, or not below the number of samples.
+        """
 
 
 def split_range(count: int, split: Split) -> range:
@@ -128,7 +131,7 @@ def _read_text(path: Path) -> bytes:
 
 
 class Cifar10:
-    """A dataset of the CIFAR-10 pictures in a folder of the official binary format, scaled to -1..1, with classes.
+    """A dataset of CIFAR-10 pictures, scaled to -1..1, and their classes, from a folder in the official binary format.
 
     A record is one label byte, then 3 x 32 x 32 pixel bytes. ``data_batch_*.bin`` are the ``train`` split,
     ``test_batch.bin`` is ``eval``. The files are memory-mapped; nothing is ever downloaded.
@@ -221,7 +224,10 @@ class Synthetic:
         return len(self.indices)
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of one random sample from the model's ``example_batch``, seeded by the index."""
+        """Returns (inputs, targets) of one random sample from the model's ``example_batch``.
+
+        It is seeded by the sample's index in the whole dataset, so that training and evaluation share no sample.
+        """
         check_index(index, len(self))
         generator = torch.Generator().manual_seed(self.indices[index])
         inputs, targets = self.entry.example_batch(self.config, 1, self.seq, generator)
@@ -278,7 +284,10 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
-    """Returns (inputs, targets) of these samples, stacked in dim 0; without indices dim 0 is empty."""
+    """Returns (inputs, targets) of the samples with these indices, stacked in dim 0; without indices, dim 0 has size 0.
+
+    Raises: IndexError: an index that the dataset does not have.
+    """
     if len(indices) == 0:
         inputs, targets = dataset.sample(0)
         return inputs.new_empty((0, *inputs.shape)), targets.new_empty((0, *targets.shape))
@@ -342,10 +351,10 @@ ENDS_BYTES = 2**20
 
 
 def fingerprint(name: str) -> dict[str, list[Any]]:
-    """Returns a fingerprint of the data, to detect changes: for each file its size, and a SHA-256 of its two ends.
+    """Returns a fingerprint of the data, to detect changes: by file name, [size in bytes, SHA-256 of its two ends].
 
-    The ends are the first and the last megabyte. The source ``stdlib`` counts as one file. Synthetic samples have no
-    files.
+    The ends are the first and the last MiB of a file. ``name`` is that of :func:`open_data`. The source ``stdlib``
+    counts as one file, and synthetic samples have no files.
 
     >>> fingerprint("synthetic")
     {}

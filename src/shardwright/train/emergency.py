@@ -22,10 +22,10 @@ _LARGE = 2**16
 class EmergencyCheckpoint:
     """Saves the last step that all ranks have completed when a rank fails, unless a later step has changed its state.
 
-    A step that fails has mostly not updated the parameters, but its forward may have written buffers, as the running
-    statistics of BatchNorm: :meth:`save` compares them with copies of those at the end of the last step. An fp16 loss
-    scale is set back to that of the last step. Every rank constructs one while all ranks can communicate, because the
-    constructor calls :func:`agree_on_save`.
+    A step that fails has mostly not updated the parameters, but its forward may have written buffers, such as the
+    running statistics of BatchNorm: :meth:`save` compares the buffers with copies from the end of the last complete
+    step. An fp16 loss scale is set back to that of this step. Every rank constructs such an object while all ranks can
+    communicate, because the constructor gathers from all ranks what a later save needs.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, folder: Path, *, keep: int, most_s: float) -> None:
@@ -37,21 +37,25 @@ class EmergencyCheckpoint:
         self._why_not = ""
 
     def note(self) -> None:
-        """Called after each complete step: remembers its number and loss scale, and copies the buffers."""
+        """Remembers the step's number and loss scale, and copies the buffers; called after each complete step."""
         self._step, self._why_not = self.run.num_steps, ""
         kept = kept_buffers(self.run.model)
         self._buffers = {name: self._copied(name, buffer) for name, buffer in kept.items()}
         self._scale = replace(self.run.loss_scale) if self.run.loss_scale is not None else None
 
     def refuse(self, why: str) -> None:
-        """Called before a step changes parameters: until it is complete, nothing can be saved, and ``why`` says so."""
+        """Forbids saving until the next :meth:`note`; called before a step changes parameters.
+
+        ``why`` is the reason that :meth:`save` prints if the run ends before the step is complete.
+        """
         self._why_not = why
 
     def save(self, failure: BaseException) -> None:
-        """Saves the last complete step when ``failure`` ends the run, and prints so; nothing if its state has changed.
+        """Saves the last complete step when ``failure`` ends the run, and prints whether it was saved.
 
-        Nothing is saved after a LayoutError, PlanError or CheckpointError: every rank raises these, and they say that
-        the state or a save is wrong.
+        Nothing is saved if a later step has changed the state, if the step has a checkpoint already, or after a
+        LayoutError, PlanError or CheckpointError: every rank raises these, and they say that the state or a save is
+        wrong. An error while saving is printed and not raised.
         """
         step = self._step
         if isinstance(failure, LayoutError | PlanError | CheckpointError) or step is None:

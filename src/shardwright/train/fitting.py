@@ -20,7 +20,8 @@ from shardwright.train.data import Dataset, global_batch
 def check_room(model: nn.Module, layout: Layout) -> None:
     """Raises PlanError if the parameters need more bytes than this machine and its accelerators have.
 
-    Ranks on several machines and state that is offloaded to disk are not checked.
+    Nothing is checked under a launcher such as ``torchrun``, whose ranks may be on several machines, or if the layout
+    offloads state.
     """
     dp = layout.factor("dp")
     if "WORLD_SIZE" in os.environ or (dp is not None and dp.option("offload") is not None):
@@ -37,9 +38,10 @@ def check_room(model: nn.Module, layout: Layout) -> None:
 
 
 def check_takes(config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset) -> None:
-    """Raises PlanError if a user's own model, or its loss, cannot take a sample of the data.
+    """Raises PlanError if a forward of a user's own model, or its loss, fails on the first sample of the data.
 
-    The model may be on the meta device. If it fails there, it is tried again with values, because some code reads them.
+    The forward runs on the meta device. If it fails there, the model is built from ``config`` again and tried with
+    values, because some code reads values.
     """
     inputs, targets = global_batch(data, range(1))
     with suppress(Exception), torch.no_grad():

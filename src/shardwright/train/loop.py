@@ -1,4 +1,4 @@
-"""The training loop of ``shardwright train``: :func:`train` checks the run and starts the ranks, which run the loop."""
+"""The training loop of ``shardwright train``: :func:`train` checks the options and starts ranks that run the loop."""
 
 from __future__ import annotations
 
@@ -52,13 +52,18 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains a model, writes metrics and checkpoints into the folder ``out``, and returns a summary of the run.
 
-    With ``resume``, or started again by ``torchrun``, it continues from the newest checkpoint in ``out``, under any
-    layout, with the batches and dropout masks of an uninterrupted run. Another model, seed or batch is refused, and so
-    are data that have changed since the run was started, unless ``changed_data`` accepts them. A step whose loss or
-    gradients are not finite ends the run, because AdamW does not recover from it: the step is not saved, and
-    ``diverged`` of the summary is its number.
+    With ``resume``, or if ``torchrun`` has restarted the run, training continues from the newest checkpoint in ``out``,
+    under any layout, with the batches and dropout masks of an uninterrupted run. Another model, seed or batch size is
+    an error, and so are data that have changed since the run was started, unless ``changed_data`` accepts them. A step
+    whose loss or gradients are not finite ends the run, because AdamW does not recover from it: the step is not saved,
+    and ``diverged`` of the summary is its number, else None.
 
-    Raises: LayoutError, PlanError, CheckpointError: before the first step.
+    A stop signal ends the run after the current step, with a checkpoint. ``stopped`` of the summary is then True if
+    ranks are threads; processes raise KeyboardInterrupt instead.
+
+    Raises: before the first step, LayoutError: the layout does not fit the model or the ranks; PlanError: the options
+        do not fit, or ``out`` has a run or is in use; CheckpointError: there is nothing to resume. Later,
+        RankFailedError: a rank failed.
     """
     layout = Layout.parse(config.layout)
     check_can_start(layout.num_ranks, ranks)
@@ -124,7 +129,10 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
 
 
 def inputs_of(data: Dataset, batch: int) -> Tensor:
-    """Returns inputs with the shape of a global batch of ``data``, for planning: its first sample, repeated."""
+    """Returns inputs in the shape of a global batch of ``batch`` samples: the first sample of ``data``, repeated.
+
+    Planning uses them.
+    """
     inputs, _ = data.sample(0)
     return inputs.expand(batch, *inputs.shape)
 

@@ -1,6 +1,6 @@
-"""Measures real runs: timeline or memory of a step, time of each layer, peak memory of each rank.
+"""Measures the timeline or the memory of a real training step, the time of each layer, and each rank's peak memory.
 
-Layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
+Layers are timed before ranks train, so that a pipeline's stages can be balanced by their times.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ WARM_UP = 3
 
 
 def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> dict[str, float]:
-    """Returns the forward seconds of each module, by name, for one microbatch of one model replica on ``device``.
+    """Returns the measured forward seconds of each module, by name, for one microbatch of one model replica.
 
-    Empty unless the config has ``measured_costs`` and the layout a pipeline. It builds the whole model with values.
+    The result is empty unless the config has ``measured_costs`` and its layout a pipeline. The whole model is built
+    with values on ``device``, by default this machine's accelerator if it has one.
     """
     layout = Layout.parse(config.layout)
     if not config.measured_costs or layout.factor("pp") is None:
@@ -57,7 +58,10 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
 
 
 def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
-    """Returns the seconds of :func:`layer_seconds`, measured on rank 0 and the same on every rank."""
+    """Returns the forward seconds of each module that rank 0 has measured by :func:`layer_seconds`, on every rank.
+
+    All ranks call it. Without ``measured_costs`` in the config the result is empty and nothing is sent.
+    """
     if not config.measured_costs:
         return {}
     mine = layer_seconds(config, world.device) if world.rank == 0 else {}
@@ -66,15 +70,19 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
 
 
 def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
-    """Starts ranks, and returns the measured timeline of one step of ``config.layout``, of rank 0's pipeline.
+    """Starts ranks, trains some steps, and returns the measured timeline of one step: of the pipeline of rank 0.
 
-    ``seconds`` are times of layers from :func:`layer_seconds`, by which the model is cut into stages.
+    The layout is that of ``config``. ``seconds`` are times of layers from :func:`layer_seconds`, by which the model is
+    cut into stages.
     """
     return launch(_timeline, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
 def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
-    """Starts ranks, and returns the measured memory of each rank over one step, optimizer state included."""
+    """Starts ranks, trains some steps, and returns the measured memory of each rank over one step, in rank order.
+
+    Optimizer state is included. ``seconds`` are times of layers, by which the model is cut into stages.
+    """
     return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 
 
@@ -107,7 +115,9 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
 
 
 def peak_bytes(everyone: Axis) -> list[int]:
-    """Returns the peak bytes of every rank so far: of its process, or of its device's allocator.
+    """Returns the peak memory of every rank so far, in bytes and rank order.
+
+    On CPUs it is the peak of the rank's process, on an accelerator that of the device's allocator. All ranks call it.
 
     Traffic: one all-gather.
     """

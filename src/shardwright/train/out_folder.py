@@ -1,4 +1,4 @@
-"""The folder of a training run: errors if it cannot be written, and a lock so that one run at a time writes to it."""
+"""Locks the folder of a training run so that only one run writes to it, and checks that it can be written."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[str] | None]:
-    """A context that locks a run's folder on rank 0, and yields its lock file there, None on other ranks.
+    """A context that locks a run's folder on rank 0, and yields the open lock file there, None on other ranks.
 
-    The system releases a dead run's lock. Raises: PlanError, on every rank: the lock file cannot be opened, another run
-    has the lock, or, where this one is ``new``, has begun and ended there since the folder was found to be free.
+    All ranks call it. The operating system releases the lock of a process that has died. ``new`` says that this run has
+    found the folder free of runs and is to begin there.
+
+    Raises: PlanError, on every rank: the lock file cannot be opened; another run has the lock; or, with ``new``, there
+        are metrics of a run that has begun in the folder meanwhile.
     """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
@@ -76,10 +79,11 @@ def _locked_file(out: Path, *, new: bool) -> IO[str]:
 
 
 def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: str = "r+") -> IO[str] | None:
-    """Returns the file by which this run locks ``out``; None if another run has locked it after ``out`` was removed.
+    """Returns the lock file that this run holds in ``out``, after the folder may have been removed and made again.
 
-    The result is ``held``, the lock file so far, unless another file now has its name: then that file is locked, and
-    ``files`` closes it at its end.
+    It is ``held``, the lock file so far, if that is still the file in ``out`` or if no file there can be opened.
+    Otherwise the new file, opened in ``mode``, is locked and returned, and is closed when ``files`` is. The result is
+    None if another run has locked the new file.
     """
     try:
         if is_same(held, out / LOCK):
@@ -91,7 +95,7 @@ def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: st
 
 
 def in_use(out: Path, why: str = "another run writes to it") -> PlanError:
-    """Returns the error for a run whose folder another run writes to; ``why`` is its reason."""
+    """Returns the error to raise for the folder ``out`` of a run if another run writes to it; ``why`` is the reason."""
     return PlanError(
         f"'{out}' is in use",
         given=why,

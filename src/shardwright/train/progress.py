@@ -26,15 +26,16 @@ _LINE_EVERY_S = 5.0
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error, at once, for whoever watches the run."""
+    """Prints a line on standard error, without buffering."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
 class Log:
-    """The log of a run: a progress bar (in files a line every few seconds), ``metrics.jsonl``, TensorBoard events.
+    """Shows the progress of a run and writes the metrics of its steps into ``metrics.jsonl`` and TensorBoard events.
 
-    Only rank 0 passes ``writes``; on the other ranks every method does nothing. A row that cannot be written, as on a
-    full disk, does not end the run: the log warns once, and writes later rows if it can.
+    Progress is a bar on a terminal, else a line every few seconds, on standard error. Only rank 0 passes ``writes``; on
+    the other ranks every method does nothing. A row that cannot be written, as on a full disk, does not end the run:
+    the log warns once, and writes later rows if it can.
     """
 
     def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
@@ -64,7 +65,7 @@ class Log:
             self._bar.start()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes the metrics of one step and updates the progress bar."""
+        """Writes ``row``, the metrics of one step, and updates the progress bar; failures to write become a warning."""
         if not self.writes:
             return
         with self._warning():
@@ -94,9 +95,10 @@ class Log:
             say(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left")
 
     def write_anew(self) -> None:
-        """Writes all rows into a new file, after the previous file was removed. Raises OSError: it cannot be written.
+        """Writes all rows into a new ``metrics.jsonl`` if that file was removed; else does nothing.
 
-        A file of that name that already exists is another run's, and stays as it is.
+        Raises: OSError: the file cannot be written, or a file of that name exists again: that file is another run's,
+            and stays as it is.
         """
         if self.writes and self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self._file.seek(0)
@@ -111,7 +113,7 @@ class Log:
             self._file = file
 
     def warn(self, text: str) -> None:
-        """Prints a warning on standard error, above the progress bar if there is one."""
+        """Prints ``text``, a warning, on standard error, above the progress bar if there is one."""
         if self.writes:
             Console(stderr=True).print(text) if self._bar is None else self._bar.console.print(text)
 
@@ -178,9 +180,10 @@ def _append(file: FileIO, line: str) -> None:
 def cut_metrics(out: Path, last_step: int) -> int:
     """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again.
 
-    Rows that are damaged are removed, too, and their number is returned; a last line that a kill has cut short does not
-    count. The file is cut in place: that needs no room, and a kill leaves the file either whole or cut. Only where a
-    damaged row stands before others are these written into a new file, which then takes its place.
+    Damaged rows are removed too, and their number is returned, without a last line that a kill has cut short. The file
+    is cut in place: that needs no disk space, and a kill leaves the file either whole or cut. If a damaged row stands
+    before rows that are kept, these are written into a new file, which then replaces the old one. A missing file is
+    created empty.
     """
     path = out / METRICS_FILE
     path.touch()
@@ -197,7 +200,7 @@ def cut_metrics(out: Path, last_step: int) -> int:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file atomically, so that a killed run leaves no half file."""
+    """Writes ``value`` as a JSON file atomically, so that a killed run leaves no half file."""
 
     partial = path.with_name(f".{path.name}")
     partial.write_text(json_text(value, indent=1) + "\n")

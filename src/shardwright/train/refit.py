@@ -1,4 +1,4 @@
-"""``--layout auto-fit``: fits an earlier layout to the ranks available, by its number of data-parallel replicas."""
+"""``--layout auto-fit``: fits a layout to the ranks available by changing its number of data-parallel replicas."""
 
 from __future__ import annotations
 

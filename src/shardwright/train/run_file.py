@@ -1,4 +1,4 @@
-"""The file ``run.json`` in a training run's folder: its options, its data, versions and machine."""
+"""Writes and reads ``run.json`` in a training run's folder: the run's options, its data, versions and machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ MOST_RUN_BYTES = 2**26
 
 
 def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float]) -> None:
-    """Writes ``run.json``: options, fingerprints of the data, measured times of layers, versions, the machine."""
+    """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
+
+    It holds the options, the fingerprints of the data files (``data``), the measured times of layers (``seconds``), the
+    number of ranks, the time, and the versions and the machine that were used.
+    """
     versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
     machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
     write_json(
@@ -47,12 +51,13 @@ def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, second
 
 
 def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
-    """Returns the options with which an earlier run in the folder ``out`` was started.
+    """Returns the options with which an earlier run in the folder ``out`` was started, without ``stop_at``.
 
     ``model`` is the model named on the command line, if one is. A folder may come from another person, and importing a
     model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well.
 
-    Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
+    Raises: CheckpointError: there is no run, its model is not ``model``, or its model is a factory and ``model`` is
+        None.
     """
     options = options_of(out)
     found = options.get("model", TrainConfig.model)
@@ -71,9 +76,10 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
 
 
 def noted_data(out: Path) -> Mapping[str, Any]:
-    """Returns the fingerprints of the data files with which a run was started, by name; empty if there are none.
+    """Returns the fingerprints of the data files with which the run in ``out`` was started, by file name.
 
-    Raises: CheckpointError: no such run, or what its file says of the data is no fingerprint.
+    It is empty if the data had no files. Raises: CheckpointError: there is no run in ``out``, or the entry on its data
+    is damaged.
     """
     options_of(out)  # raises if it is no run
     found = _run_file(out).get("data", {})
@@ -96,7 +102,10 @@ def _run_file(out: Path) -> Any:
 
 
 def options_of(out: Path) -> dict[str, Any]:
-    """Returns the options in a run's ``run.json``, without ``stop_at``. Raises CheckpointError: no such run."""
+    """Returns the options of the run in ``out`` from its ``run.json``, without ``stop_at``.
+
+    Raises: CheckpointError: the file is missing or damaged.
+    """
     try:
         found = _run_file(out)
         options = read_options(found["options"], given_in=RUN_FILE)
@@ -111,7 +120,10 @@ def options_of(out: Path) -> dict[str, Any]:
 
 
 def run_name_in(out: Path) -> str | None:
-    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None without one."""
+    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder.
+
+    It is None if there is no run that can be read, or the run was begun without ``torchrun``.
+    """
     try:
         found = _run_file(out).get("torchrun")
     except (OSError, ValueError, AttributeError, RecursionError):

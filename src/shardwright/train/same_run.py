@@ -1,4 +1,4 @@
-"""Checks, before a run is resumed, that its model, order of samples and data are those that it was started with."""
+"""Checks, before a run is resumed, that its model, its data and the order of its samples are those of its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from shardwright.train.data import fingerprint
 
 
 def check_regular(out: Path) -> None:
-    """Raises PlanError if a file in a run's folder is a link or a device, since writing to it would go elsewhere."""
+    """Raises PlanError if a run's folder has a link to a file, a device or a pipe, to which writes would go elsewhere.
+
+    Links to folders are allowed.
+    """
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or path.is_dir()):
@@ -31,7 +34,11 @@ def _as_text(value: Any) -> Any:
 
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
-    """Raises PlanError if a resumed run changes an option that the model or the order of samples depends on."""
+    """Raises PlanError if a resumed run changes an option that the model or the order of samples depends on.
+
+    These are ``model``, ``settings``, ``data``, ``batch``, ``seq`` and ``seed``. ``before`` are the options with which
+    the run was started; options that are missing in it are not compared.
+    """
     for key in ("model", "settings", "data", "batch", "seq", "seed"):
         now = config.to_dict()[key]
         if key in before and _as_text(before[key]) != _as_text(now):
@@ -44,7 +51,10 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
 
 def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
-    """Raises PlanError if a data file differs from its fingerprint at the run's start; old runs have none."""
+    """Raises PlanError if a data file differs from its fingerprint at the run's start.
+
+    ``before`` are the fingerprints of the run's start, by file name; if there are none, nothing is compared.
+    """
     now = fingerprint(config.data) if before else {}
     for file in sorted(before.keys() | now.keys()):
         if before.get(file) == now.get(file):

@@ -33,9 +33,14 @@ def sample(
 ) -> str:  # fmt: skip
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
-    ``config`` is the config of that run, and ``layout`` the layout to run under, on ``ranks``. Text is ``prompt``
-    continued by ``num`` bytes, drawn at ``temperature`` (at 0 the most likely) with ``seed``. Of pictures the first
-    ``num`` of the eval split get a line each, with the true class if the prediction is wrong; the last counts hits.
+    ``config`` is the config of that run, and ``layout`` the layout to sample under, whose ranks are threads or
+    processes as ``ranks`` says. A language model continues ``prompt`` by ``num`` bytes, drawn at ``temperature`` with
+    ``seed``; at temperature 0 the likeliest byte is taken. For pictures the result has a line for each of the first
+    ``num`` of the eval split: the predicted class and, if that is wrong, the true class. Its last line counts the right
+    predictions.
+
+    Raises: PlanError: an argument is out of range, the prompt is empty, or the model's targets are not classes;
+        CheckpointError: ``run`` has no checkpoint that fits. An error on a rank comes as RankFailedError.
     """
     check_finite("temperature", temperature)
     if not 0 <= num <= MOST_SAMPLES:

@@ -1,4 +1,4 @@
-"""Requests, by signals, to stop a run or to save a checkpoint; and whether ``torchrun`` has restarted the run."""
+"""Turns signals into requests to stop a run or to save a checkpoint, and finds out if ``torchrun`` has restarted it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stop:
         self.num_saves_requested = 0
 
     def request(self, number: int = 0, *_: Any) -> None:
-        """Requests that the run stops after the current step. It is also the handler of signals, given their number."""
+        """Requests that the run stops after the current step; as a signal handler it gets the signal's ``number``."""
         self.requested, self.signal = True, number
 
     def request_save(self, *_: Any) -> None:
@@ -56,9 +56,10 @@ class Stop:
 
 
 def started_again(out: Path) -> bool:
-    """Returns whether ``torchrun`` has restarted the run in ``out``: a rank failed, or the number of machines changed.
+    """Returns whether ``torchrun`` has restarted the run in ``out``, as it does after a rank or machine was lost.
 
-    A machine that lost no rank of its own counts no restart, but it finds the run that it is part of.
+    That is so if ``torchrun`` counts a restart of this process, or if the run in ``out`` was begun by the same job of
+    ``torchrun`` (``--rdzv-id``): on a machine that lost no rank, no restart is counted.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if name != "none" and run_name_in(out) == name:

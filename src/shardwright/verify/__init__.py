@@ -118,12 +118,16 @@ def verify(
 ) -> Verdict:
     """Trains under ``layout`` and on one device, a step per batch, and returns a verdict with the largest differences.
 
-    ``model`` may be on the meta device. ``batches`` are global (inputs, targets) and are not written to. Complex
-    tensors take the complex dtype of ``dtype``. Gradients are compared after the first step. Parameters and buffers are
-    compared after the last, in float64 only: in float32 AdamW amplifies the rounding of gradients near zero.
-    ``alter(run)`` changes each rank's run before the first step, to test that a fault is found.
-    ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it, ``verify`` starts them.
-    ``roles`` and ``seconds`` are those of ``parallelize``.
+    ``model`` may be on the meta device; copies of it are trained in ``dtype``, float64 or float32. ``batches`` are
+    global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Gradients are
+    compared after the first step. Parameters and buffers are compared after the last, in float64 only: in float32 AdamW
+    amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
+    that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it,
+    ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher. ``roles`` and
+    ``seconds`` are those of ``parallelize``.
+
+    Raises: LayoutError, PlanError: the layout does not fit the model or this machine, there are no batches, ``dtype``
+        is another, or a copy of the model has written to ``model``. A difference is not raised: it is in the verdict.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
@@ -230,7 +234,9 @@ def _marks(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_untouched(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises PlanError if the caller's model was written to, since then both sides of the comparison used it.
+    """Raises PlanError if the caller's model was written to, because then both sides of the comparison used it.
+
+    ``before`` has, by name, the ids and version counters of the model's tensors and gradients before the comparison.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = _marks(layer)

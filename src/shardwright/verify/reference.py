@@ -1,4 +1,4 @@
-"""Trains a model on one device with plain torch, the reference of ``verify``, and measures its rounding errors.
+"""Trains a model on one device with plain torch, as the reference of ``verify``, and measures its rounding errors.
 
 A model may compute in float32 inside, in its norms for instance, though its parameters are float64. Then one device is
 determined only up to float32 rounding: an error of 1e-16 before the cast moves a number to the neighboring float32,
@@ -58,7 +58,8 @@ Named = dict[str, Tensor]
 class Outcome:
     """The results of training steps on one device or one rank: losses, gradients, parameters and buffers.
 
-    A gradient is None for a parameter that the loss does not depend on. ``eps`` is AdamW's.
+    Gradients are those of the first step; one is None if the loss does not depend on the parameter. Parameters and
+    buffers are those after the last step. ``eps`` is AdamW's.
     """
 
     losses: list[float]
@@ -83,10 +84,11 @@ def reference(
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
 ) -> Outcome:
-    """Returns the outcome of training a copy of the plain model with plain torch in this process.
+    """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
-    ``draws`` are the random calls of the model's traced code (:class:`ModelGraph`). ``eps`` is AdamW's; by default it
-    is made from the gradients. ``shift`` may change each initial value, in place.
+    AdamW makes a step for each of ``batches``. ``draws`` are the random function calls that a recorded forward of the
+    model has made. ``eps`` is AdamW's; by default it is made from the gradients of the first step. ``shift(name,
+    value)`` may change each parameter's initial value, in place. ``forward`` is a context in which the forwards run.
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
     check_apart(plain, model)
@@ -155,7 +157,7 @@ def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
 
 
 def copied_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """Returns copies of trained parameters' gradients, by name, on the CPU; None for one that the backward missed."""
+    """Returns copies of the gradients of trained parameters, by name, on the CPU; None for one without a gradient."""
     trained = {name: p.grad for name, p in named.items() if p.requires_grad}
     return {name: None if grad is None else grad.detach().to("cpu", copy=True) for name, grad in trained.items()}
 
@@ -172,9 +174,9 @@ def cloned(batch: Batch) -> Batch:
 
 
 def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:
-    """Returns the divisor that makes each tensor's error relative: its largest entry, but no less than a bound.
+    """Returns the divisor that makes each tensor's error relative: its largest absolute entry, or a bound if larger.
 
-    The bound is ``floor`` times the largest entry of all tensors.
+    The bound is ``floor`` times the largest absolute entry of all tensors. The divisor is 1 where both are 0.
     """
     least = floor * _largest(named)
     return {name: max(_largest({name: tensor}), least) or 1.0 for name, tensor in named.items()}
@@ -189,7 +191,9 @@ def _largest(named: Mapping[str, Tensor | None]) -> float:
 
 
 class RoundingRecorder(TorchDispatchMode):
-    """A dispatch mode that finds the narrowest dtype to which an operator rounds a tensor of ``dtype``: ``narrowest``.
+    """A dispatch mode that finds the narrowest dtype to which operators round tensors of ``dtype``.
+
+    It is in ``narrowest``, which stays ``dtype`` if no operator rounds.
 
     >>> with RoundingRecorder(torch.float64) as inside:
     ...     torch.ones(2, dtype=torch.float64).softmax(0, dtype=torch.float32)
@@ -221,7 +225,10 @@ def _dtypes(tree: Any) -> set[torch.dtype]:
 
 @dataclass
 class DeviceDifference:
-    """The relative errors between runs on one device, due to rounding alone; ``narrowest`` is the dtype rounded to."""
+    """The relative errors between training runs on one device that differ by rounding alone.
+
+    ``narrowest`` is the narrowest dtype to which operators of the model round.
+    """
 
     narrowest: torch.dtype
     loss: float
@@ -234,9 +241,10 @@ def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
     draws: Draws | None, dtype: torch.dtype, expected: Outcome,
 ) -> DeviceDifference | None:  # fmt: skip
-    """Returns the relative errors between runs on one device by rounding; None if no operator rounds below ``dtype``.
+    """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
-    ``expected`` is the result of :func:`reference` for the same arguments.
+    The result is None if no operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result
+    of :func:`reference` for the same arguments, which is run several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)

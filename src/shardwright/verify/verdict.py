@@ -11,11 +11,15 @@ from typing import Any
 class Verdict:
     """The result of ``verify``: whether a layout equals one device within ``tolerance``, and the largest errors.
 
-    ``first_difference`` names the first parameter in forward order whose error is beyond the tolerance.
-    ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
-    ``own_error`` is the largest error between runs on one device, where that is beyond ``tolerance``; else 0. Then
-    ``allowed`` is the error allowed for the tensor named in the text. ``presence`` says where one side has no gradient.
-    ``shares`` is the share of parameter bytes that each factor of the layout cuts, and ``flops`` that of the forward's
+    Errors are relative. ``max_relative_error`` is the largest error of any gradient, parameter or buffer, and
+    ``worst_parameter`` is the tensor that has it. ``first_difference`` is the first parameter of the model, or else the
+    first buffer, whose error is beyond what is allowed, and ``first_error`` is its error. If there is none, they are ""
+    and the error of the loss. ``allowed`` is the error allowed for the tensor that the text names first: ``tolerance``
+    or, for a tensor by which runs on one device differ more, several times that difference. ``own_error`` is the
+    largest such difference, 0 if none is beyond ``tolerance``.
+
+    ``parameters`` and ``steps`` count what was compared. ``presence`` is text on a gradient that only one side has.
+    ``shares`` is the share of the parameters that each factor of the layout cuts, and ``flops`` that of the forward's
     FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a factor that cuts little.
     """
 

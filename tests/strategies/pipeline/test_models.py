@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import launch, parallelize, time_layers, verify
+from shardwright.analysis.call_graph import CallSite
+from shardwright.analysis.costs import FLOPS_PER_S, Cost, measured
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, MeanSquaredError
@@ -979,6 +981,12 @@ class Slow(nn.Linear):
     def forward(self, x):
         time.sleep(0.01)
         return super().forward(x)
+
+
+def test_the_time_of_a_module_is_shared_by_its_calls():
+    costs = {CallSite("a", 0): Cost(10.0), CallSite("a", 1): Cost(10.0), CallSite("b", 0): Cost(20.0)}
+    work = [cost.work / FLOPS_PER_S for cost in measured(costs, {"a": 1.0}).values()]
+    assert work == [0.5, 0.5, 1.0]
 
 
 def test_stages_are_balanced_by_what_was_measured():

@@ -1,1 +1,1 @@
-"""The backends that send messages: threads, processes, shared memory, and a fake one for rehearsals."""
+"""The backends of process groups: threads, shared memory, gloo, NCCL, and a fake one that sends nothing."""

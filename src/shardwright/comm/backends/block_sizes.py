@@ -1,6 +1,6 @@
-"""The allocator of the shared-memory blocks that carry a rank's messages: their sizes, their reuse, their total bytes.
+"""The bookkeeping of the shared-memory blocks that carry a rank's messages: their sizes, reuse and total bytes.
 
-Real runs use it, and so does the prediction of a rank's memory, which runs no rank.
+Real runs use it, and so does the prediction of a rank's memory, which allocates nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _PAGE_BYTES = 4096
 
 
 class Blocks:
-    """The allocator of a rank's shared-memory blocks: their sizes, which are free, and how many readers each awaits.
+    """The bookkeeping of a rank's shared-memory blocks: their sizes, which are free, and how many readers each awaits.
+
+    It chooses a block for each message, and allocates no memory itself.
 
     >>> blocks = Blocks()
     >>> first, second = blocks.take(100_000, readers=1), blocks.take(70_000, readers=1)
@@ -24,8 +26,8 @@ class Blocks:
     (True, [131072, 131072], 176128)
 
     A block is reused when all its readers have released it, and its memory is never given back. Which block is free
-    depends on when readers release it, so any block may come to carry the largest message of its size. With ``at_most``
-    the memory is counted as if every block had: a rehearsal uses this upper bound.
+    depends on when its readers release it, so any block may come to carry the largest message for blocks of its size.
+    With ``at_most``, :attr:`num_bytes` assumes that every block has: an upper bound, which predictions use.
     """
 
     def __init__(self, *, at_most: bool = False) -> None:
@@ -37,7 +39,7 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all blocks in bytes; only those pages of a block count that a message has ever filled."""
+        """The memory of all blocks in bytes, of which only the pages count that a message has filled at some time."""
         filled = self._used
         if self.at_most:
             by_size: dict[int, int] = {}
@@ -47,10 +49,10 @@ class Blocks:
         return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in filled)
 
     def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
-        """Reserves a block for a message of ``num_bytes`` and returns its index; ``readers`` ranks must release it.
+        """Reserves a block for a message of ``num_bytes`` bytes, and returns the block's index.
 
-        It is a free block of the right size, or else a new one. ``listen`` is called before a new one is made, to
-        collect pending releases.
+        It is a free block, or else a new one, of a power of two of bytes and at least 64 KiB. It is free again when
+        ``readers`` ranks have released it. ``listen`` is called before a new block is added, to let releases come in.
         """
         size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         if not self._free.get(size):

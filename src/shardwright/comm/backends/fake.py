@@ -1,7 +1,7 @@
-"""A world with one real rank: every call returns at once, with tensors of the right shapes and meaningless values.
+"""The fake backend: one rank runs alone, and calls return at once, with tensors of the right shapes and no real values.
 
-On the meta device this rehearses one rank's whole run and shows its memory and traffic without other ranks. Calls are
-recorded as a real backend records them.
+On the meta device it serves to rehearse one rank's step without the other ranks, to compute memory and traffic. Calls
+are recorded as a real backend records them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _BlockReaders:
 
 @dataclass(frozen=True)
 class FakeChannel(Channel):
-    """A process group of which only this rank exists: calls send nothing and are recorded as real ones.
+    """A process group of which only this rank exists: calls send nothing, but are recorded as real calls are.
 
     See :class:`~shardwright.comm.axis.Channel` for the methods.
     """
@@ -108,7 +108,7 @@ class FakeChannel(Channel):
         return self._pending(call, outs, parts, self.readers.begin(to))
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Records the call and sends nothing: ``tensor`` keeps its values on every rank."""
+        """Records the call and sends nothing: ``tensor`` keeps its values."""
         self._note(call, [tensor])
         return self._all(call, tensor, [], [[tensor]] if source == self.index else [])
 
@@ -129,7 +129,7 @@ class FakeChannel(Channel):
         return Pending(finish)
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns the fake channel over the members ``indices`` of this group."""
+        """Returns a fake channel over the members ``indices`` of this group."""
         return FakeChannel(
             self.readers, self.recorder, tuple(self.ranks[i] for i in indices), indices.index(self.index)
         )
@@ -166,7 +166,7 @@ class FakeChannel(Channel):
 
 
 class FakeTransport:
-    """Makes the fake process groups (channels) of the one real rank of a fake world."""
+    """Creates the fake process groups (channels) of the one rank that runs in a fake world."""
 
     kind = "fake"
 
@@ -189,9 +189,9 @@ class FakeTransport:
 
 
 def fake_world(rank: int, size: int, device: torch.device | None = None, *, blocks: Blocks | None = None) -> World:
-    """Returns a world in which only ``rank`` runs and nothing is sent; its device is the meta device by default.
+    """Returns a world of ``size`` ranks in which only ``rank`` runs and nothing is sent, by default on the meta device.
 
-    ``blocks`` counts the shared memory that real messages would take.
+    ``blocks``, if given, counts the shared memory that the rank's messages would take in a real run.
 
     >>> world = fake_world(rank=1, size=4)
     >>> world.everyone().all_gather(torch.empty(2, 3, device="meta")).shape

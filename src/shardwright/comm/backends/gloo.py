@@ -1,8 +1,9 @@
 """Channels over gloo, torch's backend for CPUs: used between machines, or where ranks share no memory.
 
-gloo's own all-gather and reduce-scatter are slow for large messages. Here an all-gather is one message to each member,
-and a reduce-scatter is an all-to-all and a local sum in the order of the members, so that it repeats bit for bit.
-gloo's all-reduce is good and is used as it is. ``benchmarks/collectives`` has the measurements.
+gloo's own all-gather and reduce-scatter are slow for large messages. Here, in an all-gather each rank sends one message
+to each other rank of the group. A reduce-scatter is an all-to-all and a local sum in the order of the group's ranks, so
+that it repeats bit for bit. gloo's all-reduce is fast and is used as it is. ``benchmarks/collectives`` has the
+measurements.
 """
 
 from __future__ import annotations

@@ -19,28 +19,31 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Watched(Protocol):
-    """A call that a watchdog follows, because ``wait`` blocks the stream and not the host."""
+    """A call that a watchdog follows, because over NCCL ``wait`` blocks the GPU's stream and not the host."""
 
     def waited(self, device: torch.device) -> None:
-        """Lets go of torch's handles once a stream waits for the call: they keep its tensors until it is complete."""
+        """Lets go of torch's handles of the call, which keep its tensors alive; the current stream must wait for it."""
 
 
 class GroupTransport(Protocol):
-    """The methods of a transport that a :class:`GroupChannel` calls, for process groups, sent tensors and timeouts."""
+    """What a :class:`GroupChannel` needs of its transport: process groups, keeping sent tensors alive, a watchdog."""
 
     rank: int
 
     def group(self, ranks: tuple[int, ...], name: str = "") -> Any:
-        """Returns the ``torch.distributed`` group of these ranks. ``name`` tells groups of the same ranks apart."""
+        """Returns the ``torch.distributed`` group over ``ranks``; ``name`` distinguishes groups over the same ranks."""
 
     def channel_of(self, ranks: tuple[int, ...]) -> Channel:
-        """Returns a new channel over a group that holds this rank; all members make their channels in one order."""
+        """Returns a new channel over ``ranks``; all of them must create their channels in the same order."""
 
     def keep(self, work: Any, message: Tensor) -> None:
-        """Keeps a sent tensor alive until the send is done; the channel may be freed before that."""
+        """Keeps a sent tensor alive until the send ``work`` is done, even if the channel is freed before that."""
 
     def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> Watched:
-        """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time."""
+        """Lets a watchdog follow a call, so that this rank ends with an error if the call is not done in time.
+
+        ``works`` are torch's handles of the call.
+        """
 
 
 class GroupChannel(Channel):
@@ -83,7 +86,10 @@ class GroupChannel(Channel):
 
 
 def lost_partner(call: CollectiveCall, ranks: Sequence[int], rank: int, failure: object) -> LostPartnerError:
-    """Returns the error for a call that did not complete; ``failure`` is torch's error, or a text about the timeout."""
+    """Returns the error to raise for a call that did not complete, because another rank stopped or did not come.
+
+    ``failure`` is torch's error, or a text about the timeout; ``rank`` is this rank, and ``ranks`` are the group's.
+    """
     return LostPartnerError(
         f"{call} did not complete\n  ranks: {', '.join(map(str, ranks))}, this is "
         f"{rank}\n  torch reports: {first_line(failure)}\n"

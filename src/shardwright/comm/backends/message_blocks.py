@@ -35,9 +35,11 @@ _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what come
 
 
 def folder_for_sockets() -> str:
-    """Returns a folder with a path short enough for local sockets: that of temporary files, ``/tmp`` or ``/var/tmp``.
+    """Returns a writable folder whose path is short enough for local (Unix) sockets.
 
-    Raises: PlanError: there is no such folder that can be written.
+    It is Python's folder for temporary files if that will do, or else ``/tmp`` or ``/var/tmp``.
+
+    Raises: PlanError: none of them will do.
     """
     usual = tempfile.gettempdir()
     for folder in (usual, "/tmp", "/var/tmp"):
@@ -55,7 +57,10 @@ def folder_for_sockets() -> str:
 class Link:
     """A slow network link to emulate between ranks of one machine; pass it to ``launch`` as ``link``.
 
-    Messages are sent one after the other at ``bytes_per_s``, and arrive ``latency_s`` after their last byte was sent.
+    A rank's messages are sent one after the other at ``bytes_per_s``, and each arrives ``latency_s`` seconds after its
+    last byte was sent.
+
+    Raises: PlanError: a negative latency, or a bandwidth that is not above 0.
 
     >>> Link(latency_s=0.001, bytes_per_s=1e9).latency_s
     0.001
@@ -75,7 +80,10 @@ class Link:
 
 
 class ReceivedMessage(NamedTuple):
-    """A received message: the index of the shared-memory block that holds its bytes, or the bytes themselves."""
+    """A received message: the index of the sender's shared-memory block that holds its bytes, or the bytes themselves.
+
+    The bytes themselves (``inline``) have come if there are at most 4 KiB of them.
+    """
 
     block: int
     num_bytes: int
@@ -105,8 +113,8 @@ class MessageBlock:
 class MessageExchange:
     """One rank's sockets to the other ranks of its machine, its shared-memory blocks, and the messages received.
 
-    While it waits for one rank it reads from all. A rank whose send buffer is full goes on receiving, so that ranks
-    with full buffers cannot deadlock.
+    While the rank waits for a message of one rank, it reads from all. While its send buffer is full, it goes on
+    receiving, so that ranks with full buffers cannot deadlock.
     """
 
     def __init__(self, rank: int, folder: Path, timeout_s: float, link: Link | None = None) -> None:
@@ -133,7 +141,10 @@ class MessageExchange:
         self._order = itertools.count()  # breaks ties of arrival in the heap
 
     def connect(self, ranks: Sequence[int]) -> None:
-        """Opens sockets to these ranks, which call it too: the higher rank connects, the lower one accepts."""
+        """Opens sockets to those of ``ranks`` that have none yet; they must call it too.
+
+        Of each pair, the higher rank connects and the lower one accepts.
+        """
         for peer in ranks:
             if peer < self.rank and peer not in self.peers:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -155,10 +166,13 @@ class MessageExchange:
     def post(
         self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
     ) -> int:
-        """Sends the bytes of tensors, joined, to the ranks ``to``; returns the index of the block used, or -1 for none.
+        """Sends the bytes of ``tensors``, joined, to the ranks ``to``, without waiting until these read them.
 
-        ``channel`` and ``number`` identify the call: its process group, and its number in the group. ``sent`` is the
-        total of bytes that the ranks read, for an emulated link; by default each reads all of them.
+        Returns the index of the shared-memory block that holds the bytes, or -1 if they are few enough to go through
+        the sockets. ``channel`` and ``number`` identify the call: its process group, and its number in the group.
+        ``sent`` is how many bytes an emulated link carries; by default all bytes for each rank.
+
+        Raises: LostError: a rank has closed its connection. LateError: a full socket was not read in time.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         arrival = self._arrival_ns(num_bytes * len(to) if sent is None else sent)
@@ -178,16 +192,20 @@ class MessageExchange:
         return place
 
     def notify(self, peer: int, kind: int, channel: int, number: int, block: int = 0, read: int = 0) -> None:
-        """Sends rank ``peer`` a message without payload, such as ``READ`` ("block read").
+        """Sends rank ``peer`` a message without payload, such as that a block was read (``kind`` is ``READ``).
 
-        ``kind``, ``channel`` and ``number`` identify the message as in :meth:`receive`, and ``block`` is the index of a
-        block. ``read`` is how many bytes of a block the peer reads after it, for an emulated link.
+        ``kind``, ``channel`` and ``number`` identify the message as in :meth:`receive`, and ``block`` is the index of
+        the block in question. ``read`` is how many bytes of a block ``peer`` reads after this message, which an
+        emulated link counts as sent.
         """
         arrival = self._arrival_ns(read) if read else 0
         self._send(peer, _HEADER.pack(kind, channel, number, block, 0, arrival))
 
     def _arrival_ns(self, num_bytes: int) -> int:
-        """Returns when a message sent now arrives over the emulated link, after those before it; 0 without a link."""
+        """Returns the ``time.monotonic_ns()`` at which a message sent now arrives over the emulated link.
+
+        Returns 0 if no link is emulated.
+        """
         if self.link is None:
             return 0
         begin = max(time.monotonic_ns(), self._link_free_ns)
@@ -195,13 +213,20 @@ class MessageExchange:
         return self._link_free_ns + int(self.link.latency_s * 1e9)
 
     def receive(self, peer: int, kind: int, channel: int, number: int) -> ReceivedMessage:
-        """Waits for the message of one kind, channel and call number from rank ``peer``, and returns it."""
+        """Waits for the message of one kind, channel and call number from rank ``peer``, and returns it.
+
+        Raises: as :meth:`wait_until`.
+        """
         key = (peer, kind, channel, number)
         self.wait_until(lambda: key in self.received, [peer])
         return self.received.pop(key)
 
     def wait_until(self, ready: Callable[[], bool], peers: Sequence[int]) -> None:
-        """Receives from all ranks until ``ready()``; raises at the timeout or if one of ``peers`` is disconnected."""
+        """Receives messages from all ranks until ``ready()`` returns True.
+
+        Raises: LostError: one of the ranks ``peers`` has closed its connection. LateError: the timeout is over, and
+            messages have stopped coming.
+        """
         end = time.monotonic() + self.timeout_s
         while not ready():
             gone = [peer for peer in peers if peer in self.lost_peers]
@@ -211,18 +236,21 @@ class MessageExchange:
                 raise LateError(peers[0], self.timeout_s)
 
     def peer_bytes(self, peer: int, posted: ReceivedMessage) -> Tensor:
-        """Returns the bytes of a message received from rank ``peer``, without a copy if they are in a shared block."""
+        """Returns the bytes of a message from rank ``peer`` as a tensor, a view of the block if they are in one."""
         if posted.num_bytes <= INLINE_BYTES:
             return torch.frombuffer(bytearray(posted.inline), dtype=torch.uint8) if posted.inline else torch.empty(0)
         return self.peer_blocks[peer, posted.block].bytes[: posted.num_bytes]
 
     def done_reading(self, peer: int, posted: ReceivedMessage) -> None:
-        """Tells rank ``peer`` that this rank has read the block of a message, so that ``peer`` can reuse the block."""
+        """Tells rank ``peer`` that this rank has read a message, so that ``peer`` can reuse the message's block.
+
+        Nothing is sent for a message that came through the socket.
+        """
         if posted.num_bytes > INLINE_BYTES:
             self.notify(peer, READ, 0, 0, posted.block)
 
     def close(self) -> None:
-        """Closes the sockets to all ranks."""
+        """Closes this rank's sockets to the other ranks."""
         for connection in (*self.peers.values(), self.listener):
             connection.close()
 
@@ -308,18 +336,18 @@ class MessageExchange:
 
 
 class LostError(Exception):
-    """Raised when the rank of which a message is awaited has closed its connection."""
+    """Raised if a rank from which a message is awaited, or to which one is sent, has closed its connection."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has closed its connection")
 
 
 class OtherSizeError(Exception):
-    """Raised when a rank has sent a message of more or fewer bytes than this rank expects."""
+    """Raised if a rank has sent a message of more or fewer bytes than this rank expects."""
 
 
 class LateError(Exception):
-    """Raised when a rank has sent no message within the timeout."""
+    """Raised if a rank has sent no message, or has not read from its full socket, within the timeout."""
 
     def __init__(self, peer: int, timeout_s: float) -> None:
         super().__init__(f"rank {peer} did not come within {timeout_s:.0f} s")

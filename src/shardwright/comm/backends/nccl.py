@@ -62,7 +62,10 @@ class NcclChannel(GroupChannel):
         return self._pending(call, works, finish)
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """All-gathers into ``parts``: in one NCCL call if they are equal and contiguous, else by torch's list form."""
+        """All-gathers into ``parts``: by one NCCL call if these are consecutive slices of one tensor, of equal size.
+
+        Otherwise, or if the ranks of the group are not in ascending order, it uses torch's all-gather into a list.
+        """
         self._begin(call, sum(part.nbytes for part in parts))
         given = [_movable(part) for part in parts]
         whole = _joined(given) if self._is_ordered else None
@@ -135,7 +138,10 @@ class NcclChannel(GroupChannel):
         return self._pending([*sends, *receives][0].call, works, lambda: None)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Creates NCCL's communicators for p2p between each pair, one a direction; all members pass the same pairs."""
+        """Creates NCCL's communicators for p2p messages between each pair of members, one for each direction.
+
+        All members pass the same pairs. It must be called before the first :meth:`send` or :meth:`receive` of a pair.
+        """
         up, down = (self.transport.group(self.ranks, name) for name in ("up", "down"))
         for low, high in pairs:
             other = low if self.index == high else high

@@ -1,8 +1,9 @@
 """The nodes of a run: which node a rank is on, how ranks are numbered over nodes, and the network between them.
 
-A node is what shares memory: a machine, or a container or network namespace of one. Ranks of one node must be
-neighbors, because the mesh puts the axis that sends most (``tp``) on neighboring ranks. ``torchrun`` numbers them so;
-``mpirun --map-by node`` and ``srun --distribution=cyclic`` deal them out in turn, and are renumbered::
+A node is what shares memory: a machine, or a container or network namespace of one. The ranks of a node must have
+consecutive numbers, because the mesh puts the axis that sends most (``tp``) on consecutive ranks. ``torchrun`` numbers
+them so. ``mpirun --map-by node`` and ``srun --distribution=cyclic`` give the nodes one rank each in turn, and these
+ranks are renumbered::
 
     node           a  b  a  b
     started as     0  1  2  3
@@ -25,9 +26,10 @@ SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def this_node() -> str:
-    """Returns a text that is equal for two ranks if they share memory: host, boot, user and the container's namespaces.
+    """Returns a text that identifies this process's node: it is equal for two ranks if they can share memory.
 
-    Containers of one machine may have the same host name and boot id, but have namespaces of their own.
+    It consists of the host name, the boot id, the user id and the network and mount namespaces. Containers of one
+    machine may have the same host name and boot id, but have namespaces of their own.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "", str(os.getuid())]
@@ -38,13 +40,18 @@ def this_node() -> str:
 
 
 def nodes_of_ranks(store: Any, rank: int, size: int) -> dict[int, str]:
-    """Returns the node of each rank as text, exchanged through torch's ``store``; every rank must call it."""
+    """Returns :func:`this_node` of each rank, exchanged through torch's ``store``; every rank must call it.
+
+    ``rank`` is this rank's number, and ``size`` the number of ranks.
+    """
     store.set(f"host/{rank}", this_node())
     return dict(enumerate(each.decode() for each in store.multi_get([f"host/{other}" for other in range(size)])))
 
 
 def ordered_by_node(nodes: Sequence[str]) -> list[int]:
-    """Returns rank numbers in an order in which the ranks of one node are neighbors; rank 0 stays first.
+    """Returns the rank numbers reordered so that those of one node are neighbors; rank 0 stays first.
+
+    ``nodes`` is the node of each rank, as text.
 
     >>> ordered_by_node(["a", "b", "a", "b"]), ordered_by_node(["a", "a", "b", "b"])
     ([0, 2, 1, 3], [0, 1, 2, 3])
@@ -53,11 +60,11 @@ def ordered_by_node(nodes: Sequence[str]) -> list[int]:
 
 
 def number_by_node(store: Any, rank: int, size: int) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
-    """Returns this rank's new number, under which a node's ranks are neighbors; each new number's node, and its host.
+    """Renumbers the ranks so that those of a node are neighbors, and returns this rank's new number, nodes and hosts.
 
-    ``rank`` is the number under which the launcher started it, ``size`` the number of ranks, and ``store`` torch's
-    store, through which the ranks exchange their nodes. The results list nodes, counted from 0, and host names by
-    new numbers.
+    Nodes (counted from 0) and host names are tuples, with an entry for each new rank number. ``rank`` is the number
+    that the launcher gave this rank, ``size`` the number of ranks, and ``store`` torch's store, through which the ranks
+    exchange their nodes. Every rank must call it.
     """
     names = nodes_of_ranks(store, rank, size)
     order = ordered_by_node([names[other] for other in range(size)])
@@ -67,10 +74,11 @@ def number_by_node(store: Any, rank: int, size: int) -> tuple[int, tuple[int, ..
 
 
 def interface_to(host: str) -> str | None:
-    """Returns the network interface through which this node reaches ``host``; None for loopback or an unknown host.
+    """Returns the name of the network interface through which this node reaches ``host``, such as "eth0".
 
-    It is needed where a machine's own name means a loopback address, as on Debian: torch would then listen on an
-    address that other nodes cannot reach. Nothing is sent.
+    Returns None if that is the loopback interface, or if the host is unknown. On some systems, such as Debian, a
+    machine's own name means a loopback address, so torch would listen where other nodes cannot reach it. No message is
+    sent to the host.
 
     >>> interface_to("127.0.0.1") is None
     True
@@ -89,8 +97,9 @@ def interface_to(host: str) -> str | None:
 def bind_sockets(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Returns the environment variables that bind torch's sockets to the interface that reaches the other nodes.
 
-    That is the one that reaches ``MASTER_ADDR``, or else one of ``hosts``. There are none if it is unknown or the
-    loopback. A variable that ``environment`` already has is the user's choice, and is left out.
+    The interface is the one that reaches the host in ``MASTER_ADDR``, or else the first of ``hosts`` that has one. If
+    there is none but the loopback, no variables are returned. A variable that ``environment`` already has is the user's
+    choice, and is left out.
     """
     found = next(filter(None, map(interface_to, (environment.get("MASTER_ADDR", ""), *hosts))), None)
     return {} if found is None else {name: found for name in SOCKETS if name not in environment}

@@ -1,4 +1,8 @@
-"""Channels of ranks that are processes: over NCCL between GPUs, in shared memory on one machine, else over gloo."""
+"""Creates the process groups of ranks that are processes, on the backend that suits the ranks of each group.
+
+These are NCCL between GPUs, shared memory between ranks of one machine, and gloo otherwise. Between machines with
+equally many ranks, large sums combine shared memory and gloo.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,11 @@ CPU = torch.device("cpu")
 
 
 class ProcessTransport:
-    """Makes the process groups (channels) of one rank that is a process.
+    """Creates the process groups (channels) of one rank that is a process.
 
-    Groups whose members share a machine use its memory; the others use torch's process groups, one for each set of
-    ranks.
+    If the ranks communicate over NCCL, all groups do. Otherwise groups whose members are on one machine use shared
+    memory, and the others use gloo. In a group with equally many ranks on each of several machines, a large sum goes
+    through shared memory inside each machine and over gloo only between machines. With ``links`` "sockets" all is gloo.
     """
 
     kind = "processes"
@@ -81,9 +86,9 @@ class ProcessTransport:
         self.blocks: Blocks | None = self._exchange.block_sizes if self._exchange is not None else None
 
     def group(self, ranks: tuple[int, ...], name: str = "") -> Any:
-        """Returns the ``torch.distributed`` group of these ranks, which is created when its members first ask for it.
+        """Returns the ``torch.distributed`` group over ``ranks``, which is created at the members' first call.
 
-        ``name`` tells several groups over the same ranks apart.
+        So all of ``ranks`` must make that call. ``name`` tells several groups over the same ranks apart.
         """
         ordered = tuple(sorted(ranks))
         if (ordered, name) not in self._groups:
@@ -94,11 +99,17 @@ class ProcessTransport:
         return self._groups[ordered, name]
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index."""
+        """Returns a new channel for each of ``groups`` (tuples of ranks) that holds this rank, by the group's index."""
         return {place: self.channel_of(ranks) for place, ranks in enumerate(groups) if self.rank in ranks}
 
     def channel_of(self, ranks: tuple[int, ...]) -> Channel:
-        """Returns a new channel over ``ranks``, a group with this rank; all members make its channels in one order."""
+        """Returns a new channel over ``ranks``, a group that holds this rank.
+
+        All members must create the group's channels in the same order. The backend is chosen here: NCCL, shared memory
+        or gloo, with copies through host memory if the tensors are on an accelerator and the backend is not NCCL.
+
+        Raises: CommunicationError: two groups got the same 64-bit key.
+        """
         number = self._num_channels.get(ranks, 0)
         self._num_channels[ranks] = number + 1
         name = f"{'-'.join(map(str, ranks))}/{number}"
@@ -146,9 +157,9 @@ class ProcessTransport:
     def call_starter(self, ranks: tuple[int, ...], name: str) -> Callable[..., int]:
         """Returns a function to call at the start of each collective: it records the call and returns its number.
 
-        ``ranks`` are those of the group, and ``name`` tells it from other groups. In debug runs the function also
-        checks that all ranks make the same call. Its argument ``meets`` is False for p2p messages: not all members of
-        the group make these, so they are neither counted nor checked.
+        ``ranks`` are those of the group, and ``name`` distinguishes the group from others. In debug runs the function
+        also checks that all ranks make the same call. Its argument ``meets`` is False for p2p messages: not all members
+        of the group make these, so they are neither counted nor checked.
         """
         num_calls = 0
 
@@ -163,7 +174,7 @@ class ProcessTransport:
         return begin
 
     def keep(self, work: Any, message: Tensor) -> None:
-        """Keeps a sent tensor alive until the send is done; the channel may be freed before that."""
+        """Keeps a sent tensor alive until the send ``work`` is done, even if the channel is freed before that."""
         if self._over_nccl:
             self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
             self._sent.append((work, message))
@@ -175,9 +186,9 @@ class ProcessTransport:
         self._waited_for.put((work, message))
 
     def watch(self, call: CollectiveCall, ranks: tuple[int, ...], works: Sequence[Any]) -> WatchedCall:
-        """Notes a call whose torch handles are ``works``, to end this rank with an error if it is not done in time.
+        """Lets the watchdog follow a call, so that this rank ends with an error if the call is not done in time.
 
-        Over NCCL the watchdog is needed because ``wait`` itself reports no lost rank.
+        ``works`` are torch's handles of the call. NCCL needs it because ``wait`` itself reports no lost rank.
         """
         return self._watchdog.add(call, ranks, works)
 
@@ -187,11 +198,14 @@ class ProcessTransport:
             self.call_checker.leave()
 
     def abandon(self, failure: BaseException) -> None:
-        """Closes the connections: a rank of this machine that waits for this one gets an error."""
+        """Closes this rank's connections, so that a rank of this machine that waits for it gets an error."""
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Ends the watchdog, and closes the shared-memory connections to the other ranks of this machine."""
+        """Ends this rank's helper threads, and closes its connections to the other ranks of this machine.
+
+        torch's process groups stay.
+        """
         self._watchdog.close()
         if self._waited_for is not None:
             self._waited_for.put(None)
@@ -211,9 +225,9 @@ def _wait_for_sends(sends: SimpleQueue[tuple[Any, Tensor] | None]) -> None:
 
 
 def has_native_group(kind: str) -> bool:
-    """Returns whether torch's default process group sends between devices of a type directly, as NCCL does.
+    """Returns whether torch's default process group sends between devices of type ``kind`` directly, as NCCL does.
 
-    It may have several backends: ``init_process_group()`` without a name gives "cpu:gloo,cuda:nccl".
+    The group may have several backends: ``init_process_group()`` without a name gives "cpu:gloo,cuda:nccl".
     """
     if dist.get_backend() in NATIVE:
         return True
@@ -221,9 +235,9 @@ def has_native_group(kind: str) -> bool:
 
 
 def torch_timeout(timeout: timedelta, *, over_nccl: bool) -> timedelta:
-    """Returns the timeout to give torch: twice ``timeout`` over NCCL and its like, ``timeout`` over gloo.
+    """Returns the timeout to give torch's process groups: ``timeout``, but twice that over NCCL and its like.
 
-    So the watchdog, whose error names the call, is the first to report.
+    There the library's own watchdog, whose error names the call, is to report first.
     """
     return 2 * timeout if over_nccl else timeout
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes: joins a run that torchrun, Slurm or MPI started, or starts all ranks on one machine."""
+"""Runs ranks that are processes: starts all on one machine, or joins a run that torchrun, Slurm or MPI started."""
 
 from __future__ import annotations
 
@@ -57,13 +57,18 @@ def run_here(
     device: str = "auto", links: Links = "auto", folder: str | None = None, link: Link | None = None,
     bind_cores: bool = False, report: Report = end_with,
 ) -> T:  # fmt: skip
-    """Runs ``work`` in this process as the rank that the environment names (``RANK``, ``WORLD_SIZE``, ...).
+    """Runs ``work(world, *args)`` in this process as one rank of a run, and returns its result.
 
-    Returns the result of ``work(world, *args)``.
+    The environment variables ``RANK``, ``WORLD_SIZE`` and so on say which rank it is. If the ranks of a node are not
+    numbered one after the other, all ranks are renumbered, and ``RANK`` is changed.
 
-    ``links`` is "sockets" to keep ranks of one machine from using shared memory. ``folder`` is where temporary files
-    go, if the process that started the ranks removes it at the end. ``report`` ends the process when a call over NCCL
-    does not complete. The other options are those of :func:`~shardwright.comm.launch.launch`.
+    ``links`` is "sockets" to keep ranks of one machine from using shared memory. ``folder`` is a folder for temporary
+    files, given if one process has started all ranks on this machine and removes it at the end. ``report`` is called
+    with the error of a call over NCCL that does not complete in time, and ends the process. The other options are those
+    of :func:`~shardwright.comm.launch.launch`.
+
+    Raises: what ``work`` raises; LostPartnerError: another rank cannot be reached, or has ended early. PlanError: the
+        ranks' devices or options do not fit.
     """
     rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_s)
@@ -142,10 +147,11 @@ def run_processes(
 
     The options are those of :func:`~shardwright.comm.launch.launch` and :func:`run_here`. The processes listen on no
     network but, where torch needs it, the machine's loopback. A stop signal to this process or to the whole process
-    group reaches every rank; those that have not ended ``grace_s`` later are killed.
+    group reaches every rank; ranks that have not ended ``grace_s`` seconds later are killed.
 
-    Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. LayoutError, PlanError
-        and CheckpointError are raised as they are.
+    Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. The library's own errors,
+        such as PlanError and CommunicationError, are raised as they are. KeyboardInterrupt: the run was told to stop.
+        PlanError: the system is not Linux or macOS.
     """
     if os.name != "posix":
         raise PlanError(
@@ -178,7 +184,11 @@ def _environment(rank: int, num_ranks: int) -> dict[str, str]:
 
 
 def rank_main(task: int, answer: int) -> None:
-    """Runs one rank in a process that the fork server made: reads its task, writes its answer, and ends the process."""
+    """Runs one rank in a process that the fork server has forked; it ends the process and does not return.
+
+    The rank's work is read from the pipe ``task``, and its result, or a note of its failure, is written to the pipe
+    ``answer``; both are file descriptors.
+    """
     code = 1
     try:
         length = int.from_bytes(_read(task, 8), "little")

@@ -1,7 +1,7 @@
 """Chooses each rank's device and the run's backend; all ranks decide alike, from the devices that every rank found.
 
-Before torch's process group exists, each rank publishes one :class:`RankDevice` in the store and reads those of all
-others. So a wrong start is the same error on every rank, before the first collective::
+Before torch's process group exists, each rank publishes a :class:`RankDevice` in torch's store and reads those of all
+other ranks. So a wrong start is the same error on every rank, before the first collective::
 
     each rank on a card of its own    NCCL, or what torch has for the device type
     several ranks on one card         an error; with device="cuda/gloo" gloo, through host memory
@@ -29,11 +29,11 @@ GLOO = "/gloo"
 
 
 class RankDevice(NamedTuple):
-    """The device that one rank was asked to use and the one that it found, as published to all ranks.
+    """The device that one rank was asked to use and the device that it found, as each rank publishes them to all ranks.
 
     ``wanted`` is the option ``device``, ``kind`` the device type, and ``place`` the index of the rank's device among
-    the ``num_visible`` that it sees. ``card`` identifies the physical GPU; it is empty if the rank cannot tell which of
-    the visible ones is its own. ``has_backend`` says whether torch has a collective backend for the device type.
+    the ``num_visible`` that the rank sees. ``card`` identifies the physical GPU, and is empty if the rank cannot tell
+    which of the visible GPUs is its own. ``has_backend`` says whether torch has a collective backend for the type.
     """
 
     host: str
@@ -47,16 +47,17 @@ class RankDevice(NamedTuple):
 
     @property
     def use(self) -> str:
-        """The device type, with the suffix ``GLOO`` if the option ``device`` has it."""
+        """The device type, with the suffix ``/gloo`` if the option ``device`` has that and the type is not "cpu"."""
         return self.kind + (GLOO if self.kind != "cpu" and self.wanted.endswith(GLOO) else "")
 
 
 def found(wanted: str, host: str, size: int, environment: Mapping[str, str] = os.environ) -> RankDevice:
-    """Returns this rank's device, chosen among those that it sees by ``LOCAL_RANK``, and makes it the current one.
+    """Finds this rank's device, by ``LOCAL_RANK`` among those that the rank sees, and makes it the current one.
 
-    ``wanted`` is the option ``device``, ``host`` this machine's name, and ``size`` the number of ranks. A rank that
-    sees only one device takes it, whatever its number: Slurm, Kubernetes and MPI may show each rank its own device
-    alone.
+    Returns a description to exchange with the other ranks, of type "cpu" if there is no accelerator of the wanted type.
+    ``wanted`` is the option ``device`` ("auto" means the variable SHARDWRIGHT_DEVICE, if set), ``host`` this machine's
+    name, and ``size`` the number of ranks. A rank that sees only one device takes that, whatever ``LOCAL_RANK`` is:
+    Slurm, Kubernetes and MPI may show each rank only its own device.
 
     >>> found("cpu", "here", 2).use
     'cpu'
@@ -79,10 +80,10 @@ def found(wanted: str, host: str, size: int, environment: Mapping[str, str] = os
 
 
 def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: bool = False) -> list[RankDevice]:
-    """Returns the device of each rank, exchanged through torch's store; every rank must call it.
+    """Returns the :class:`RankDevice` of each rank, exchanged through torch's ``store``; every rank must call it.
 
-    ``forked`` says that one process has forked all ranks, so that they see the same devices. If these have no
-    accelerator, nothing is exchanged.
+    ``mine`` is this rank's. ``forked`` says that one process has forked all ranks, so that they see the same devices;
+    if these are CPUs alone, nothing is exchanged.
     """
     if forked and mine.kind == "cpu":
         return [mine] * size
@@ -91,10 +92,13 @@ def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: boo
 
 
 def decided(ranks: Sequence[RankDevice], rank: int) -> tuple[torch.device, str]:
-    """Returns this rank's device and the backend of all ranks; rank 0 warns if ranks share a card.
+    """Returns the device of ``rank`` and the name of the backend of all ranks, from the devices that all ranks found.
 
-    Raises: PlanError, with the same text on every rank: only some ranks have a device, or a device of their own; torch
-        has no backend for the device type; or a device type was asked for that is not there.
+    The backend is gloo on the CPU, and for a device type with ``/gloo``; then rank 0 warns if ranks share a GPU.
+
+    Raises: PlanError, with the same text on every rank: a wanted device type is missing; only some ranks have an
+        accelerator; a rank cannot tell which device is its own, or has none; ranks share a device without ``/gloo``; or
+        torch has no backend for the device type.
 
     >>> ranks = [RankDevice("here", "auto", "cuda", number, 2, number, f"card {number}") for number in range(2)]
     >>> decided(ranks, 1)

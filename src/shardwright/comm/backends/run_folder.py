@@ -1,7 +1,8 @@
-"""A run's private folder for temporary files and sockets, removed even if all of the run's processes are killed.
+"""Gives a run a private folder for temporary files and sockets, which the next run removes if this one is killed.
 
-Its owner holds a lock on it. A run whose processes were all killed cannot remove its folder, but the system releases
-the lock, so the next run sees that the owner is dead and removes the folder.
+The process that started the run holds a lock on the folder, and normally removes the folder at the end. A run whose
+processes were all killed cannot do so, but the system releases the lock, by which the next run sees that the folder is
+left over.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _PREFIX = "shardwright-run-"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """Returns a context with a new folder that only this user can enter; it is removed at the end.
+    """Returns a context that yields a new folder, which only this user can enter, and removes it at the end.
 
-    Folders of runs that were killed are removed too.
+    At its start it also removes the folders of this user's runs that were killed.
 
     >>> with run_folder() as folder:
     ...     oct(folder.stat().st_mode & 0o777)

@@ -60,7 +60,11 @@ class SharedChannel(Channel):
         return self._subset(tuple(self.ranks[i] for i in indices))
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """All-reduces ``tensors`` in place; of more than two members, each sums one part (:class:`SharedAllReduce`)."""
+        """All-reduces ``tensors`` in place, through shared memory.
+
+        If there are more than two members and the message is larger than 4 KiB, each member sums one part of it
+        (:class:`SharedAllReduce`). Otherwise each member sums everything.
+        """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
@@ -99,9 +103,9 @@ class SharedChannel(Channel):
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters into ``out``: posts ``tensors`` in shared memory, and sums this rank's part of each member's.
+        """Reduce-scatters into ``out``: posts ``tensors`` in shared memory, and sums this rank's part over all members.
 
-        A part is at the same place in all members' tensors.
+        The part begins at the same element in all members' tensors.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
@@ -135,7 +139,7 @@ class SharedChannel(Channel):
         return self._pending(call, finish)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i, and copies its own to ``outs``."""
+        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i, and fills ``outs`` from the others'."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         for position, rank in enumerate(self.ranks):
             if position != self.index:

@@ -16,11 +16,11 @@ from shardwright.mesh import balanced
 
 @dataclass(eq=False)
 class SharedAllReduce:
-    """An all-reduce under way in shared memory: each member sums one part of the tensor, then copies all parts.
+    """An all-reduce under way in shared memory: each rank sums one part of the tensor, then copies all ranks' parts.
 
-    ``key`` is the channel and the number of the call, ``op`` is "sum" or "max", and ``place`` is the index of the block
-    into which this rank has copied its ``tensors``. A member sums its part as soon as all have posted, whichever call
-    it waits in, so calls may be waited for in any order.
+    ``key`` is the channel and the number of the call, ``op`` is "sum" or "max", and ``place`` is the index of the
+    shared-memory block into which this rank has copied its ``tensors``. A rank sums its part as soon as the tensors of
+    all ranks are there, whichever call the rank waits in, so calls may be waited for in any order.
     """
 
     exchange: MessageExchange
@@ -44,7 +44,10 @@ class SharedAllReduce:
         self.try_own_part()
 
     def try_own_part(self) -> None:
-        """Sums this rank's part of the tensor over all members' blocks, if all have posted theirs."""
+        """Sums this rank's part of the tensor over the blocks of all ranks, if all are there, and tells the others.
+
+        It does nothing if a block is still missing, or if the part was summed before.
+        """
         exchange, key = self.exchange, self.key
         if self.posted or not all((rank, POST, *key) in exchange.received for rank in self.others):
             return
@@ -64,7 +67,7 @@ class SharedAllReduce:
         return bool(self.posted) or (rank, POST, *self.key) in self.exchange.received
 
     def finish(self) -> None:
-        """Waits until every member has summed its part, and copies all parts into the tensors."""
+        """Waits until every rank of the group has summed its part, and copies all parts into this rank's tensors."""
         exchange = self.exchange
         for rank in self.others:
             exchange.wait_until(partial(self._has_posted, rank), [rank])

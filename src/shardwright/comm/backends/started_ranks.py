@@ -1,8 +1,8 @@
 """The launcher's view of the processes that it started: their tasks, answers and exits, and which of them failed.
 
-A failure has a cause: a rank that raised, or ended without an answer. Ranks that lost a partner are only its
-consequence. Once the cause is known the other ranks have a moment to end, and then they are killed, whatever they do: a
-rank that computes hears no signal that Python handles, and a stopped one hears none but SIGKILL.
+A failure has a cause: a rank that raised, or ended without an answer. Ranks that then lose their connection to it fail
+only as a consequence. Once the cause is known, the other ranks have a second to end, and then they are killed: a rank
+inside a long computation runs no Python signal handler, and a suspended rank reacts to no signal but SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ RESULT, NOTE = b"R", b"N"
 
 
 def answer_of(kind: bytes, pickled: bytes) -> bytes:
-    """Returns a rank's answer to the launcher as bytes: the kind, the length of the pickled value, and that value."""
+    """Returns a rank's answer to the launcher as bytes: ``kind``, the length of ``pickled`` in 8 bytes, ``pickled``.
+
+    ``kind`` is ``RESULT`` or ``NOTE`` (of a failure).
+    """
     return kind + len(pickled).to_bytes(8, "little") + pickled
 
 
@@ -73,7 +76,10 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still exists. Use it after the fork server, which reports exit codes, has ended."""
+        """Whether the process still runs, as the system says.
+
+        It is needed only after the fork server, which otherwise reports the exit of a rank, has ended.
+        """
         try:
             return self.process is not None and self.process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -81,7 +87,7 @@ class RankProcess:
 
     @property
     def answered(self) -> bytes:
-        """The kind of the rank's answer, ``RESULT`` or ``NOTE``; empty until the whole answer was read."""
+        """The kind of the rank's answer, ``RESULT`` or ``NOTE`` (a failure); empty until the whole answer was read."""
         whole = len(self.answer) >= 9 and len(self.answer) == 9 + int.from_bytes(self.answer[1:9], "little")
         return bytes(self.answer[:1]) if whole else b""
 
@@ -92,14 +98,17 @@ class RankProcess:
                 self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the process, and records in ``stopped`` whether it was suspended by SIGSTOP."""
+        """Kills the process (SIGKILL), and records in ``stopped`` whether it was suspended, as by SIGSTOP."""
         with suppress(psutil.NoSuchProcess):
             self.stopped = self.process is not None and self.process.status() == psutil.STATUS_STOPPED
         self.killed = True
         self.signal(signal.SIGKILL)
 
     def send(self) -> bool:
-        """Writes as much of the task as the pipe takes without blocking, and returns whether some is left."""
+        """Writes as much of the task as the pipe takes without blocking, and returns whether more must be sent later.
+
+        Returns False if the process has ended.
+        """
         try:
             self.task = self.task[os.write(self.pipes.task, self.task) :]
         except BlockingIOError:
@@ -109,7 +118,7 @@ class RankProcess:
         return bool(self.task)
 
     def hear(self) -> bool:
-        """Reads the part of the answer that the pipe holds, and returns False once the rank has closed the pipe."""
+        """Reads what has come of the answer; returns False once the rank has closed the pipe, else True."""
         with suppress(BlockingIOError):
             while data := os.read(self.pipes.answer, 2**20):
                 self.answer += data
@@ -130,7 +139,7 @@ class StartedRanks:
         self._heard: dict[int, Callable[[], None]] = {}
 
     def add(self, rank: RankProcess) -> None:
-        """Adds a rank that was just started; signals that the launcher has received before are passed on too."""
+        """Adds a rank that was just started, and sends it the stop signal if the launcher has received one before."""
         self.ranks.append(rank)
         self._listen(rank)
         if self.signalled:
@@ -138,9 +147,10 @@ class StartedRanks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Returns a context that forwards signals to the ranks, and that kills the ranks still running at its end.
+        """Returns a context that forwards signals to the ranks, and at its end kills the ranks that still run.
 
-        A signal to the whole process group reaches a rank twice: from its sender, and from here.
+        The signals are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and SIGUSR1, unless they are ignored, and only in
+        the main thread. A signal to the whole process group reaches a rank twice: from its sender, and from here.
         """
         handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.getsignal(number) for number in handled}
@@ -158,10 +168,12 @@ class StartedRanks:
                 signal.signal(number, handler)
 
     def wait(self) -> list[bytes]:
-        """Waits until all ranks have ended and returns their pickled results, in rank order.
+        """Waits until all ranks have ended, and returns their pickled results in rank order.
 
-        If a rank failed, the failure that caused the others is raised; KeyboardInterrupt if the launcher was told to
-        stop.
+        If a rank has failed, the others are killed unless they end within seconds.
+
+        Raises: the failure that caused the others, if a rank has failed; KeyboardInterrupt, if the ranks ended because
+            of a stop signal to the launcher.
         """
         while not all(rank.ended for rank in self.ranks):
             for handle, _ in self._poll.poll(_LOOK_S * 1000):

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: for doctests, property tests, notebooks and ``verify``.
+"""The backend for ranks that are threads of one process: for doctests, property tests, notebooks and ``verify``.
 
-A collective is a *meeting*: every member contributes its tensors, and the last to arrive computes the results in the
-order of the members, so that they repeat bit for bit. Ranks that disagree get an error at once. When every live rank
-waits and no meeting can complete, all get an error that names the call each waits in.
+In a collective every rank of the group hands over its tensors, and the last rank to arrive computes the results, in the
+order of the group's ranks, so that they repeat bit for bit. Ranks that make different calls get an error at once. When
+every rank that still runs waits and no collective can complete, all get an error that names the call each waits in.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class ThreadWorld:
     def arrive(
         self, key: object, members: tuple[int, ...], rank: int, call: CollectiveCall, given: Contribution, work: Work
     ) -> _Rendezvous:
-        """Contributes a rank's tensors to a collective (meeting) without waiting; the last to arrive runs ``work``.
+        """Hands over a rank's tensors to a collective (a meeting of ranks) without waiting, and returns the meeting.
 
-        ``key`` is equal on all ``members`` of the meeting. ``given`` are the rank's tensors; ``work`` is called with
-        the contributions of all members, in their order.
+        ``key`` is equal on all ``members`` of the meeting. ``given`` are the rank's tensors. The last member to arrive
+        runs ``work``, on the tensors of all members in their order.
+
+        Raises: CommunicationError: a member that came before makes a different call, or the run has failed.
         """
         with self.lock:
             self._check()
@@ -74,7 +76,10 @@ class ThreadWorld:
         return meeting
 
     def wait(self, rank: int, meeting: _Rendezvous, result: Any) -> Any:
-        """Blocks until a collective (meeting) is complete and returns ``result``; raises if the run has failed."""
+        """Blocks until a collective (meeting) is complete, and returns ``result``.
+
+        Raises: CommunicationError: the run fails before that, also because every rank waits and none can go on.
+        """
         with self.lock:
             if meeting.complete:
                 return result
@@ -89,13 +94,19 @@ class ThreadWorld:
         return result
 
     def leave(self, rank: int) -> None:
-        """Marks that a rank has finished its work; ranks that wait for it in a collective get an error."""
+        """Marks that a rank has finished its work, so that it joins no more collectives.
+
+        When all other ranks that still run wait, and so wait in vain, they get an error.
+        """
         with self.lock:
             self.live.discard(rank)
             self._find_deadlock()
 
     def fail(self, rank: int | None, failure: BaseException) -> None:
-        """Makes every rank raise an error at its next call or wait; only the first failure is kept and reported."""
+        """Makes every rank raise an error at its next call or wait; of several failures only the first is kept.
+
+        ``rank`` is the one that failed, or None if the failure is of all ranks.
+        """
         with self.lock:
             if self.failure is None:
                 self.failure, self.failed_rank = failure, rank
@@ -143,7 +154,7 @@ def _disagreement_on_part(
 
 
 class ThreadTransport:
-    """Makes the process groups (channels) of one rank that is a thread."""
+    """Creates the process groups (channels) of one rank that is a thread."""
 
     kind = "threads"
     blocks: Blocks | None = None
@@ -153,9 +164,9 @@ class ThreadTransport:
         self._num_calls = 0
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Returns this rank's channel in each of ``groups`` that holds it, keyed by the group's index.
+        """Returns a channel for each of ``groups`` (tuples of ranks) that holds this rank, keyed by the group's index.
 
-        All ranks call it with the same groups, and equally often.
+        All ranks call it equally often, with the same groups.
         """
         self._num_calls += 1
         return {
@@ -165,11 +176,11 @@ class ThreadTransport:
         }
 
     def close(self) -> None:
-        """Marks that this rank makes no more collective calls; ranks that wait for it get an error."""
+        """Marks that this rank makes no more collective calls, so that ranks which wait for it in vain get an error."""
         self.hub.leave(self.rank)
 
     def abandon(self, failure: BaseException) -> None:
-        """Makes every other rank end with an error, because this one has failed."""
+        """Makes every other rank raise an error at its next call or wait, because this rank has failed."""
         self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
 
 
@@ -217,7 +228,7 @@ class ThreadChannel(Channel):
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Reduce-scatters into ``out``: each member gets the sum of its part, taken in the order of the members."""
+        """Reduce-scatters into ``out``: each member gets the sum of its part, added in the order of the members."""
         # several are joined in a copy: the caller may free them before the last member arrives
         (message,) = tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
@@ -231,7 +242,10 @@ class ThreadChannel(Channel):
         return self._meet(call, message.nbytes, contribution, work, out)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all into ``outs``: copies each part to its member; raises if that expects another shape."""
+        """Runs an all-to-all: copies each of ``parts`` into the ``outs`` of the member that it is for.
+
+        Raises: CommunicationError: the member expects another shape.
+        """
 
         def work(contributions: list[Contribution]) -> None:
             for i, each in enumerate(contributions):

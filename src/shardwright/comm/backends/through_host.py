@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ChannelThroughHost(Channel):
-    """A process group that sends copies of accelerator tensors in host memory through ``channel``.
+    """A process group that copies accelerator tensors to host memory and sends these copies through ``channel``.
 
     See :class:`~shardwright.comm.axis.Channel` for the methods.
     """
@@ -66,7 +66,7 @@ class ChannelThroughHost(Channel):
         return _returning(self.channel.receive(call, host, source), [tensor], [host], tensor)
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a channel over the members ``indices`` of this group, which goes through host memory too."""
+        """Returns a channel over the members ``indices`` of this group, which copies through host memory too."""
         found = self.channel.subset(indices)  # one that the transport made goes through the host already
         return found if isinstance(found, ChannelThroughHost) else ChannelThroughHost(found)
 

@@ -49,10 +49,10 @@ def has_two_levels(ranks: Sequence[int], nodes: Mapping[int, Any]) -> bool:
 
 
 class TwoLevels:
-    """The all-reduce of a group in two levels, which a thread of this rank runs while the rank computes.
+    """Runs the all-reduces of one group in two levels, in a thread of this rank, while the rank computes.
 
-    Calls run one after the other. The thread has connections of its own to the ranks of its node, because two threads
-    cannot read from one connection.
+    The first level is inside the node, the second between nodes. Calls run one after the other. The thread has
+    connections of its own to the ranks of its node, because two threads cannot read from one connection.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class TwoLevels:
         self._thread.start()
 
     def start(self, call: CollectiveCall, tensors: list[Tensor]) -> Pending[None]:
-        """Starts an all-reduce (sum) of the tensors in place over all ranks of the group."""
+        """Starts an all-reduce (sum) of ``tensors``, in place, over all ranks of the group."""
         future: Future[None] = Future()
         self._tasks.put((lambda: self._reduce(call, tensors), future))
         return Pending(future.result)
 
     def close(self) -> None:
-        """Ends the thread, and closes its connections."""
+        """Ends the thread, waiting at most a second for it, and closes its connections."""
         self._tasks.put(None)
         self._thread.join(timeout=1.0)  # it may wait for a rank that has failed, and ends with the process then
         self.exchange.close()
@@ -154,5 +154,5 @@ class TwoLevelChannel(Channel):
         return self.sockets.receive(call, tensor, source)
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a gloo channel over the members ``indices`` of this group, without two levels."""
+        """Returns a channel over the members ``indices`` of this group, on the backend that suits their nodes."""
         return self.sockets.subset(indices)

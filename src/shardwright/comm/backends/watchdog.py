@@ -1,8 +1,8 @@
-"""Ends a rank with an error when a collective call of its accelerator does not complete within the timeout.
+"""Ends a rank with an error if a collective call on its accelerator does not complete within the timeout.
 
-Over NCCL ``wait`` blocks only the GPU's stream: a rank whose partner is lost goes on, until it waits for the GPU in a
-call that nothing can interrupt. So a thread checks the calls under way, and ends the process with an error that names
-the call, its axis and its ranks.
+Over NCCL, ``wait`` blocks only the GPU's stream: a rank that has lost another rank goes on, until it waits for the GPU
+in a call that nothing can interrupt. So a thread checks the calls under way, and ends the process with an error that
+names the call, its axis and its ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def end_with(failure: LostPartnerError) -> None:
 
 @dataclass(eq=False)
 class WatchedCall:
-    """A call that has begun: torch's handles of it, or an event of the stream that waits for it."""
+    """A collective call that has begun, with torch's handles of it or an event in the stream that waits for it."""
 
     call: CollectiveCall
     ranks: tuple[int, ...]
@@ -56,16 +56,19 @@ class WatchedCall:
         return all(work.query() if hasattr(work, "query") else work.is_completed() for work in self.works)
 
     def waited(self, device: torch.device) -> None:
-        """Lets go of torch's handles once a stream waits for the call: they keep its tensors until it is complete."""
+        """Replaces torch's handles of the call, which keep its tensors alive, by an event on the current stream.
+
+        Call it when that stream of ``device`` has been made to wait for the call.
+        """
         self.order = next(_ORDER)
         if device.type not in devices.HOST:
             self.works = (devices.module_of(device).current_stream(device).record_event(),)
 
 
 class Watchdog:
-    """A thread that reports a collective call which has been the oldest one under way for ``timeout_s`` seconds.
+    """Watches the calls under way in a thread, and reports one that has been the oldest for ``timeout_s`` seconds.
 
-    ``report`` is called with the error; by default it ends the process.
+    ``report`` is called with the error, once; by default it ends the process.
     """
 
     def __init__(self, rank: int, timeout_s: float, report: Report = end_with) -> None:
@@ -86,7 +89,7 @@ class Watchdog:
         return watched
 
     def close(self) -> None:
-        """Stops the thread: calls that are under way are no longer reported."""
+        """Stops the thread, so that calls under way are not reported."""
         self._closed.set()
 
     def _watch(self) -> None:

@@ -1,8 +1,10 @@
-"""Dispatches operators on global tensors: each has a sharding rule, and an operator without one raises PlanError.
+"""Runs operators on global tensors by their sharding rules, which decide how the inputs and outputs must be sharded.
 
 :func:`dispatch` runs an operator in four steps: it asks the rule for a decision, redistributes the inputs, runs the
-operator on the local tensors, and wraps the results. ``randoms``, ``lists`` and ``_READERS`` handle their operators
-themselves. All checks come before the first message, and every rank makes them, members of the placement or not.
+operator on the local tensors, and wraps the results. Random operators, operators on lists of tensors, and operators
+that return values to Python have handlers instead of rules. An operator without a rule runs if all its inputs are
+broadcast, and otherwise raises PlanError. Every rank checks the layouts before the first message, whether it is in the
+placement or not.
 """
 
 from __future__ import annotations
@@ -58,12 +60,14 @@ _FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs one operator on global tensors and returns its results as global tensors.
+    """Runs one operator on global tensors and returns its results, as global tensors where they are tensors.
 
-    ``func`` is the aten operator, called with ``args`` and ``kwargs``.
+    ``func`` is the aten operator, called with ``args`` and ``kwargs``. Plain tensors of one number are taken as
+    broadcast.
 
-    Raises: PlanError: the operator has no sharding rule, or reads a stale view (see ``view_tracking``). LayoutError:
-        inputs are on several placements, or some are plain tensors.
+    Raises: PlanError: the operator has no rule for inputs that are sharded as these are, draws random numbers that
+        would depend on the layout, changes a tensor's shape in place, or reads or writes a gathered view that it must
+        not (see ``view_tracking``). LayoutError: inputs are on several placements, or some are plain tensors.
     """
     if (handler := lists.handler(func)) is not None:
         return handler(func, args, kwargs)

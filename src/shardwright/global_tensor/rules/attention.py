@@ -1,4 +1,7 @@
-"""Sharding rule of scaled dot-product attention: samples and heads may be split, the sequence may not."""
+"""Sharding rule of scaled dot-product attention (torch's fused CPU kernel): samples and heads may be split.
+
+The sequence may not be split, and heads only if queries, keys and values have equally many.
+"""
 
 from __future__ import annotations
 

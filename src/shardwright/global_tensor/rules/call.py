@@ -1,9 +1,9 @@
 """``OperatorCall`` and ``Decision``: a sharding rule's input (the call) and its output (how each tensor is sharded).
 
-A rule lists the ways in which the ranks along one axis of the placement can compute the operator: a letter for each
-input and each output. Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
-:func:`decide` chooses a way for each axis: the one whose inputs are cheapest to redistribute. All inputs broadcast is
-always a way. For ``mm`` some of the ways are::
+A rule lists the ways in which the ranks along one axis of the placement can compute the operator. A way has a letter
+for each input and each output: B (broadcast), P (partial sum), or the number of the dim that is split. For each axis
+:func:`decide` chooses the way whose inputs are cheapest to redistribute. All inputs broadcast is always a way. For
+``mm`` some of the ways are::
 
     ((0, "B"), (0,))      rows of the first split: rows of the product
     (("B", 1), (1,))      columns of the second split: columns of the product
@@ -135,9 +135,9 @@ Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Decision:
-    """How one operator call is sharded: the sbp that each input must have (``ins``) and that each output gets.
+    """How an operator call is sharded: the sbp that each input must have (``ins``) and each output gets (``outs``).
 
-    The sbp of the outputs is ``outs``. If ``run`` is given, it is called on the local tensors in place of the operator.
+    If ``run`` is given, it is called on the local tensors in place of the operator.
     """
 
     ins: list[tuple[Sbp, ...]]
@@ -164,10 +164,11 @@ def to_letter(one: Sbp) -> Letter:
 
 
 def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
-    """Returns how to shard an operator: on each axis, the one of ``ways`` that moves the fewest elements of its inputs.
+    """Returns how to shard an operator: for each axis, the way that moves the fewest elements of the inputs.
 
-    Of equal ways the first is chosen. ``run`` is called in place of the operator. ``in_place`` says that the first
-    input is written to, so that ways that keep its layout are preferred.
+    The candidates are ``ways`` and the way in which all inputs are broadcast; of equal ones the broadcast way, then the
+    first of ``ways``, is chosen. ``run`` is called in place of the operator. ``in_place`` says that the first input is
+    written to, so that only ways that keep its layout are candidates, if there are any.
     """
     num_outputs = max(len(call.outputs), 1)
     ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # always right: every member computes everything
@@ -197,10 +198,11 @@ def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> flo
 
 
 def empty_results(call: OperatorCall, decision: Decision) -> Any:
-    """Returns the results of a rank that need not run the operator: empty, or zeros for ``partial_sum``; else None.
+    """Returns empty or zero local results if this rank need not run the operator, and None if it must run it.
 
-    A rank outside the placement computes nothing. Neither does a rank with an empty slice of an input, since not every
-    operator takes empty tensors, unless its outputs have elements.
+    A rank outside the placement need not. Nor need a rank with an empty slice of an input, since not every operator
+    takes empty tensors; but it must run the operator if ``decision.run`` calls collectives, or if an output has
+    elements there and is not a zero term of a partial sum.
     """
     if here().rank not in call.placement:
         return _zero_results(call, decision)
@@ -241,10 +243,11 @@ _TRIED: set[Any] = set()
 
 
 def try_out(call: OperatorCall) -> None:
-    """Runs an operator on ones, on a rank that has nothing to compute, so that it raises other ranks' errors too.
+    """Runs an operator on tensors of ones, so that a rank with nothing to compute raises the same errors as others.
 
-    These are errors of shapes and dtypes. The inputs have the global shapes; they are zeros if ones are no valid
-    indices. Equal calls are tried once.
+    These are errors of shapes and dtypes. The inputs have the global shapes; integers are zeros instead if ones are no
+    valid indices. Equal calls are tried once. A call without a rule, or with more than 2**20 elements in all, is not
+    tried.
     """
     num = sum(x.numel() for x in (*call.tensors, *call.outputs) if x is not None)
     if call.key is None or call.key in _TRIED or num > _MOST_ELEMENTS_TRIED:
@@ -306,7 +309,11 @@ def check_dtypes(call: OperatorCall) -> None:
 
 
 def number_of(given: Any) -> Any:
-    """Returns an argument's value if it is a number or a plain 0-d tensor, and None if it is another tensor."""
+    """Returns the number that an argument stands for, or None if it is a tensor whose values are not known here.
+
+    A plain 0-d tensor that was made global for this call gives its value. An argument that is no tensor is returned as
+    it is.
+    """
     if isinstance(given, Tensor):
         plain = given._plain if isinstance(given, GlobalTensor) else None
         return None if plain is None or plain.ndim else plain.item()
@@ -319,5 +326,5 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Returns whether ``dtype`` can represent every value of the dtype ``other`` exactly."""
+    """Returns whether a result of ``dtype`` is at least as wide as values of ``other``, by torch's type promotion."""
     return torch.promote_types(dtype, other) == dtype

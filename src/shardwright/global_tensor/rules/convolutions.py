@@ -1,4 +1,7 @@
-"""Sharding rules of convolutions, pooling and resizing: samples and channels may be split, spatial dims may not."""
+"""Sharding rules of convolutions, pooling and resizing: samples and channels may be split, spatial dims may not.
+
+The channels of a grouped convolution may not be split either.
+"""
 
 from __future__ import annotations
 

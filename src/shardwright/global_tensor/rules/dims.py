@@ -1,6 +1,7 @@
 """Sharding rules of operators along some dims: reductions, softmax, sorting, running sums, cat and stack.
 
-Every other dim may be split. For sums and means the reduced dims may be split too: each rank then has a partial sum.
+The dims that an operator does not work along may be split. For sums and means the reduced dims may be split too: each
+rank then has a partial sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Sharding rules of indexing by tensors: dims that are not indexed may be split, and so may the indices."""
+"""Sharding rules of indexing by tensors: dims that are not indexed may be split, and in look-ups the indices too.
+
+``index_put`` is computed on broadcast tensors. An embedding's table may be split along its rows as well: look-ups are
+then partial sums.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs operators on lists of global tensors: the ``_foreach_*`` operators and fused optimizer steps.
 
-Tensors are handled one by one in the order of the lists, which is the same on every rank, so messages cannot cross. A
-list may hold tensors of several placements.
+Tensors are redistributed one by one in the order of the lists, which is the same on every rank, so every rank sends and
+receives in the same order. A list may hold tensors of several placements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sharding rules of losses: samples may be split, and a mean divides by the targets (or weights) of all ranks."""
+"""Sharding rules of losses: samples may be split, and a mean divides by the count (or weight) of all ranks' targets."""
 
 from __future__ import annotations
 

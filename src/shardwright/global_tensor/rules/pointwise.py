@@ -1,4 +1,4 @@
-"""Sharding rules of pointwise operators: any dim may be split, and linear ones accept partial sums."""
+"""Sharding rules of pointwise operators: any dim may be split, and linear operators accept partial sums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _base(call: OperatorCall) -> str:
 
 
 def is_in_place(call: OperatorCall) -> bool:
-    """Returns whether an operator writes to its first argument and returns it."""
+    """Returns whether an operator returns a tensor that it has written to, as ``add_`` does."""
     returns = call.func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
@@ -54,6 +54,8 @@ def rule(call: OperatorCall) -> Decision:
     """Returns how to shard a pointwise operator: the allowed way that moves the fewest elements of its inputs.
 
     A dim may be split in all inputs that are not broadcast along it; linear operators also take partial sums.
+
+    Raises: PlanError: the call copies a tensor to another device type than the placement's.
     """
     shape = tuple(call.outputs[0].shape) if call.outputs and call.outputs[0] is not None else call.shapes[0]
     ways: list[Way] = []

@@ -1,4 +1,7 @@
-"""Sharding rules of matrix products: rows, columns or the contraction dim may be split, partial sums pass through."""
+"""Sharding rules of matrix products: rows, columns or the contraction dim may be split.
+
+A split contraction gives partial sums, and a factor that is a partial sum is multiplied term by term.
+"""
 
 from __future__ import annotations
 

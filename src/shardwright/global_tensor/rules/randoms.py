@@ -1,4 +1,4 @@
-"""Runs random operators on global tensors so that their numbers do not depend on the layout.
+"""Runs random operators, such as dropout, on global tensors with numbers that do not depend on the layout.
 
 Every rank draws the numbers of the whole global tensor and keeps its part of them.
 """

@@ -1,4 +1,4 @@
-"""Sharding rules of reshapes, permutations, slices and their backwards, which also apply to partial sums.
+"""Sharding rules of reshapes, permutations, slices and their backwards; partial sums stay partial sums.
 
 A reshape keeps a split if the slices of the input are slices of the output; otherwise the dim is gathered first::
 

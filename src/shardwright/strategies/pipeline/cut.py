@@ -40,10 +40,11 @@ def cut(
     The model is on the meta device. ``names`` are the modules at which the chunks begin. Without names costs
     decide: counted on ``example``, a microbatch's inputs on the meta device, or estimated from the weights and
     ``num_tokens``; ``seconds`` are measured times of single modules. Modules in ``closed`` are not cut inside;
-    ``whole`` are containers that stay one call, as they are recomputed or compiled as one.
+    ``whole`` are containers that stay one call, because they are recomputed or compiled as one.
 
-    Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order, or inside
-        a closed module; code that cannot be followed.
+    Raises: LayoutError: the model makes fewer calls than chunks, or its code cannot be followed; ``names`` are not as
+        many as chunks, are inside a closed module, or are not called in this order; ``seconds`` has an unknown module
+        or a negative time.
 
     >>> stages = cut(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64)), 2)
     >>> [stages.chunked.calls_of(chunk) for chunk in range(2)]
@@ -163,11 +164,11 @@ def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
 def partition(
     loads: Sequence[float], num_chunks: int, works: Sequence[float], most_work: float
 ) -> tuple[float, list[int]]:
-    """Cuts a sequence into ``num_chunks`` non-empty runs, each of at most ``most_work``, with the least largest load.
+    """Returns the cut of a sequence into ``num_chunks`` non-empty runs whose largest load is as small as possible.
 
-    Returns that largest load (infinite if no such cut exists) and the index at which each run begins. ``works``
-    are the items' work, which is limited, and ``loads`` their load, which is balanced. It is dynamic programming over
-    how many items the first chunks take.
+    The result is that largest load (infinite if no such cut exists), and the index at which each run begins. The load
+    of a run is the sum of its items' ``loads``; the sum of its items' ``works`` may not exceed ``most_work``. The
+    method is dynamic programming over how many items the first chunks take.
 
     >>> partition([1, 1, 4, 1], 2, [1, 1, 1, 3], 4)
     (5, [0, 2])
@@ -297,6 +298,8 @@ def stages_by_device(model: nn.Module) -> tuple[str, ...]:
 
     A model whose parts a user has moved to devices with ``.to`` is cut there. Empty if all parameters are on one
     device.
+
+    Raises: LayoutError: the parameters of one called module are on several devices.
 
     >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
     ('0', '1')

@@ -21,10 +21,15 @@ MOST_OF_ONE = 0.75
 
 
 def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
-    """Returns the job's model cut into ``num_chunks`` chunks: by its traced code, else by a record of its forward.
+    """Returns the job's model cut into ``num_chunks`` chunks: by its traced code, or by a record of its forward.
 
-    The forward is recorded on the job's example. ``asked`` are keyword arguments that are passed on to ``cut`` and
-    ``cut_events``, such as the ``names`` of the modules at which chunks begin.
+    The forward is recorded on the job's example. The record is cut if tensor parallelism runs the model on shards. If
+    the layout has no axis but ``pp`` and ``dp``, it is also cut if the code cannot be traced or its output is a dict,
+    and if code that cannot be traced leaves over three quarters of the work in one chunk and the record leaves less.
+    ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as the ``names`` of modules to begin chunks at.
+
+    Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where it may help to plan
+        again with ``job.recorded``.
     """
     if runs_on_parts(plan):
         return cut_events(job.model, num_chunks, job.example, **asked)
@@ -77,5 +82,8 @@ def _most_work(stages: Stages | EventStages) -> float:
 
 
 def runs_on_parts(plan: Plan) -> bool:
-    """Returns whether tensor parallelism runs the model's own forward on tensor shards, so its record is cut."""
+    """Returns whether tensor parallelism runs the model's own forward on tensor shards.
+
+    Pipeline chunks are then cut from a record of the forward.
+    """
     return Rung.ON_PARTS in plan.wrapped.get("", {})

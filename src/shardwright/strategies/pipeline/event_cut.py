@@ -1,8 +1,8 @@
 """Cuts a recorded forward into pipeline chunks of balanced work and memory.
 
-The largest chunk is made as small as possible; of such cuts, the one between whose chunks the fewest bytes are sent is
-taken. A module whose call costs more than a small part of a chunk's share is opened: the calls that its code makes are
-events of their own, at any depth.
+Of the cuts whose largest chunk is at most a tenth larger than it must be, the one that sends the fewest bytes between
+chunks is taken; work may be less even where memory would else be too uneven. A module whose call costs more than a
+small part of a chunk's share is opened: the calls that its code makes are events of their own, at any depth.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def cut_events(
     The model is on the meta device. ``names`` are the modules at which chunks begin, ``seconds`` measured times of
     modules; modules in ``closed`` are not cut inside. Use it for models whose code cannot be traced, else ``cut``.
 
-    Raises: LayoutError: the forward reads the values of tensors, or makes too few calls; or modules share values in a
-        way that the record does not show.
+    Raises: LayoutError: the forward's calls depend on values of parameters or activations, it makes too few calls of
+        modules with weights or does not call ``names`` in this order, it changes an attribute in every call, or modules
+        exchange tensors otherwise than as arguments and results.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):

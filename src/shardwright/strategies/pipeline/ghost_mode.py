@@ -1,9 +1,9 @@
-"""Runs the whole recorded forward on one pipeline stage: this chunk computes its own events, other chunks' give ghosts.
+"""Runs the whole forward of a model for one pipeline chunk: only the chunk's own events (calls) compute something.
 
-A ghost is a tensor on the meta device that stands for a value of another stage (``analysis/forward_events.py``). Calls
-of other stages return ghosts without running; what depends on a ghost is a ghost. Where an event of this chunk takes a
-ghost, it gets the value that was received. Every event is compared with the record, so that a forward which takes
-another path raises before anything wrong is computed.
+Calls that belong to other chunks return ghosts without running. A ghost is a tensor on the meta device that stands for
+a value of another chunk (``analysis/forward_events.py``). Where an event of this chunk takes a ghost, it gets the value
+that was received. Every event is compared with a record of the forward, so that a forward which takes another path
+raises before anything wrong is computed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class GhostMode(TorchFunctionMode):
     """A context that runs one chunk's part of the forward for one microbatch; calls of other chunks return ghosts.
 
     ``chunk`` is its number; None runs no event and only compares the forward with the record. ``plain`` is the model
-    that was recorded, with the user's hooks alone. ``received`` are the values that other chunks have sent, by name.
-    ``made`` collects this chunk's values that other chunks take. ``before`` is called with each event's number before
-    it runs.
+    that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters. ``received`` are the
+    values that other chunks have sent, by name. ``made`` collects this chunk's values that other chunks take.
+    ``before`` is called with each event's number before it runs.
     """
 
     takes_draws = True

@@ -17,8 +17,9 @@ from shardwright.plan.event_stages import EventStages
 class GhostParameters:
     """The parameters of a rank's model, with meta tensors in place of those that other pipeline stages hold.
 
-    A strategy may shard parameters and gather them where a module's attribute is read. Code between modules reads them
-    on every stage; here only an event of this stage does (:meth:`fetch`).
+    Code between modules runs on every stage, and finds all parameters here without a collective. A strategy such as
+    ZeRO-3 may all-gather a parameter when a module's attribute is read: only :meth:`fetch` reads it in this way, before
+    an event of this stage that needs it.
     """
 
     def __init__(self, model: nn.Module, stages: EventStages) -> None:
@@ -48,7 +49,7 @@ class GhostParameters:
 
     @contextmanager
     def standing_in(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which every parameter of the model can be read; those of other stages are meta tensors.
+        """Returns a context in which all parameters of the model can be read; those of other stages are meta tensors.
 
         ``others`` are tensors, such as gathered weights, that are read in place of the parameters of these names.
         """
@@ -67,7 +68,10 @@ class GhostParameters:
                 dict.__setitem__(store, name, held)
 
     def fetch(self, event: ForwardEvent) -> None:
-        """Reads the parameters that a function event takes, so that ZeRO-3, for instance, unshards them before it."""
+        """Reads the parameters that ``event`` takes, so that ZeRO-3, for instance, unshards them before it runs.
+
+        For the call of a module it does nothing: the module's own forward reads them.
+        """
         for name in event.reads if event.number is None else ():
             if name in self._stores:
                 store, own = self._stores[name]

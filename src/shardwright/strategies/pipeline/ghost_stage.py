@@ -35,7 +35,7 @@ KEPT_PATHS = 8
 
 @dataclass
 class GhostStage(PipelineStage[EventStages]):
-    """This rank's pipeline chunks of a model whose forward was recorded, for the executor.
+    """This rank's pipeline chunks of a model whose forward was recorded, which the executor runs.
 
     ``rng`` numbers the random draws of each microbatch; None in a rehearsal.
     """
@@ -50,11 +50,10 @@ class GhostStage(PipelineStage[EventStages]):
     _edges: tuple[Edge, ...] = ()
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes and dtypes of all p2p messages that come from other stages.
+        """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        Only a rehearsal, which receives none, calls it.
-
-        ``values[m]`` are the values of microbatch m that cross between chunks, by name.
+        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
+        between chunks, by name.
         """
         self._prepare()
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
@@ -64,7 +63,12 @@ class GhostStage(PipelineStage[EventStages]):
                 self.p2p.set_spec(key, (edge.source, edge.target), spec)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule. Forwards of microbatches with new input shapes are recorded."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
+
+        The forward is recorded again for a microbatch whose input shapes, or whose path through the code, are new.
+
+        Raises: PlanError: ranks have recorded different forwards.
+        """
         self._prepare()
         self._chunks = [self._chunks_for(each) for each in microbatches]
         keys = [

@@ -39,7 +39,10 @@ def leaving(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
 
 
 def coming(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """Returns the messages that must be received before an action can run: activations for F, gradients for B or I."""
+    """Returns the messages that must be received before an action can run: activations for F, gradients for B or I.
+
+    W needs none. The caller skips messages within one stage.
+    """
     return _messages(action, edges, at_source=action.kind != "F")
 
 

@@ -8,13 +8,15 @@
                         stage 3 |          F0 B0 F1 B1 F2 B2 F3 B3          |
 
 The model is cut so that the slowest stage is as fast as possible, embedding and head included, by predicted work or
-measured seconds; of equally fast cuts, so that the largest stage holds the fewest bytes. ``show`` prints each stage's
+measured seconds. Of equally fast cuts, the one whose largest stage holds the fewest bytes is taken; a forward that is
+recorded, since its code cannot be traced, is cut by slightly other rules (``event_cut``). ``show`` prints each stage's
 share of both, and ``auto:8GiB`` asks for a schedule within a memory limit.
 
-Shapes: activations are sent in the layout that they have: a microbatch's samples, and of these the shard that tensor
+Shapes: an activation is sent as it lies on the rank: a microbatch's samples, and of these the shard that tensor
     parallelism leaves on the rank.
-Traffic: for each value that crosses an edge, m messages forward and m backward, directly between the stage that
-    computes it and the one that uses it; gradients of weights that stages share are summed over those stages.
+Traffic: for each value that one chunk sends to another stage, m messages forward and, if it gets a gradient, m
+    backward, directly between the stage that computes it and the one that uses it. The gradients of weights that stages
+    share are all-reduced over those stages.
 Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in ``pipeline/schedules``.
 """
 
@@ -80,7 +82,11 @@ AXIS = LayoutAxis(
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Cuts the model into stages by the costs of its calls, and runs a schedule over them."""
+    """Cuts the model into stages by the costs of its calls, and runs a schedule over them.
+
+    A stage is one contiguous part of the model, or several under interleaved and V-shaped schedules. The option ``cut``
+    names the modules at which stages begin, in place of costs.
+    """
 
     name: ClassVar[str] = "pipeline"
     axis: ClassVar[str] = "pp"
@@ -104,9 +110,12 @@ class Pipeline:
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan with each parameter on the stages that use it.
+        """Returns the plan with a schedule, and with each parameter and buffer on the stages that use it.
 
-        Raises LayoutError for a model with too few calls.
+        A parameter that no code uses is on the first stage, and such a buffer on all of them.
+
+        Raises: LayoutError: the model cannot be cut into that many chunks, has hooks itself, or calls a layer that
+            updates state in every call, such as a BatchNorm, on several stages; or the options of ``pp`` do not fit.
         """
         if has_hooks(job.model):
             raise LayoutError(
@@ -144,7 +153,11 @@ class Pipeline:
         return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks."""
+        """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks.
+
+        It also connects the stages that exchange messages and, under a schedule that runs weight gradients apart (W),
+        makes the layers defer these.
+        """
         schedule, stages = _placed(plan)
         if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
             split_backward(job.model, job.deferred)
@@ -163,7 +176,7 @@ class Pipeline:
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's p2p messages of the stage at ``coord``, and sums of parameters that stages share."""
+        """Returns one step's p2p messages of the rank at ``coord``, and all-reduces for weights that stages share."""
         schedule, stages = _placed(plan)
         edges = stages.chunked.edges
         sizes = {(edge.source, edge.target): edge.values for edge in edges}

@@ -74,7 +74,10 @@ class SavedMicrobatch(NamedTuple):
 
 
 class ChunkRoute(NamedTuple):
-    """The messages that one stage receives under a schedule: by the action that needs them, and by sending stage."""
+    """The messages that one stage receives under a schedule: by the action that needs them, and by sending stage.
+
+    ``coming[i]`` are those that the stage's action i needs; ``arrivals`` lists them in order of sending.
+    """
 
     schedule: Schedule
     coming: tuple[tuple[StageMessage, ...], ...]
@@ -112,16 +115,18 @@ class PipelineStage(Generic[StagesT]):
         return self.p2p.axis.index
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes and dtypes of all p2p messages that come from other stages.
+        """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        Only a rehearsal, which receives none, calls it.
-
-        ``values[m]`` are the values of microbatch m that cross between chunks, by their names in the model's code.
+        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
+        between chunks, by their names in the model's code. Subclasses implement it.
         """
         raise NotImplementedError
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets each one's model output."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
+
+        Subclasses implement it.
+        """
         raise NotImplementedError
 
     def wait(self, place: int) -> None:
@@ -133,7 +138,10 @@ class PipelineStage(Generic[StagesT]):
             self._arrived[message] = self.p2p.take(message)
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs microbatch ``number`` through a chunk and sends its outputs; returns the tensors to differentiate."""
+        """Runs microbatch ``number`` through a chunk, and sends the chunk's outputs to the stages that take them.
+
+        Returns the tensors from which the chunk's backward starts: the loss, and the outputs that need gradients.
+        """
         with framed(self.frame, self._microbatches[number].inputs) as inputs:
             return self._run(chunk, number, inputs)
 
@@ -141,7 +149,10 @@ class PipelineStage(Generic[StagesT]):
         raise NotImplementedError
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the received gradient of each tensor that :meth:`forward` returned, summed; None for the loss."""
+        """Returns the gradient of each tensor that :meth:`forward` returned, as received from the chunks that took it.
+
+        Gradients from several chunks are added up. None stands for the loss, from which the backward starts.
+        """
         saved = self._saved[chunk, number]
         found: list[Tensor | None] = [None] * len(saved.starts)
         for message, positions in saved.outgoing:
@@ -151,7 +162,10 @@ class PipelineStage(Generic[StagesT]):
         return found
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Sends the gradients of a chunk's inputs to the stages that sent those inputs."""
+        """Sends the gradients of a chunk's inputs to the stages that sent those inputs.
+
+        Zeros are sent for an input that the backward did not reach. A gradient for a chunk of this stage is only kept.
+        """
         for incoming in self._saved.pop((chunk, number)).incoming:
             found = incoming.gradients or [None] * len(incoming.tensors)
             pairs = zip(found, incoming.tensors, strict=True)
@@ -239,7 +253,10 @@ class PipelineStage(Generic[StagesT]):
 
 
 def framed(frame: ForwardFrame | None, inputs: Any) -> AbstractContextManager[Any]:
-    """Returns a context for one forward that yields the model's inputs as the strategies of ``frame`` change them."""
+    """Returns a context for one forward that yields the model's inputs as ``frame`` shards them for this rank.
+
+    Without a frame it yields them unchanged.
+    """
     return nullcontext(inputs) if frame is None else frame.within(inputs)
 
 

@@ -31,8 +31,8 @@ class _BufferSnapshot:
 class SharedBuffers:
     """Detects that this stage writes into a buffer which other pipeline stages use too.
 
-    If all stages use the buffer by calling the same module, one write is allowed, such as a table that is computed on
-    first use.
+    One write to each buffer is allowed if the other stages read it only in calls of modules that this stage calls too:
+    their calls then make the same write, such as a table that is computed on first use.
     """
 
     def __init__(self, chunked: Chunked, stage_of: Sequence[int], stage: int) -> None:
@@ -49,7 +49,11 @@ class SharedBuffers:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """A context around one chunk's forward. Raises PlanError on exit if the forward wrote into a shared buffer."""
+        """Returns a context around one chunk's forward that detects writes into buffers which other stages use too.
+
+        Raises: PlanError, on exit: the forward wrote into such a buffer. A buffer's first write is allowed if the other
+            stages read the buffer only in calls of modules that this stage calls too.
+        """
         before = {
             name: _BufferSnapshot(buffer, self._is_statistic(model, name)) for name, buffer in self._shared(model)
         }

@@ -36,7 +36,7 @@ def _check_lengths(what: str, **of_chunks: tuple[float, ...]) -> None:
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """The seconds of each chunk's F (forward), I (input gradient) and W (weight gradient); B takes those of I and W.
+    """The seconds of each chunk's F (forward), I (input gradient) and W (weight gradient); B takes as long as I and W.
 
     ``transfer_s`` is the time from the end of an action to its result's arrival on another stage: one number, or one
     for each pair (from stage, to stage); a missing pair has the time of the opposite direction.
@@ -91,7 +91,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """The bytes of each pipeline chunk: activations and inputs of W for each microbatch in flight, and parameters.
+    """The bytes that each pipeline chunk holds: two kinds for each microbatch in flight, and those of its parameters.
 
     ``activation_bytes`` are held for each microbatch from its F to the end of its B or I, ``weight_bytes`` (what W
     needs) from its F to the end of its B or W, ``parameter_bytes`` all the time.
@@ -108,7 +108,10 @@ class ChunkMemory:
     def equal(
         cls, num_chunks: int, activation_bytes: int = 1, weight_bytes: int = 0, parameter_bytes: int = 0
     ) -> ChunkMemory:
-        """Returns the memory of ``num_chunks`` equal chunks; with the defaults a peak counts microbatches in flight."""
+        """Returns the memory of ``num_chunks`` equal chunks.
+
+        With the defaults a stage's bytes count its microbatches in flight, once for each of its chunks.
+        """
         return cls((activation_bytes,) * num_chunks, (weight_bytes,) * num_chunks, (parameter_bytes,) * num_chunks)
 
     @property
@@ -193,8 +196,8 @@ def times_of(
 ) -> ChunkTimes:
     """Returns each chunk's estimated seconds from its counted work: I and W each take as long as F.
 
-    A chunk without parameters has no W. ``recomputed`` is the share of each chunk's forward that activation
-    checkpointing runs again before its gradients; none by default.
+    W takes no time in a chunk without parameters. ``recomputed`` is the share of each chunk's forward that activation
+    checkpointing runs again, which is added to I; none by default.
 
     >>> times_of([Cost(work=50e9, parameter_bytes=4), Cost(work=25e9)])
     ChunkTimes(forward_s=(1.0, 0.5), input_s=(1.0, 0.5), weight_s=(1.0, 0.0), transfer_s=0)
@@ -206,7 +209,10 @@ def times_of(
 
 
 def recomputed_shares(stages: Stages | EventStages, recomputed: Collection[str]) -> tuple[float, ...]:
-    """Returns each chunk's share of forward work in the ``recomputed`` modules, estimated from the sizes of weights."""
+    """Returns, for each chunk, the share of its forward work that is in the ``recomputed`` modules, from 0 to 1.
+
+    Work is estimated by the number of elements of weights with two dims or more, embedding tables left out.
+    """
     found = []
     for chunk in range(stages.num_chunks):
         sizes = {True: 0, False: 0}
@@ -221,6 +227,8 @@ def recomputed_shares(stages: Stages | EventStages, recomputed: Collection[str])
 
 def memory_of(costs: Sequence[Cost]) -> ChunkMemory:
     """Returns each chunk's activation bytes from its counted cost; I frees the first half of them, W the other.
+
+    The bytes of parameters are left out, as 0.
 
     >>> memory_of([Cost(activation_bytes=8, parameter_bytes=4)])
     ChunkMemory(activation_bytes=(4,), weight_bytes=(4,), parameter_bytes=(0,))

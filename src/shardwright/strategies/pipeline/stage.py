@@ -49,17 +49,19 @@ class StageCode:
 
 @dataclass
 class Stage(PipelineStage[Stages]):
-    """This rank's pipeline chunks of a traced model: a :class:`~shardwright.runtime.executor.ModelPart` to execute."""
+    """This rank's pipeline chunks of a traced model, which the executor runs.
+
+    It implements :class:`~shardwright.runtime.executor.ModelPart`.
+    """
 
     _codes: dict[object, StageCode] = field(default_factory=dict)
     _code: StageCode | None = None
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the shapes and dtypes of all p2p messages from other stages.
+        """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        Only a rehearsal, which receives none, calls it.
-
-        ``values[m]`` are the values of microbatch m that cross between chunks, by their names in the model's code.
+        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
+        between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
@@ -71,7 +73,14 @@ class Stage(PipelineStage[Stages]):
     # ---- ModelPart: called by the executor
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets each one's model output."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
+
+        The model's code is traced again if its arguments, a module's train/eval mode or an attribute that it reads have
+        changed.
+
+        Raises: PlanError: ranks have traced different code, or an attribute that the code reads has changed to a value
+            that is no number, string or tuple.
+        """
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
         for key, microbatch in zip(keys, microbatches, strict=True):

@@ -1,8 +1,8 @@
 """Runs a model whose feature maps are sharded by rows over ranks, and states the collectives that this needs.
 
 Every rank holds all weights, and some rows (dim 2) of each map that :mod:`shardwright.strategies.spatial.maps` decides
-to shard. The gradient of a weight used on sharded maps is a term of a sum; where maps are whole, all ranks compute the
-same.
+to shard. Where a weight is used on sharded maps, each rank's gradient is one term of a sum; where maps are whole, all
+ranks compute the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPATIAL = "spatial"  # the name of the strategy, recorded for each forward that 
 
 
 def maps_of(plan: Plan) -> Maps | None:
-    """Returns the plan's decision which feature maps are sharded by rows (:class:`Maps`); None on one rank."""
+    """Returns the plan's :class:`Maps`, which say what feature maps are sharded by rows; None if none are."""
     found: Maps | None = plan.notes.get(MODEL)
     return found
 
@@ -52,10 +52,10 @@ def maps_of(plan: Plan) -> Maps | None:
 
 
 def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
-    """Wraps the modules that read or return row-sharded feature maps; shards the model's input, all-gathers its output.
+    """Makes the model's modules run on row-sharded feature maps; hooks shard its input and all-gather its output.
 
-    With ``staged``, pipeline stages run the modules without the model's forward: they shard and all-gather through the
-    returned frame, instead of hooks on the model.
+    With ``staged``, pipeline stages run the modules without the model's forward. They call the returned frame, which
+    shards and all-gathers in place of hooks on the model.
     """
     frame = _CutForward(job.model, axis, maps)
     share_statistics((norm for _, norm in batch_norms(job.model)), (), by=SPATIAL)
@@ -253,7 +253,7 @@ def check_rows(maps: Maps, x: Tensor) -> None:
 
 
 def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
-    """Yields one step's collectives of the rank at ``coord``: those of each microbatch, then those of gradient sync."""
+    """Yields one step's collectives and messages of the rank at ``coord``: each microbatch's, then gradient sync's."""
     for module_calls in batch.everywhere:
         yield from _MapPricing(plan, module_calls, coord, maps).everything()
     yield from sync_traffic(plan, batch, coord, "tp")

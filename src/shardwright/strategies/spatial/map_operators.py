@@ -28,9 +28,10 @@ from shardwright.strategies.spatial.maps import AVERAGE_POOLS, MAX_POOLS, TRANSP
 def compute(
     module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequence[int], forward: Callable[..., Any]
 ) -> Tensor:
-    """Returns a layer's output on this rank's rows; ``x`` is the input's rows here, ``sizes`` the rows of every rank.
+    """Returns this rank's rows of a layer's output; ``x`` has its rows of the input, ``sizes`` the rows on each rank.
 
-    ``step`` is the recorded call with its window, ``forward`` the module's own forward.
+    ``step`` is the traced call, with the rows that each output row reads; ``forward`` is the module's own forward. The
+    mean of an adaptive pool is returned whole.
 
     Traffic: that of the operator of :mod:`shardwright.operators` that it calls.
     """

@@ -1,8 +1,9 @@
 """Finds which feature maps of a model can be sharded by rows, by tracing the model's code call by call.
 
 Each traced call of a module or a function is a *step*. A map is *cut* when each rank holds some of its rows (dim 2),
-balanced. Convolutions, pools, norms and elementwise operations read and return cut maps; anything else needs whole
-ones: the map is then all-gathered before that module or, for a function, after the module that computed the map.
+as evenly as possible. Convolutions, pools, norms and elementwise operations read and return cut maps; anything else
+needs whole maps. A cut map is then all-gathered before the module that needs it whole or, if a function needs it, after
+the module that computed the map.
 
 The plan is made without the height of the pictures, for a picture that is large enough. Each forward, and each
 computation of traffic, settles which maps are cut for the actual height: a map with fewer rows than ranks stays whole.
@@ -62,9 +63,9 @@ class MapStep:
     """One traced call of a module or function: how it treats feature maps, and the steps whose values it reads.
 
     ``takes`` are these steps' numbers. ``path`` is the module called, or the name of a function; ``call`` counts the
-    earlier calls of that module, None for a function. ``arguments`` are the positions or names of the values among a
-    module's arguments, None where some are inside a list or a dict. ``num_groups`` are those of a norm; 0 for as many
-    as there are channels.
+    earlier calls of that module, None for a function. ``arguments`` gives, by position or name, the number of the step
+    whose value is that argument of a module; it is None for a function, and where a value is inside a list or a dict.
+    ``joins`` is True for a concatenation. ``num_groups`` is that of a group norm; 0 stands for as many as channels.
     """
 
     kind: Kind
@@ -77,7 +78,10 @@ class MapStep:
     arguments: Mapping[int | str, int] | None = None
 
     def num_rows(self, size: int | None) -> int | None:
-        """Returns the number of output rows for ``size`` input rows; None if it is unknown."""
+        """Returns the number of output rows for ``size`` input rows; None if it is unknown.
+
+        A mean over rows gives one row for any input.
+        """
         if self.kind == "mean":
             return 1
         if self.kind == "ends" or size is None:
@@ -138,7 +142,7 @@ class Maps:
         )
 
     def settled(self, height: int | None = None) -> Settled:
-        """Returns which maps are cut by rows for pictures of ``height`` rows; None is a height large enough for all."""
+        """Returns which maps are cut by rows for pictures of ``height`` rows, or of any large height if it is None."""
         if height not in self._known:
             self._known[height] = _settle(self, height)
         return self._known[height]
@@ -260,8 +264,8 @@ def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps |
     """Returns a model's traced calls (:class:`Maps`), from which row sharding is planned; None if it cannot be traced.
 
     It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which
-    feature maps are cut; the modules ``copied`` take whole ones. If the code of any submodule cannot be traced, none is
-    followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is then one step.
+    feature maps are cut; the modules in ``copied`` take whole maps. If the code of any submodule cannot be traced, none
+    is followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is then one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)
@@ -345,7 +349,9 @@ def _is_join(node: fx.Node) -> bool:
 
 
 def known(module: nn.Module) -> tuple[Kind, Resize | None]:
-    """Returns a module's kind of operation on a feature map, and for a resize which input rows each output row reads.
+    """Returns how a module treats a feature map (:data:`Kind`), and for "resize" which input rows an output row reads.
+
+    The second value is None for all other kinds. Modules that need whole maps are of the kind "ends".
 
     >>> known(nn.Conv2d(3, 4, 5, stride=2, padding=1))[1]
     SlidingWindow(kernel=5, stride=2, padding=1, dilation=1, after=1, border='constant', ceil=False)

@@ -52,7 +52,8 @@ ROWS = 2
 class Spatial:
     """Cuts pictures and feature maps in rows; weights are copied, windows that reach over a cut fetch a halo.
 
-    It is for pictures whose feature maps are too large for one device.
+    It is for pictures whose feature maps are too large for one device. A halo is the rows of other ranks that the
+    window of a convolution or a pool reads.
     """
 
     name: ClassVar[str] = "spatial"
@@ -65,10 +66,12 @@ class Spatial:
     source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan with the feature maps that are sharded by rows, found by tracing the model on a picture.
+        """Returns the plan with the feature maps that are sharded by rows, found by tracing the model's code.
 
-        Raises LayoutError if no convolution can work on cut maps, or if the job's example pictures have fewer rows than
-        ranks.
+        On one rank nothing is sharded.
+
+        Raises: LayoutError: no convolution can work on row-sharded maps, or the job's example pictures have fewer rows
+            than there are ranks.
         """
         parts = plan.mesh["tp"]
         overrides = overrides_of(job)
@@ -102,13 +105,16 @@ class Spatial:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Wraps every module that reads or returns row-sharded feature maps; returns the frame for pipeline stages."""
+        """Makes the model's modules run on row-sharded feature maps; returns the frame that pipeline stages call.
+
+        On one rank it changes nothing and returns None.
+        """
         maps = maps_of(plan)
         staged = plan.stages is not None
         return Applied(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's halo exchanges, norm statistics and all-gathers of each microbatch, then gradient sync."""
+        """Returns one step's halo exchanges, all-gathers and sums of each microbatch, then those of gradient sync."""
         maps = maps_of(plan)
         return tuple(price_maps(plan, batch, coord, maps)) if maps is not None else ()
 

@@ -1,4 +1,4 @@
-"""Places attention on a grid of ranks: axes that cut features cut the heads, the others samples or tokens."""
+"""Plans how attention is cut over a grid of ranks: some axes cut the heads, the others the samples or tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _GATHERED = "keys and values of all tokens gathered"
 
 
 def place_attentions(draft: PlanDraft) -> None:
-    """Plans a cut by heads for every unmodified ``Attention`` whose parameters no other module uses.
+    """Plans in ``draft`` a cut by heads for every unmodified ``Attention`` whose parameters no other module uses.
 
-    For the others ``show`` prints the reason.
+    One axis of more ranks than heads cuts inside of heads. All other attentions stay whole, with a reason for ``show``;
+    where sequences are cut, these gather the keys and values of all tokens.
+
+    Raises: LayoutError: an attention is too small for the grid, or has been modified and would get cut sequences.
     """
     for path, module in draft.model.named_modules():
         if not isinstance(module, Attention):

@@ -51,16 +51,17 @@ class WriteToPartError(Exception):
 
 
 class Slot(NamedTuple):
-    """A placeholder for a tensor in a call plan; tensors are numbered, the call's arguments first, then each result."""
+    """A placeholder for a tensor in a call plan, by number: first the call's arguments, then operators' results."""
 
     number: int
 
 
 class OperandChange(NamedTuple):
-    """A change of one operand, number ``slot``, before an operator runs on shards.
+    """A change that is made to one operand, the tensor number ``slot``, before an operator runs on shards.
 
-    ``copy`` keeps a whole operand, whose partial gradients the backward all-reduces; ``slice`` keeps this rank's part
-    along ``dim``; ``gather`` all-gathers the parts along ``dim``. ``cut`` gives the rank of each index of ``dim``.
+    The kind ``copy`` leaves a whole operand as it is, and its partial gradients are all-reduced in the backward;
+    ``slice`` keeps this rank's part along ``dim``; ``gather`` all-gathers the parts along ``dim``. ``cut`` gives the
+    rank that holds each index of ``dim``, 255 for all ranks.
     """
 
     slot: int
@@ -73,8 +74,9 @@ class OperatorStep(NamedTuple):
     """One operator of a call plan; ``args`` and ``named`` have a :class:`Slot` in place of each tensor.
 
     ``changes`` are made to operands before; ``results`` are the slots of the results. ``summed``: the results are
-    partial sums. ``addend``: the slot of a term, such as a bias, that is added once after the sum. ``written``: the
-    slots of operands that the operator writes to.
+    partial sums, which are all-reduced. ``addend``: the slot of a term, such as a bias, that is added once after the
+    sum; ``addend_dim`` is the dim of the result along which a 1-D term lies, -1 if it is added as it is. ``written``:
+    the slots of operands that the operator writes to.
     """
 
     function: Callable[..., Any]
@@ -106,7 +108,7 @@ class CallPlan:
 
 
 class PartUse(NamedTuple):
-    """A tensor argument of a planned call: its whole shape (a meta tensor), and this rank's part.
+    """A tensor argument of a planned call: its whole shape (a meta tensor), and this rank's part, None if it is whole.
 
     ``learns`` is True if the tensor needs a gradient.
     """
@@ -122,7 +124,8 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
 
     ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists with the part held of each.
 
-    Raises: NotOnPartsError, ValueReadError: the call cannot run on parts.
+    Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
+        shard of a tensor that it needs whole.
     """
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]

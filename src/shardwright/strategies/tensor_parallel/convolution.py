@@ -40,7 +40,8 @@ from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, sent_e
 class ConvolutionNote:
     """The cut of one convolution: by out-channels (``y``) or in-channels (``x``); with groups, by both.
 
-    ``enters``: its input is whole, with all channels; ``leaves``: its output is whole.
+    ``enters``: it is the first of a chain, and its input has all channels; ``leaves``: it is the last, and its output
+    is summed or all-gathered to all channels.
     """
 
     x: Features
@@ -67,7 +68,8 @@ class ChannelsNote:
 def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
     """Returns the plan with chains of convolutions cut by channels, where there are enough channels.
 
-    Layers of ``shared`` parameters and the output ``head`` stay whole.
+    Layers with parameters in ``shared``, the layer ``head`` and layers that have a role already are left out. Chains
+    and GroupNorms with too few channels or groups stay whole, with a reason for ``show``.
     """
     over = [axis.name for axis in mode.axes if axis.stream == "T"]
     busy = {*plan.roles, *plan.notes}
@@ -191,7 +193,10 @@ class _ChainCut:
 
 
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
-    """Replaces the forward of a convolution or norm by one on this rank's channels, as its note describes."""
+    """Replaces the forward of a convolution or norm by one on this rank's channels, as its note describes.
+
+    The numbers of groups and channels of the module are set to those of this rank. ``by`` is the strategy's name.
+    """
     if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
         held = note.features.held({name: axes[name].index for name in note.features.names})
         module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)

@@ -17,9 +17,11 @@ from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, RoleNa
 
 
 def place_head_and_tables(draft: PlanDraft) -> None:
-    """Plans the cut of the output head by classes, which the loss takes cut, and of every embedding table.
+    """Plans in ``draft`` the cut of the output head by classes and of every embedding table by rows or features.
 
-    ``show`` prints why a table is not cut.
+    The loss then works on logits that are cut by classes. ``show`` prints why a table is not cut.
+
+    Raises: LayoutError: the head has too few classes for the grid.
     """
     _explain_whole_tables(draft)
     if draft.head is not None:

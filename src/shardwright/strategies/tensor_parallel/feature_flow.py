@@ -31,7 +31,11 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class Value(NamedTuple):
-    """A traced activation: whether its features are cut, their number, its layer chain and the module that made it."""
+    """A traced activation: whether its features are cut, how many they are, and the module that made it.
+
+    ``chain`` is the row-parallel layer of the pair of layers that the value is inside of, empty outside of pairs.
+    ``is_input`` is True for the model's input.
+    """
 
     cut: bool = False
     size: int = 0
@@ -45,6 +49,8 @@ class FeatureUse:
     """The call of one module as traced: its kind, and whether its input (``takes_cut``) and output features are cut.
 
     ``size`` is the number of features that are cut; ``from_input``: its input is the model's own, so needs no gradient.
+    Of the kinds, a ``chain`` is a pair of a column- and a row-parallel layer, a ``gate`` gets whole features, and
+    ``inside`` is a module whose inner calls are traced.
     """
 
     kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]

@@ -1,4 +1,7 @@
-"""The cut of a layer's features over several mesh axes at once: one part for each joint index on these axes."""
+"""The cut of a layer's features over several mesh axes at once: one part for each combination of indices on them.
+
+The number of a combination, counted row-major with the slowest axis first, is called its joint index.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ def width(ranges: Sequence[Range]) -> int:
 
 @dataclass(frozen=True)
 class Features:
-    """The cut of ``size`` features over mesh axes: the index ranges that each joint index on these axes holds.
+    """The cut of ``size`` features over mesh axes: the index ranges of features that ranks hold.
 
-    ``axes`` are pairs (name, size), the slowest first, and ``parts`` the ranges by joint index, row-major. Without axes
-    the features are whole.
+    ``axes`` are pairs (name, size), the slowest first. ``parts`` gives the ranges for each joint index: a row-major
+    count of the combinations of indices on these axes. Without axes the features are whole.
 
     >>> cut = Features.balanced(7, (("row", 2), ("col", 2)))
     >>> cut.held({"row": 0, "col": 1}), cut.held({"row": 0, "col": 1}, over=["col"])
@@ -81,7 +84,7 @@ class Features:
         return number
 
     def number(self, coord: Coord) -> int:
-        """Returns the number of the part at the mesh coordinate ``coord``: the joint index, row-major."""
+        """Returns the index in ``parts`` of the ranges that the rank at ``coord`` holds: its joint index, row-major."""
         return self._number([coord[name] for name in self.names])
 
     def held(self, coord: Coord, over: Collection[str] = ()) -> tuple[Range, ...]:
@@ -112,15 +115,19 @@ class Features:
         return tuple(width(self.held({**coord, axis: i}, over)) for i in members)
 
     def joins(self, coord: Coord) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the axes to all-gather the features over, fastest first, each with its ranks' numbers of features."""
+        """Yields the all-gathers that make the features whole: each axis, fastest first, and its ranks' feature counts.
+
+        The counts are those after the all-gathers over the axes before.
+        """
         for number, axis in reversed(list(enumerate(self.names))):
             yield axis, self.sizes(coord, axis, self.names[number + 1 :])
 
 
 def nested(held: Mapping[tuple[int, ...], Sequence[Range]], parts: int) -> Ranges:
-    """Cuts each of the given parts into ``parts`` balanced slices; returns, for each number of a slice, its ranges.
+    """Cuts the index ranges of each rank further, into ``parts`` balanced slices, and returns the ranges by slice.
 
-    ``held`` are the ranges of each part, by joint index. Slice i has the i-th slice of every part.
+    The entries of ``held`` are the ranges of the ranks, by joint index. Slice i of the result is the union of the i-th
+    slices of all entries.
     """
     slices: list[list[Range]] = [[] for _ in range(parts)]
     for ranges in held.values():

@@ -1,11 +1,11 @@
 """Chooses which dims of a model's parameters tensor parallelism cuts, from a recorded forward's operators alone.
 
 Candidates are the axes (dims that operators tie together) that parameters have, that no operator needs whole, and that
-are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two that
-meet in one tensor, in different dims, exclude each other: a rank holds a part of one of its dims. Of these the ones
+are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two
+candidates that are different dims of one tensor exclude each other, because a rank holds a part of one dim only. Those
 that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
-projection; cutting the features of a head would cost a sum of all scores, and cutting the features between blocks a sum
-after every layer that reads them.
+projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
+blocks would cost a sum after every layer that reads them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class _Candidate:
 
 
 def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int) -> GraphCuts:
-    """Returns how ``size`` ranks cut a model's parameters and buffers, from a recorded run and its axes.
+    """Returns how ``size`` ranks cut a model's parameters and buffers, as the operators of a recorded run allow.
+
+    ``axes`` are the dims of the run's tensors that its operators tie together. On one rank nothing is cut.
 
     >>> import torch
     >>> from shardwright.analysis.model_graph import ModelGraph
@@ -76,7 +78,10 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
 
 
 def mixing_functions(recording: Recording) -> frozenset[str]:
-    """Returns the names of custom autograd functions in the model whose backward cannot run on tensor shards."""
+    """Returns the names of custom autograd functions in the model whose backward cannot run on tensor shards.
+
+    These are the functions whose backward does more than elementwise work.
+    """
     return frozenset(name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
 
 

@@ -1,7 +1,7 @@
 """Compares a model's own ``tp_plan`` (Hugging Face Transformers) with the cuts that its operators allow.
 
-Models of transformers have a mapping ``tp_plan``, from names (with ``*`` for numbers) to styles. Their operators decide
-how they are cut here; where the mapping says another thing, ``show`` tells both.
+Models of that library have a mapping ``tp_plan``, from names (with ``*`` for numbers) to styles such as ``colwise``.
+Here the operators of a model decide how it is cut; where its ``tp_plan`` asks for another cut, ``show`` prints both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def hints_of(model: nn.Module) -> dict[str, str]:
 
 
 def with_hints(model: nn.Module, plan: Plan, axes: Collection[str]) -> Plan:
-    """Returns the plan with a remark for ``show`` on each layer that the model's ``tp_plan`` cuts in another dim."""
+    """Returns the plan with a remark for ``show`` on each layer that the model's ``tp_plan`` cuts in another dim.
+
+    ``axes`` are the mesh axes that cut weights; without any the plan is unchanged.
+    """
     roles = dict(plan.roles)
     for name, style in hints_of(model).items() if axes else ():
         layout, path, wanted = plan.compute[name], name.rpartition(".")[0], STYLES.get(style)

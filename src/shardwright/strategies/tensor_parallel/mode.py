@@ -30,9 +30,8 @@ class Mode:
     """The tensor-parallel settings of a layout: mesh axes, how they shard activations, and how matmuls run.
 
     ``keep``: all-gathered operands are kept for the backward. ``overlap``: collectives overlap with compute.
-    ``pinned``: the fixed sharding of activations inside a block (``:summa``, ``:classic``); there inputs are
-    all-gathered over features, and partial sums are all-reduced. ``dim``: the dim of the cut rows, 0 for samples, 1 for
-    tokens.
+    ``pinned``: the fixed sharding of activations inside a block (``:summa``, ``:classic``); no partial sum is then
+    reduce-scattered over features. ``dim``: the dim of the cut rows, 0 for samples, 1 for tokens.
     """
 
     name: str
@@ -58,7 +57,10 @@ class Mode:
         return tuple((axis.name, axis.size) for axis in self.axes if axis.stream == "F")
 
     def states(self, cut: bool) -> States:
-        """Returns an activation's state on each axis (T, F or C) between layers; without ``cut``, C in place of F."""
+        """Returns the state on each axis (T, F or C) of an activation between layers.
+
+        Without ``cut`` its features are whole: C (copied) takes the place of F (features cut).
+        """
         whole: Mapping[State, State] = {"T": "T", "F": "C", "C": "C"}
         return self.stream if cut else tuple(whole[state] for state in self.stream)
 
@@ -73,9 +75,11 @@ class Mode:
         num_tokens: int,
         rows_end: RowMoves | None = (),
     ) -> Choice | None:
-        """Returns the role (t, h or k) of each layer on each axis that sends least; pinned roles where they fit.
+        """Returns the roles (t, h or k) of consecutive layers on each axis: those that send least, or that are pinned.
 
-        None if no roles fit. If pinned roles do not fit, the ``misfit`` of each step says why.
+        Pinned roles are taken where they fit; elsewhere the ``misfit`` of each step says why they do not. The result is
+        None if no roles fit. ``boundaries`` are the activations before, between and after the layers, and ``rows_end``
+        is how rows are cut at the end, None for any cut.
         """
         if self.pinned is not None:
             inner = [b._replace(states=b.states or self.pinned, sums=False) for b in boundaries[1:-1]]
@@ -119,8 +123,8 @@ OPTIONS: Mapping[str, StrategyOption] = {
 class AxisMove(NamedTuple):
     """One all-gather, reduce-scatter or all-reduce along an axis: of an operand's rows, its features, or all of it.
 
-    ``rows`` is how rows are cut before it, ``features`` how features are; ``over`` are the axes whose features are
-    already all-gathered.
+    ``rows`` and ``features`` say how rows or features are cut where the operand is cut over the axis: before an
+    all-gather, after a reduce-scatter. ``over`` are the axes over which the features are whole at that time.
     """
 
     axis: str
@@ -130,7 +134,7 @@ class AxisMove(NamedTuple):
     over: tuple[str, ...] = ()
 
     def feature_sizes(self, coord: Coord) -> tuple[int, ...]:
-        """Returns the number of features of each rank along the axis, after all-gathers over the axes ``over``."""
+        """Returns the number of features of each rank along the axis, where they are whole over the axes ``over``."""
         assert self.features is not None, "features are cut"
         return self.features.sizes(coord, self.axis, self.over)
 
@@ -139,9 +143,9 @@ class AxisMove(NamedTuple):
 class LinearNote:
     """The cut of one ``nn.Linear``: its role on each axis, and the cuts of its features.
 
-    ``x`` and ``y`` are the cuts of its in- and out-features, ``fetches`` the axes over which its weight is
-    all-gathered, and ``elements`` the number of elements that a rank sends for it. ``enters``: it all-gathers its own
-    input; else an :class:`EntryNote` does so for several layers.
+    ``x`` and ``y`` are the cuts of its in- and out-features, ``fetches`` the axes over which its weight is all-gathered
+    before use, and ``elements`` the number of elements that a rank sends for it in a microbatch. ``enters``: the layer
+    all-gathers its own input; else an :class:`EntryNote` does so for several layers.
     """
 
     step: RoleStep
@@ -166,14 +170,17 @@ class LinearNote:
 
 @dataclass(frozen=True)
 class EntryNote:
-    """A module whose layers share one input, such as q, k and v; the input is all-gathered once for all of them."""
+    """The note of a module whose layers, such as q, k and v, share one input, which is all-gathered once for all."""
 
     step: RoleStep
     x: Features
     axes: tuple[GridAxis, ...]
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """Returns the all-gathers of the shared input, in order."""
+        """Returns the collectives of the shared input (:class:`AxisMove`), in order.
+
+        They are all-gathers; a move "whole" gathers nothing and all-reduces the input gradient.
+        """
         return input_moves(self.step, self.axes, self.x)
 
 
@@ -181,8 +188,8 @@ class EntryNote:
 class TokensNote:
     """The all-gathers of keys and values for an attention whose sequences are sharded by tokens.
 
-    ``kv`` are the features of the keys, as many as of the values; ``makers`` the layers that compute both; ``elements``
-    the number that a rank sends.
+    ``rows`` says how the tokens of a query are cut. ``kv`` is the cut of the keys' features, which the values share;
+    ``makers`` are the layers that compute both, and ``elements`` is the number of elements that a rank sends.
     """
 
     rows: RowMoves
@@ -197,9 +204,9 @@ class TokensNote:
 class HeadsNote:
     """The cut of an attention's heads over the grid of ranks.
 
-    ``heads`` and ``kv`` are the cuts of query heads and of key and value heads. The joint index i on the axes that cut
-    them has the query heads ``held[i]``, and of each the elements ``slices[i]`` (start, stop); these are all of them
-    unless ``inside``, that is unless several ranks divide a head.
+    ``heads`` and ``kv`` are the cuts of query heads and of key and value heads. Rank i along the axes that cut them
+    (counted row-major) has the query heads ``held[i]``, and of each head the elements ``slices[i]`` (start, stop).
+    These are all elements, except if ``inside`` is True: then several ranks divide a head.
     """
 
     heads: Features
@@ -229,7 +236,8 @@ class EmbeddingNote:
     """The cut of an embedding table: its rows (the vocabulary) over some axes, its features over others.
 
     ``gathers`` are the all-gathers of its tokens, and ``sums`` the reduce-scatters or all-reduces that add up the
-    ranks' looked-up rows.
+    ranks' looked-up rows. ``per_sample`` is False for a table that does not look up the model's own input, such as one
+    of positions.
     """
 
     vocabulary: Features
@@ -240,15 +248,16 @@ class EmbeddingNote:
     per_sample: bool = True
 
     def width(self, coord: Coord) -> int:
-        """Returns the number of features of looked-up rows at ``coord`` before they are summed over ranks."""
+        """Returns the number of features of each looked-up row on the rank at ``coord``, before rows are summed."""
         return width(self.features.held(coord, over=[each.axis for each in self.sums if each.kind == "features"]))
 
 
 @dataclass(frozen=True)
 class LossNote:
-    """The cut of a cross-entropy loss by classes; ``gathers`` are the all-gathers of targets and losses.
+    """The cut of a cross-entropy loss by classes (``vocabulary``).
 
-    ``head`` is the layer that computes the logits; ``num_numbers`` is how many numbers a rank sends for each token.
+    ``gathers`` are the all-gathers of targets and losses, where rows are cut. ``head`` is the layer that computes the
+    logits; ``num_numbers`` is how many numbers a rank sends for each token.
     """
 
     head: str
@@ -259,18 +268,19 @@ class LossNote:
 
 @dataclass(frozen=True)
 class GatherNote:
-    """A module whose inputs' features are all-gathered before it runs; for the whole model, its output's features.
+    """The all-gathers of features before a module that takes whole inputs, or of the features of the model's output.
 
-    ``arguments`` has the cut of each input, or of the output; None if it is whole.
+    ``arguments`` has the cut of each of the module's inputs, or of the output; None for one that is whole.
     """
 
     arguments: tuple[Features | None, ...]
 
 
 def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tuple[AxisMove, ...]:
-    """Returns the all-gathers of a layer's input in order: whole operands, rows, then features, fastest axis first.
+    """Returns the collectives of a layer's input (:class:`AxisMove`) in order, for its role on each axis (``step``).
 
-    A "whole" operand is copied already; its move sums the input gradient in the backward.
+    They are all-gathers of rows, then of features, fastest axis first. Before these come the moves "whole", for axes
+    that copy the input: such a move gathers nothing, and all-reduces the input's gradient in the backward.
     """
     found = [
         AxisMove(axis.name, "whole")
@@ -290,7 +300,10 @@ def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tupl
 
 
 def output_moves(step: RoleStep, axes: tuple[GridAxis, ...], y: Features) -> tuple[AxisMove, ...]:
-    """Returns a layer's output reductions in order: of features (slowest axis first), of rows, of whole outputs."""
+    """Returns the collectives that sum a layer's output, in order, for its role on each axis (``step``).
+
+    They are reduce-scatters over features (slowest axis first), reduce-scatters over rows, then all-reduces.
+    """
     cutting = [a.name for a, s, r in zip(axes, step.after, step.roles, strict=True) if r == "k" and s == "F"]
     found = [
         AxisMove(name, "features", features=y, over=tuple(cutting[number + 1 :])) for number, name in enumerate(cutting)

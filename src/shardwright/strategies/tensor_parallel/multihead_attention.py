@@ -62,23 +62,32 @@ class MultiheadNote:
         return len(self.heads.parts) > self.heads.size
 
     def sharing(self, coord: Coord) -> list[int]:
-        """Returns the joint indices of the ranks that compute the same head as the rank at ``coord``, it included."""
+        """Returns the indices of the ranks that compute the same heads as the rank at ``coord``, that rank included.
+
+        Ranks are counted row-major along the axes that cut the heads.
+        """
         own = self.heads.parts[self.heads.number(coord)]
         return [number for number, part in enumerate(self.heads.parts) if part == own]
 
     def input_moves(self) -> tuple[AxisMove, ...]:
-        """Returns the all-gathers of each different input (query, key, value), in order."""
+        """Returns the collectives of each distinct input (query, key, value), in order.
+
+        They are all-gathers; a move "whole" gathers nothing and all-reduces the input gradient.
+        """
         return input_moves(self.before, self.axes, self.x)
 
     def output_moves(self) -> tuple[AxisMove, ...]:
-        """Returns the reductions of the attention weights: those of the output, except reductions over features."""
+        """Returns the collectives that sum the attention weights, which the module returns with ``need_weights``.
+
+        They are those of the output, without the ones over features, which attention weights do not have.
+        """
         return tuple(each for each in output_moves(self.after, self.axes, self.y) if each.kind != "features")
 
 
 def place_multiheads(draft: PlanDraft, overrides: Overrides) -> None:
-    """Plans a cut by heads for every ``nn.MultiheadAttention`` that allows it.
+    """Plans in ``draft`` a cut by heads for every ``nn.MultiheadAttention`` that allows it.
 
-    For the others ``show`` prints the reason.
+    The others stay whole, with a reason for ``show``. Attentions to which the user gave a role are left alone.
     """
     for path, module in draft.model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or overrides.speak_of([path, _child(path, "out_proj")]):

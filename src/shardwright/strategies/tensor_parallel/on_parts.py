@@ -1,15 +1,15 @@
 """Tensor parallelism for any model: the user's own forward runs on tensor shards, cut as its operators allow.
 
-Where few layers of a model are ones that the grid modes know, the model is recorded (``graph_cuts.py``) and its
-parameters are cut along the axes found: heads, inner features of MLPs, groups. Its own code then runs under
-``parts_mode.py``. On a grid the axis of columns cuts these; over the others the samples are cut (role t), and each
-weight is stored in parts and gathered when its module runs::
+Where the grid modes know only few layers of a model, its forward is recorded, and its parameters are cut along the axes
+that are found in it (``graph_cuts.py``): heads, inner features of MLPs, groups. The model's own code then runs under
+``parts_mode.py``. On a grid the axis of columns cuts these; over the other axes the samples are cut, and each weight is
+sharded between steps and all-gathered when its module runs::
 
     x --whole--> | q, k, v: columns of whole heads | --attention of these heads--> | o: rows | --sum--> y
 
 Traffic: for each layer whose input features are cut, one all-reduce of its output forward. For each tensor that cut
     layers read, one all-reduce of its gradient backward. For each operator that needs a whole tensor, an all-gather.
-    For each weight that is stored in parts, one all-gather forward and one reduce-scatter of its gradient.
+    For each weight that is sharded between steps, one all-gather forward and one reduce-scatter of its gradient.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def share_cut(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class StoredParts:
-    """How a weight is sharded between steps in ``dim``, over the axes that cut samples; all-gathered before use (FSDP).
+    """How one weight is sharded between steps along ``dim``, over the axes that cut samples.
 
-    ``axes`` are slowest first. ``sizes[n][i][j]`` is the number of elements of ``dim`` at index j of ``axes[n]``, for
-    the joint index i on the axes before it.
+    It is all-gathered before use, as under FSDP. ``axes`` are slowest first. ``sizes[n][i][j]`` is the number of
+    elements of ``dim`` at index j of ``axes[n]``, for index i on the axes before it (counted row-major).
     """
 
     dim: int
@@ -117,11 +117,13 @@ class PartsNote:
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
     """Returns the plan to run the model's own forward on tensor shards, cut as its recorded operators allow, or None.
 
-    None if less than the share ``least`` of the parameter bytes would be cut. None too if the forward was not recorded,
-    tokens are cut, the user gave roles or pinned the mode, or several axes cut features; if one does, for backward
-    hooks or autograd functions that would see parts of gradients; if samples are cut, for experts chosen by values.
-    ``known`` is the plan that cuts only layers of known classes: if it would cut a weight that other code reads too, as
-    a head that is a table's transpose does, the share :data:`LEAST_SHARE` is enough.
+    It is None if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be recorded, the
+    layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one axis cuts
+    features, it is None for a model with backward hooks, or with autograd functions whose backward does more than
+    elementwise work. If an axis cuts samples, it is None for a model that selects experts by values.
+
+    ``known`` is the plan that cuts only layers of known classes. If it would cut a weight that other code reads too,
+    such as an embedding table that code uses as the output head, the share :data:`LEAST_SHARE` is enough.
 
     Raises: LayoutError: the layout cuts samples, and a layer mixes them.
     """
@@ -240,8 +242,8 @@ def apply_on_parts(
 ) -> PartsFrame | None:
     """Wraps every module of a rank's model so that it runs on tensor shards; the model's outputs are all-gathered.
 
-    With ``stages`` it returns a :class:`PartsFrame` that does so around the calls of a pipeline stage, since the code
-    between modules runs on every stage.
+    With ``stages``, pipeline stages do not call the model itself: a :class:`PartsFrame` is returned that does the same
+    around the calls of a stage, and the ``opened`` modules are not wrapped. Otherwise None is returned.
     """
     if note.rows:
         share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)
@@ -344,7 +346,10 @@ def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> T
 
 
 def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote, mode: Mode) -> tuple[Traffic, ...]:
-    """Returns one step's collectives of the rank at ``coord``, from a rehearsal of each microbatch on meta tensors."""
+    """Returns one step's collectives of the rank at ``coord``: each microbatch's, then those of gradient sync.
+
+    Those of a microbatch are counted in a rehearsal on meta tensors; under a pipeline ``batch.sent`` has the counts.
+    """
     found: list[Traffic] = []
     # ranks that hold as much and gather as much from each of the others send the same
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))

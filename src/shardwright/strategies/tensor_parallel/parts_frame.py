@@ -60,16 +60,17 @@ class PartsFrame:
     everywhere: frozenset[str]
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
-        """A context that yields the model's inputs unchanged: they are whole."""
+        """Returns a context that yields the model's inputs unchanged: they are whole."""
         return nullcontext(inputs)
 
     @contextmanager
     def calls(self, used: Collection[str], read: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
-        """A context around a chunk's calls, which run on tensor shards; yields the weights that it has all-gathered.
+        """Returns a context in which a chunk's calls run on tensor shards; it yields all-gathered weights, by name.
 
-        These are the weights sharded at rest that the chunk's functions between modules read.
+        Of the weights that are sharded between steps, these are the ones that functions between modules read
+        (``read``), and those ``used`` in the chunk that modules other than their own read.
 
-        Traffic: one all-gather for each of these, and a reduce-scatter of its gradient.
+        Traffic: one all-gather for each of these weights, and a reduce-scatter of its gradient.
         """
         tag_all(self.tags)
         fetched, before = {}, []

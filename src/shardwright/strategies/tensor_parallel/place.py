@@ -1,4 +1,7 @@
-"""Refines the plan for a tensor-parallel mode: the layout of each tensor, and a note on each module. Pure."""
+"""Refines the plan for a tensor-parallel mode: the layout of each tensor, and a note on how each module is cut.
+
+Nothing is sent, and no module is changed.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,22 @@ NAMED = 8  # the most layers that an error lists
 
 
 def sent(plan: Plan) -> float:
-    """Returns the number of elements that one rank sends in a step for linear layers and for gathered keys and values.
+    """Returns the number of elements that a rank sends in a microbatch for linear layers and attentions.
 
-    ``auto`` compares modes by it.
+    All-gathers of other tokens' keys and values are included; convolutions, norms, embeddings and the loss are not. The
+    option ``auto`` compares modes by it.
     """
     notes = [note.tokens if isinstance(note, HeadsNote) else note for note in plan.notes.values()]
     return sum(note.elements for note in notes if isinstance(note, LinearNote | MultiheadNote | TokensNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Returns the plan with all layers cut that the mode can cut. Raises LayoutError, with the sizes found, if none."""
+    """Returns the plan with all layers cut that the mode can cut.
+
+    Tokens are cut in place of samples if the layout has ``/seq``, or if samples are fewer than ranks and that works.
+
+    Raises: LayoutError: no layer can be cut, or a layer mixes the samples or tokens that the layout cuts.
+    """
     found = with_rows(job, plan, mode)
     if found.dim == 1 and not is_asked(plan):
         with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
@@ -87,7 +96,10 @@ def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Returns the plan of a model that is one ``nn.Linear``; output features are cut where they would be copied."""
+    """Returns the plan of a model that is one ``nn.Linear``.
+
+    Its output features are cut over the axes over which activations between layers would be copied.
+    """
     layer = job.model
     assert isinstance(layer, nn.Linear)
     plan = cut_rows(plan, mode)

@@ -35,7 +35,7 @@ def shared_parameters(model: nn.Module) -> set[str]:
 
 
 def own_names(model: nn.Module, path: str) -> dict[str, str]:
-    """Returns the names of the parameters of the module at ``path``: by their name in it, their name in the model."""
+    """Returns the parameters of the module at ``path``: for each name inside the module, the name in the model."""
     return {own: name for at, _, own, name in owners(model) if at == path}
 
 
@@ -43,9 +43,10 @@ def own_names(model: nn.Module, path: str) -> dict[str, str]:
 class PlanDraft:
     """The plan of one model under one tensor-parallel mode, which each ``place_*`` function refines in turn.
 
-    ``names`` are the parameters by module path and own name; ``shared`` those with several users, which stay whole.
-    ``chains`` are the column-parallel / row-parallel (h, k) pairs, by their row layer; ``head`` is the layer whose
-    classes the loss takes cut; ``flow`` says where features stay cut between layers, in ``parts`` parts.
+    ``names`` gives each parameter's name in the model, by module path and by its name in the module; ``shared`` are the
+    parameters with several users, which stay whole. ``chains`` are the pairs of column- and row-parallel layers, by the
+    row-parallel one; ``head`` is the layer whose output the loss takes cut by classes; ``flow`` says where features
+    stay cut between layers, in ``parts`` parts.
     """
 
     job: Job
@@ -71,11 +72,14 @@ class PlanDraft:
             self.flow = self._follow()
 
     def role(self, path: str, name: str, why: str) -> None:
-        """Records a layer's role (such as column-parallel or copied) and the reason for it, which ``show`` prints."""
+        """Adds to the plan a layer's role (such as column-parallel or copied) and the reason, which ``show`` prints."""
         self.plan = self.plan.role(path, self.mode.name, name, why)
 
     def note(self, path: str, note: object, rung: Rung = Rung.OPERATOR) -> None:
-        """Records a module's note, from which ``apply`` makes its forward and ``traffic`` its collectives."""
+        """Adds to the plan a module's note, from which ``apply`` makes its forward and ``traffic`` its collectives.
+
+        ``rung`` is the place of the new forward among the wrappers of the module.
+        """
         self.plan = self.plan.note(path, note, by=self.mode.name, rung=rung)
 
     def _can_gather_tokens(self, head: str) -> bool:
@@ -168,12 +172,15 @@ class PlanDraft:
         return fetches
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
-        """Plans the sharding of dim ``dim`` of a parameter over an axis, unless a layer that shares it has done so."""
+        """Plans that index i of ``axis`` holds ``ranges[i]`` of dim ``dim`` of the parameter ``name``.
+
+        It does nothing if the axis cuts the parameter already, as for another layer that shares it.
+        """
         if axis not in self.plan.compute[name].axes:
             self.plan = self.plan.cut(name, axis, dim, ranges)
 
     def cut_activation(self, path: str, features: Features, dim: int = -1, step: RoleStep | None = None) -> None:
-        """Records how a module's activation is cut, so that dropout draws random numbers by global element."""
+        """Records in the plan how a module's activation is cut, so that dropout draws its numbers by global element."""
         for axis in features.names:
             activation = ActivationCut(axis, dim, features.size, features.along(axis))
             self.plan = self.plan.cut_activation(path, activation)
@@ -185,7 +192,7 @@ class PlanDraft:
         return Features.balanced(size, self.mode.axes_in(states, "F"))
 
     def linear_role(self, path: str, what: str, step: RoleStep) -> None:
-        """Records for ``show`` a Linear's role on each axis, the reason, and the bytes that it sends."""
+        """Adds to the plan, for ``show``, a Linear's role on each axis, the reason, and the bytes that it sends."""
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
         assert isinstance(note, LinearNote)
@@ -211,7 +218,7 @@ class PlanDraft:
         return head
 
     def is_tied(self, path: str) -> bool:
-        """Returns whether a parameter of this module is shared with another module, or kept whole by an override."""
+        """Returns whether a parameter of the module at ``path`` has other users too, or is kept whole by a role."""
         return any(name in self.shared for name in self.names.get(path, {}).values())
 
     def users(self, path: str) -> set[str]:
@@ -228,7 +235,11 @@ class PlanDraft:
         }
 
     def may_cut_table(self, path: str) -> bool:
-        """Returns whether every module that uses this embedding table can compute with some of its rows."""
+        """Returns whether the embedding table at ``path`` may be cut.
+
+        It may not if a module other than the output head uses it too, if it is registered twice, or if the user gave a
+        role to one of its users.
+        """
         if self.overrides.speak_of(self.users(path)):
             return False
         others = self.users(path) - {path}
@@ -240,7 +251,10 @@ class PlanDraft:
         return " ".join(f"{axis.name}={axis.size}" for axis in self.mode.axes)
 
     def too_small(self, path: str, what: str) -> GridError:
-        """Returns the error, to be raised, for a layer that is smaller than the grid."""
+        """Returns the error, for the caller to raise, that the layer at ``path`` is smaller than the grid of ranks.
+
+        ``what`` gives the layer's sizes in words.
+        """
         total = prod(axis.size for axis in self.mode.axes)
         return GridError(
             f"'{path or 'the model'}' cannot be cut in this mode",

@@ -1,11 +1,11 @@
-"""Chooses the roles of consecutive layers that send least, by a shortest path over the states of activations.
+"""Chooses the tensor-parallel roles of consecutive layers by which ranks send least: a shortest path over states.
 
-Each axis of a grid leaves an activation in one of three *states*, and a layer moves it from one to another by the role
-it plays there::
+On each axis of a grid an activation is in one of three *states*, and each layer leads from a state of its input to a
+state of its output, by the role that the layer has on that axis::
 
     T  rows (samples) are cut          T -t-> T     T -h-> F
     F  features are cut                F -h-> F     F -k-> T, F or C
-    C  copied: every member has it     C -h-> F
+    C  copied to every rank            C -h-> F
 
 Role h is column-parallel (output features cut), k row-parallel (input features cut), t cuts the samples and fetches the
 weight. A path begins and ends in states that the mode fixes; in between the roles are free. Costs are those of ring
@@ -59,12 +59,14 @@ class Layer(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The ways in which an activation between two layers may be cut: most parts of its features, fixed states if any.
+    """The ways in which an activation before, between or after layers may be cut.
 
-    ``sums``: whether a sum of the features may be cut (reduce-scattered); parts that are not contiguous cannot.
-    ``rows``: whether axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis
-    alone may make. ``joined``: where sequences are cut, the features of a token (keys, values) that all other tokens
-    need; they are gathered over the axes that cut rows, so each rank's rows must be contiguous.
+    ``most_parts`` is the largest number of parts of its features, and ``most_alone``, if it is more, the number that
+    one axis alone may make. ``states``: the fixed state on each axis, if any. ``sums``: whether partial sums may be
+    reduce-scattered over the features; where parts are not contiguous they cannot. ``rows``: whether axes that do not
+    cut the model's input may cut rows. ``joined``: where sequences are cut, the number of features of a token (keys,
+    values) that all other tokens need; they are gathered over the axes that cut rows, so each rank's rows must be
+    contiguous.
     """
 
     most_parts: int
@@ -91,23 +93,23 @@ class RoleStep(NamedTuple):
     misfit: str = ""
 
     def num_fetched(self, axes: Sequence[GridAxis]) -> int:
-        """Returns the number of parts of the weight's rows on axes of role t, which all-gather the weight."""
+        """Returns in how many shards the weight's rows are stored over the axes of role t, which all-gather it."""
         return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
 
     @property
     def rows_gathered(self) -> RowMoves:
-        """The gathers and cuts of rows (samples or tokens) before the matrix product, with the input's all-gathers."""
+        """The gathers and cuts of rows (samples or tokens) up to the matrix product, with the input all-gathered."""
         return rows_after(self.rows_before, "gather", self.gathers)
 
     @property
     def rows_after(self) -> RowMoves:
-        """The gathers and cuts of rows (samples or tokens) up to the output, with its reduce-scatters."""
+        """The gathers and cuts of rows (samples or tokens) up to the layer's output, after its reduce-scatters."""
         return rows_after(self.rows_gathered, "cut", self.cuts)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen roles of consecutive layers, and the number of elements that one rank sends for them in a step."""
+    """The chosen roles of consecutive layers, and the number of elements that a rank sends for them in a microbatch."""
 
     steps: tuple[RoleStep, ...]
     elements: float
@@ -170,9 +172,9 @@ def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis]
 
 
 def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
-    """Returns whether all ranks' rows stay contiguous and in order, as all-gathers of whole sequences need it.
+    """Returns whether each rank's rows are contiguous and in order after these gathers and cuts of rows.
 
-    Rows are then gathered over the fastest axes first, and cut after that.
+    All-gathers of whole sequences need it. It holds if rows are gathered over the fastest axes first and then cut.
 
     >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
     >>> follow_each_other((("gather", "row"),), axes), follow_each_other((("gather", "depth"),), axes)
@@ -196,6 +198,7 @@ def steps_from(
 ) -> Iterator[RoleStep]:
     """Yields every choice of roles by which one layer leads from the states ``before`` to states that are allowed.
 
+    ``rows`` are the gathers and cuts of rows before the layer, and ``boundary`` says which states its output may have.
     Without fixed states at the boundary, copied outputs are not tried: every rank would hold the full activation.
     """
     either: tuple[State, State] = "T", "F"
@@ -249,7 +252,8 @@ def cheapest(
 ) -> Choice | None:
     """Returns the roles of consecutive layers by which a rank sends the fewest elements; None if no roles fit.
 
-    ``boundaries[0].states`` are the states at the start; ``rows_end`` is how rows are cut at the end, None for any cut.
+    ``boundaries`` are the activations before, between and after the layers; the states of the first are fixed.
+    ``rows_end`` is how rows are cut at the end, None for any cut. ``regather`` is as in :func:`sent_elements`.
     Ties are broken by the order of the search, so every rank chooses the same.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]

@@ -1,4 +1,4 @@
-"""Decides if tensor parallelism cuts tokens instead of samples (``/seq``), and checks that the model allows it.
+"""Decides whether tensor parallelism cuts tokens instead of samples (``/seq``), and checks that the model allows it.
 
 ::
 
@@ -6,8 +6,9 @@
     row 0 | s0 s0 s0 |     row 0 | s0 s0 . |      one sample on two rows: its first tokens, its last ones
     row 1 | s1 s1 s1 |     row 1 | . . s0 |
 
-Most layers treat each token alone and work on any slice. Attention gathers keys and values, learned positions begin
-where the slice begins. A trace of the model's code must know every operation on tokens; any other is refused by name.
+Most layers treat each token alone and work on any slice of a sequence. Attention gathers keys and values, and learned
+positions begin where the slice begins. Every operation on tokens in the traced code of the model must be one that is
+known here; for any other the error names it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ LOSSES = (CrossEntropy, MeanSquaredError)
 def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
     """Returns the mode with ``dim`` 1 (tokens cut) if the layout has ``/seq``, or if samples are fewer than ranks.
 
-    Raises: LayoutError: the layout has ``/seq``, and some layer may mix tokens in an unknown way.
+    In the second case every layer must treat each token alone, and a sample must have at least as many tokens as there
+    are ranks; otherwise ``mode`` is returned unchanged. Ranks are counted along the axes that cut rows.
+
+    Raises: LayoutError: the layout has ``/seq``, and some layer or the loss may mix tokens.
     """
     parts = prod(axis.size for axis in mode.row_axes)
     if parts == 1:
@@ -92,9 +96,10 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 def tokens_note(
     attention: Attention, path: str, kv: Features, rows: RowMoves, states: States, job: Job, mode: Mode
 ) -> TokensNote:
-    """Returns the note by which an attention all-gathers keys and values of all tokens.
+    """Returns the note by which the attention at ``path`` all-gathers the keys and values of all tokens.
 
-    ``kv`` are the features of its keys; ``rows`` and ``states`` are the cut of its tokens after the projections.
+    ``kv`` is the cut of the features of its keys; ``rows`` and ``states`` are the cut of its activations after the
+    projections.
     """
     order = [axis for what, axis in reversed(rows) if what == "cut"]
     order += [axis.name for axis in reversed(mode.row_axes) if ("gather", axis.name) not in rows]

@@ -1,4 +1,4 @@
-"""The strategy class of the four tensor-parallel modes (1D, 2D, 2.5D, 3D); each ``tensor_*.py`` makes one instance."""
+"""The strategy class of the tensor-parallel modes 1D, 2D, 2.5D and 3D; ``tensor_1d.py`` to ``tensor_3d.py`` use it."""
 
 from __future__ import annotations
 
@@ -91,10 +91,12 @@ class TensorParallel:
     def place(self, job: Job, plan: Plan) -> Plan:
         """Returns the plan with every layer cut that the grid can cut.
 
-        If these hold few of the parameters, the model's forward is recorded and parameters are cut as its operators
-        allow.
+        The plan may be to run the model's own forward on tensor shards instead: if pipeline stages were cut from a
+        recorded forward and shards cut enough of it; if layers cannot be cut; or if the model has code of its own and a
+        record of its forward shows how to cut clearly more of the parameters.
 
-        Raises: LayoutError: neither cuts anything.
+        Raises: LayoutError, PlanError: neither way cuts enough of the model, or a layer mixes the samples or tokens
+            that the layout cuts.
         """
         mode = self.mode(plan)
         return with_hints(job.model, self._placed(job, plan, mode), [a.name for a in mode.axes if a.stream != "T"])
@@ -138,7 +140,11 @@ class TensorParallel:
         return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Replaces the forwards of this rank's modules by tensor-parallel ones; returns their events and frame."""
+        """Replaces the forwards of this rank's modules and loss by tensor-parallel ones.
+
+        Returns the events that finish their collectives; for a model that runs on tensor shards in pipeline stages, the
+        frame that the stages call.
+        """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None

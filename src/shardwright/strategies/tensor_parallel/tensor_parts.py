@@ -15,11 +15,16 @@ from shardwright.sharding.tensor_part import ALL
 
 
 class NotOneLetterError(Exception):
-    """Raised where the cut of a dim cannot be expressed by its letters, or the letters' cuts by one cut of the dim."""
+    """Raised if a dim's cut is not a cut of the indices that make up the dim, or if theirs are not one cut of the dim.
+
+    Such an index, like the heads within a dim of heads times features, has a letter, as in einsum.
+    """
 
 
 def letters_of(dim: Dim, cut: bytes, letters: Letters) -> dict[int, bytes]:
-    """Returns the labels of each cut letter of a dim, from the ``cut`` of the dim. Raises: NotOneLetterError.
+    """Returns, for each letter of a dim that is cut, the rank that holds each of its indices, from the dim's ``cut``.
+
+    Raises: NotOneLetterError: the cut of the dim is not a cut of its letters.
 
     >>> letters = Letters()
     >>> heads, size = letters.new(2), letters.new(3)
@@ -51,7 +56,12 @@ def _letters_of_parts(dim: Concat, cut: bytes, letters: Letters) -> dict[int, by
 
 
 def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: Letters) -> bytes | None:
-    """Returns the cut of a dim from the ``labels`` of its letters; None if it is whole. Raises: NotOneLetterError."""
+    """Returns the cut of a dim (the rank that holds each index) from those of its letters; None if the dim is whole.
+
+    ``labels`` gives, for each letter that is cut, the rank that holds each of its indices.
+
+    Raises: NotOneLetterError: several letters that make up the dim are cut.
+    """
     if len(dim) == 1 and isinstance(dim[0], Concat):
         parts = [(cut_of(part, labels, letters), letters.size(part)) for part in dim[0].parts]
         if all(cut is None for cut, _ in parts):

@@ -1,5 +1,5 @@
 """ZeRO / FSDP: parameters, gradients and optimizer state sharded over the data-parallel ranks.
 
-Read ``zero`` first, then ``flat_groups``, ``flat_parameter``, ``prefetch``, ``sharded_state`` (a run's events) and
-``offloaded_update``.
+Read ``zero`` first, then ``flat_groups``, ``flat_parameter``, ``prefetch``, ``sharded_state`` (what happens at each
+event of a training step) and ``offloaded_update``.
 """

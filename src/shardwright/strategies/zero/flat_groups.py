@@ -7,8 +7,8 @@
                               | rank 0          | rank 1          | rank 2          | rank 3        |
 
 Shards are balanced over the full sequence: their lengths differ by one element at most, and one all-gather unshards
-all of its parameters. Parameters that other axes (``tp``, ``pp``) shard differently have sequences of their own: in a
-common one, ranks with the same parameter would store different elements of it, and could not sum their gradients.
+all parameters of the sequence. Parameters that other axes (``tp``, ``pp``) shard differently have separate sequences:
+in a common one, ranks with the same parameter would store different elements of it, and could not sum their gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardwright.plan.traffic import partial_axes
 
 
 class FlatGroup(NamedTuple):
-    """The names of the parameters of one flat parameter, in the order of concatenation.
+    """The names of the parameters that form one flat parameter, in the order of concatenation.
 
-    ``trained`` is False if all of them are frozen.
+    ``param_group`` is the name of the param group that they belong to. ``trained`` is False if all of them are frozen.
     """
 
     param_group: str

@@ -26,7 +26,7 @@ from shardwright.runtime.offload_storage import OffloadStorage
 
 
 class UpdateState(Enum):
-    """Whether an update that overlaps the backward has changed a flat parameter's shard, or its buffer as well."""
+    """What an optimizer update in the backward changed of a flat parameter: nothing, the shard, or the buffer too."""
 
     NOT_UPDATED = auto()
     SHARD_UPDATED = auto()  # the shard has the next step's values; a buffer unsharded before still has this step's
@@ -129,9 +129,10 @@ class FlatParameter:
             parameter.data = part.view(shape)
 
     def reshard(self) -> None:
-        """Frees the unsharded buffer and makes the parameters NaN; with ``keeps_buffer`` the buffer stays allocated.
+        """Frees the unsharded buffer and sets the parameters to NaN (integers to 0), with their shapes unchanged.
 
-        The memory is freed with its last view: for autograd :meth:`Prefetcher.pack` saves none.
+        With ``keeps_buffer`` the buffer stays allocated. The memory of a freed buffer is returned when no view of it is
+        left; autograd keeps none, because :meth:`Prefetcher.pack` replaces the views that it saves.
         """
         for parameter, shape in zip(self.parameters.values(), self.shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
@@ -141,7 +142,7 @@ class FlatParameter:
     # ---- gradients
 
     def accumulate_wide(self) -> None:
-        """Adds a microbatch's gradients to sums in the shard's dtype and frees them, if ``fp32_sums``."""
+        """Moves the parameters' gradients into sums in the shard's dtype; does nothing without ``fp32_sums``."""
         for name, parameter in self.parameters.items() if self.fp32_sums else ():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(self.shard.dtype)
@@ -150,9 +151,10 @@ class FlatParameter:
                 parameter.grad = None
 
     def reduce_scatter(self) -> Pending[Tensor]:
-        """Starts the reduce-scatter of the parameters' gradients and frees these; returns the shard's sum, pending.
+        """Starts the reduce-scatter of the parameters' gradients; returns a handle that waits for this rank's result.
 
-        A parameter that this rank's backward did not reach takes part with negative zeros, see :func:`is_reached`.
+        The parameters' ``.grad`` is set to None. For a parameter that this rank's backward did not reach, negative
+        zeros are sent: from the sum :func:`is_reached` tells whether any rank's backward reached it.
         """
         gradients, reached = [], []
         self.accumulate_wide()
@@ -175,16 +177,17 @@ class FlatParameter:
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
     def discard_gradients(self) -> None:
-        """Drops all gradients, after a step that failed."""
+        """Drops all gradients of the parameters and of the shard; called after a step that failed."""
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def publish_gradients(self) -> None:
-        """Sets ``.grad`` of the sharded parameters for the optimizer; the shard's gradient is cleared.
+        """Sets ``.grad`` of the sharded parameters for the optimizer, and clears the accumulated gradient of the shard.
 
-        If the shard is offloaded, the copy to the host is only started.
+        A parameter that no rank's backward has reached gets None, as on one device. If the shard is offloaded, the copy
+        of the gradient to the host is only started.
         """
         summed = self.shard_gradient
         gradient = None if summed is None else summed.to(self.shard.device, non_blocking=True)

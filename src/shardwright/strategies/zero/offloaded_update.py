@@ -1,4 +1,4 @@
-"""Updates offloaded parameter shards and optimizer state one param group at a time, so that memory holds one group's.
+"""Updates offloaded parameter shards and optimizer state by param group, so that only one group's are in memory.
 
 ::
 
@@ -11,8 +11,8 @@
     optimizer              | group 2: read, update, write | group 1 ... | group 0 ... |
 
 The user's own optimizer makes the updates: its ``step`` is called once for each group, with that group's parameters
-alone. Updates follow the backward if the first one needs all gradients: for a norm over all of them, a loss scale, a
-stop at NaN. Updates in the backward run in a thread of their own, one group at a time.
+alone. Updates wait for the end of the backward where all gradients are needed before the first update: for a gradient
+norm, a loss scale, or a stop at NaN. Updates during the backward run in a thread of their own, one group at a time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class _BackwardUpdates:
 
 
 class OffloadedState:
-    """A rank's parameter shards and optimizer state, offloaded to host memory or disk, updated by param group."""
+    """A rank's parameter shards and optimizer state in host memory or on disk, updated one param group at a time.
+
+    ``groups`` are the flat parameters of each trained param group, by its name.
+    """
 
     def __init__(self, storage: OffloadStorage, groups: Mapping[str, Sequence[FlatParameter]]) -> None:
         self.storage = storage
@@ -82,8 +85,9 @@ class OffloadedState:
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
         """Makes ``optimizer.step`` update one param group at a time, with its state offloaded. All ranks call it.
 
-        ``make`` returns another optimizer like it for other parameters. Hooks of ``step`` run once a step, around all
-        groups. A new optimizer for the same parameters reuses the storage of the one before.
+        ``make`` takes a list of parameter groups and returns a new optimizer of the same kind for them. Hooks of
+        ``step`` run once a step, around all groups. A new optimizer for the same parameters reuses the storage of the
+        one before.
 
         Raises: PlanError, on every rank: there is no space for the state.
         """
@@ -133,13 +137,20 @@ class OffloadedState:
     # ---- updates in the backward
 
     def begin(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Begins a backward in which ``optimizer`` updates param groups; ``factor`` scales gradients first."""
+        """Begins a backward in which ``optimizer`` updates each param group as soon as its gradients are complete.
+
+        Gradients are first multiplied by ``factor``, and set to None after the update.
+        """
         self._updated.clear()
         factor = factor if factor.is_meta else factor.to("cpu", non_blocking=True)  # it comes with the gradients
         self._updates = _BackwardUpdates(optimizer, factor)
 
     def gradients_published(self, name: str) -> None:
-        """Starts the update of the param group ``name``, whose gradients are complete, after the update before it."""
+        """Starts, in a thread, the optimizer's update of the param group ``name``, whose gradients are complete.
+
+        It first waits for the update of the group before, and raises that update's exception if it failed. Outside of
+        :meth:`begin` and :meth:`end` it does nothing.
+        """
         if self._updates is not None:
             index = self._indices[name]
             for flat in self._groups[index]:  # before the thread writes: from now on its shards are the next step's
@@ -159,7 +170,7 @@ class OffloadedState:
             parameter.grad = None
 
     def end(self) -> None:
-        """Waits for the last update of the backward; raises its exception if it failed."""
+        """Waits for the last update that :meth:`gradients_published` has started; raises its exception if it failed."""
         updates, self._updates = self._updates, None
         if updates is not None:
             try:
@@ -182,8 +193,8 @@ class OffloadedState:
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
         """Returns the tensor that stores entry ``key``, such as ``exp_avg``, of a parameter's optimizer state.
 
-        For an offloaded parameter it is the same memory in every call; for another parameter each call returns a new
-        tensor.
+        For an offloaded parameter every call with the same dtype returns the same memory. For any other parameter each
+        call returns a new, uninitialized tensor.
         """
         if parameter not in self._flat_of:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -197,7 +208,10 @@ class OffloadedState:
         return home
 
     def put_away(self) -> None:
-        """Ends a step's updates and releases the memory of offloaded tensors. Saving calls it after each file."""
+        """Releases the process memory of the offloaded tensors that are on disk, and ends the updates of a step.
+
+        It is called after each optimizer step, and after each file of a checkpoint is saved.
+        """
         self._updated.clear()
         self.storage.put_away(self.tensors)
         for flats in self._groups:

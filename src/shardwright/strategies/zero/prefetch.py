@@ -10,9 +10,10 @@
                |           | unshard 1  | unshard 0  |
 
 Stage 3 records the order of the groups in each forward and prefetches in that order the next time, reversed in the
-backward. All-gathers match by their order alone, so all ranks must use the same groups in the same order; they compare
-``calls`` to find out. In the backward autograd triggers the unshard, when it unpacks a weight that it has saved: it
-saves only the weight's position in the unsharded buffer, because a saved weight would keep the buffer in memory.
+backward. All-gathers match by their order alone, so all ranks must use the same groups in the same order; each rank's
+calls are listed, so that ranks can compare them. In the backward autograd triggers the unshard, when it unpacks a
+weight that it has saved: it saves only the weight's position in the unsharded buffer, because a saved weight would keep
+the buffer in memory.
 
 Stages 1 and 2 unshard all of a chunk's groups in its first forward, in the order of the plan: a rank whose samples use
 only some groups, or use them in another order, still makes the same calls as the others.
@@ -88,7 +89,10 @@ class ShardedGroup:
         self.state = UnshardStatus.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the unsharded parameters; in stages 1 and 2, which keep the buffer, marks it as out of date."""
+        """Frees the unsharded parameters; in stages 1 and 2, which keep the buffer, marks the buffer as out of date.
+
+        A running all-gather is waited for first.
+        """
         if self.state is UnshardStatus.UNSHARDING:
             self.wait_for_unshard()  # an all-gather cannot be cancelled, and it writes into the buffer
         if self.state is UnshardStatus.UNSHARDED:
@@ -117,8 +121,8 @@ class Prefetcher:
     """Unshards one rank's param groups ahead of use; in stage 3 at most ``num_prefetch + 1`` at once, beside held ones.
 
     With ``reshard_after_use`` False (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
-    unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` are the collectives made, in order,
-    to be compared between ranks. ``in_action`` is true while an action runs.
+    unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` lists the collectives of stage 3 in
+    order, for ranks to compare. ``in_action`` is true while an action (a forward or backward) runs.
     """
 
     groups: Sequence[ShardedGroup]
@@ -135,7 +139,11 @@ class Prefetcher:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """A context around a forward or backward: groups are unsharded on use, in stage 3 resharded at the end."""
+        """Returns a context around a forward or backward, in which groups are unsharded when they are used.
+
+        Stage 3 reshards all groups at the end, and its backwards unshard also those groups that only the forward has
+        used, so that every rank makes the same calls.
+        """
         forward = action.kind == "F"
         if self.reshard_after_use:  # weight gradients (W) are computed without weights
             self._expected = () if action.kind == "W" else self._orders.get((forward, action.chunk), ())
@@ -164,6 +172,8 @@ class Prefetcher:
 
     def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
         """Unshards ``group`` if it is not unsharded, waits for it, and prefetches the groups that follow in order.
+
+        ``hold`` says how long the group then stays unsharded while others are used, if a longer hold is not set yet.
 
         Raises: PlanError: the optimizer has updated the group during this backward, which still needs the old values.
         """
@@ -210,7 +220,11 @@ class Prefetcher:
             group.reshard()
 
     def end_action(self) -> None:
-        """Waits for running all-gathers and lifts holds; stage 3 reshards all groups. Also called after a failure."""
+        """Ends a forward or backward: waits for running all-gathers, ends its holds; stage 3 reshards all groups.
+
+        Stages 1 and 2 first unshard the groups of the chunk that this rank did not use, because other ranks may have
+        used them. It is called after a failure too.
+        """
         if not self.reshard_after_use:
             self._unshard_until(len(self._expected))  # other ranks may have used groups that this rank did not
         for group in self.groups:
@@ -262,7 +276,7 @@ class Prefetcher:
     # ---- what autograd saves
 
     def pack(self, tensor: Tensor) -> Any:
-        """Returns the object that autograd saves: for a view of an unsharded buffer its position, else the tensor."""
+        """Returns what autograd saves: for a view of an unsharded buffer its position, for other tensors the tensor."""
         key = tensor.untyped_storage()._cdata  # not the address, which tensors on the meta device do not have
         for group in self.groups:
             if group.state is UnshardStatus.UNSHARDED:

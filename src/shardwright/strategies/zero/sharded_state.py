@@ -1,4 +1,4 @@
-"""One rank's ZeRO state at run time: events of the step unshard, reshard, reduce-scatter and publish gradients.
+"""One rank's ZeRO state at run time: what is unsharded, resharded and reduce-scattered at each event of a step.
 
 ::
 
@@ -99,9 +99,9 @@ class FSDPState:
     """One rank's parameters, gradients and optimizer state, sharded over one axis by ZeRO stage 1, 2 or 3.
 
     Stage 1 reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
-    ``storage`` shards and optimizer state are offloaded there. Param groups are reduce-scattered in the order of the
-    plan, the same on all ranks: autograd's own order depends on the code that the samples take. All ranks of ``world``
-    raise if some of them unshard in different orders.
+    ``storage`` shards and optimizer state are offloaded there. Param groups are reduce-scattered in an order that the
+    plan fixes, because autograd's own order depends on the code that the samples take. In stage 3 all ranks of
+    ``world`` raise PlanError if ranks that share shards unshard param groups in different orders.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class FSDPState:
         self._hook(model)
 
     def applied(self) -> Applied:
-        """Returns this state's parts for the run: events, sharded parameters, saved-tensor hooks, offloaded state."""
+        """Returns what the run needs of this state: event listeners, sharded parameters, hooks, offloaded state."""
         flats = [flat for group in self.groups.values() for flat in group.flats]
         events = Events(
             restart=self._restart,

@@ -25,7 +25,7 @@ Traffic: for each flat sequence of P elements, stage 1 one all-gather and one re
     sequence that two chunks of one stage use is gathered for each, and one that a forward uses again after many others
     for each use). Frozen parameters are gathered and not reduced.
     Stages 1 and 2 gather also the groups that a forward does not use. In stage 3 ranks compare their calls, once a
-    step, in one or two all-reduces of two numbers for each set of ranks with shards, counted with the core.
+    step, in one or two all-reduces of two numbers for each set of ranks with shards (recorded under ``core``).
 Raises: PlanError, in stage 3, on every rank: ranks that share shards use param groups in different orders.
 Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et al. 2023, "ZeRO++", arXiv:2306.10209.
 """
@@ -94,9 +94,10 @@ class Zero:
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan with training state sharded over ``dp``.
+        """Returns the plan with the training state of the layout's ZeRO stage sharded over ``dp``.
 
-        Raises LayoutError: no single stage, or bad options.
+        Raises: LayoutError: the layout does not have exactly one ZeRO stage, or ``ahead`` or ``offload`` has a value
+            that is not allowed.
         """
         stage = _stage(plan)
         reshards = stage == 3 and plan.mesh["dp"] > 1
@@ -110,7 +111,12 @@ class Zero:
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Flattens and shards this rank's parameters, and hooks the model so that they are unsharded before use."""
+        """Flattens and shards this rank's parameters, and hooks the model so that they are unsharded before use.
+
+        Returns the event listeners, sharded parameters and offloaded state for the run.
+
+        Raises: PlanError, on every rank: there is no space on disk for offloaded shards.
+        """
         stage, target, storage = _stage(plan), _offload_target(plan), None
         if target is not None and _moves(target, axes["dp"].device.type):
             storage = OffloadStorage(target, axes["world"], job.offload_folder)
@@ -118,7 +124,7 @@ class Zero:
         return FSDPState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's all-gathers and reduce-scatters of each flat parameter that the rank stores a shard of."""
+        """Returns one step's all-gathers and reduce-scatters of the flat parameters of the rank at ``coord``."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
         for group in _groups(plan, stage):

@@ -1,4 +1,4 @@
-"""The pipeline schedules by name: pure functions of the numbers of stages, microbatches and chunks, one family a file.
+"""The pipeline schedules by name: pure functions of the numbers of stages, microbatches and chunks per stage.
 
 Read ``gpipe``, ``one_f_one_b``, ``zero_bubble``, then ``interleaved``, ``zero_bubble_v`` and ``dualpipe_v``, which
 build on ``common``; then ``greedy`` and ``auto``, which search for a schedule, and ``file``, which reads one.
@@ -26,7 +26,8 @@ __all__ = ["SCHEDULES", "Family", "build", "forward_only", "one_by_one"]
 class Family:
     """A named pipeline schedule: its builder, a description, and the numbers of chunks per stage that it allows.
 
-    ``builder`` takes the numbers of stages, microbatches and chunks per stage; ``most_chunks`` None is no upper limit.
+    ``builder`` is called with the numbers of stages, microbatches and chunks per stage. ``default_chunks`` is used if
+    no number of chunks is given. With ``most_chunks`` None there is no upper limit.
     """
 
     builder: Callable[[int, int, int], Schedule]
@@ -65,9 +66,10 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
 def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stage: int | None = None) -> Schedule:
     """Returns the pipeline schedule called ``name``, such as ``1f1b``.
 
-    Without ``num_chunks_per_stage`` it is the family's default: 1, or 2 for interleaved and V-shaped schedules.
+    Without ``num_chunks_per_stage`` a stage has 1 chunk, or 2 in interleaved and V-shaped schedules.
 
-    Raises: LayoutError: no such schedule, no stage, no microbatch, or a number of chunks that it does not take.
+    Raises: LayoutError: the name is unknown, there is no stage or no microbatch, or the schedule does not allow that
+        number of chunks per stage.
 
     >>> [" ".join(map(str, actions)) for actions in build("1f1b", num_stages=2, num_microbatches=2).actions]
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -95,7 +97,9 @@ def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stag
 
 
 def one_by_one(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns a schedule of forwards alone that takes each microbatch through all chunks before the next begins.
+    """Returns a schedule of forwards alone: each stage runs all of its chunks on one microbatch, then on the next.
+
+    ``schedule`` gives the stage of each chunk, and the name.
 
     >>> [" ".join(map(str, actions)) for actions in one_by_one(build("zb-v", 2, 2), 1).actions]
     ['0F0 3F0', '1F0 2F0']

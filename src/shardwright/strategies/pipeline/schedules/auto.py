@@ -35,12 +35,13 @@ def search(
 ) -> tuple[Schedule, Timeline]:
     """Returns the fastest schedule found that keeps each stage within ``limit_bytes``, and its simulated timeline.
 
-    ``times``, and ``memory`` if there is a limit, belong to the model cut into one chunk per stage; a sequence of them,
-    for cuts into other numbers of chunks, lets the search choose how many chunks a stage holds. Of two equally fast
+    ``times`` are those of the chunks of one cut of the model, into the same number of chunks for each stage. With a
+    sequence, of one entry for each cut, the search also chooses how many chunks a stage holds, up to
+    ``max_chunks_per_stage``. ``memory`` gives the bytes of the same chunks, which a limit needs. Of two equally fast
     schedules, the one with the lower peak bytes is returned.
 
-    Raises: LayoutError: times for a number of chunks that the stages cannot share, or without their bytes.
-        PlanError: nothing fits the limit.
+    Raises: LayoutError: there is no stage or no microbatch, a cut has a number of chunks that is not allowed or that
+        another cut has too, or the bytes of a cut are missing. PlanError: no schedule fits the limit.
 
     >>> uneven = ChunkTimes(forward_s=(1, 3), input_s=(1, 3), weight_s=(1, 3))
     >>> schedule, timeline = search(2, 4, [uneven, ChunkTimes.equal(4, 1, 1, 1)])

@@ -1,4 +1,4 @@
-"""Helpers of the pipeline schedules: the stage of each chunk, numbered actions, and cuts to fewer microbatches."""
+"""Helpers to build pipeline schedules: the stage of each chunk, and the microbatch of each action of a stage."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def v_shape(num_stages: int) -> tuple[int, ...]:
 def first_microbatches(
     name: str, lists: Sequence[Sequence[Action]], stage_of: Sequence[int], num_microbatches: int
 ) -> Schedule:
-    """Returns a schedule of these action lists without the microbatches from number ``num_microbatches`` on.
+    """Returns the schedule of the given actions of each stage, cut down to the first ``num_microbatches`` microbatches.
 
-    An action depends only on actions of its own microbatch, so the others still run when a microbatch is left out, and
-    need no more memory than before.
+    An action depends only on actions of its own microbatch. So the other actions still run when a microbatch is left
+    out, and need no more memory than before.
     """
     kept = tuple(tuple(action for action in actions if action.microbatch < num_microbatches) for actions in lists)
     return Schedule(name, kept, tuple(stage_of), num_microbatches)
 
 
 def number(steps: Iterable[ScheduleStep]) -> list[Action]:
-    """Turns steps of a stage, (kind, chunk) pairs, into actions by giving each step its microbatch number.
+    """Returns the actions of one stage: each given (kind, chunk) pair with the number of the microbatch that it is for.
 
     The forwards F of a chunk take the microbatches in order, and so do its backwards, B or I. A W takes the microbatch
     of the chunk's oldest I that has no W yet.

@@ -55,8 +55,8 @@ def read_schedule(path: str | Path) -> Schedule:
     The stage of a chunk follows from the row of its actions. Whether the schedule can run is checked separately, by
     :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`.
 
-    Raises: LayoutError: no such file, no text, a cell that is no action, a chunk on two stages, a stage without
-        actions, a gap in the numbers of chunks or microbatches.
+    Raises: LayoutError: the file cannot be read, has more than 16 MiB or is not of this form; a cell is no action, a
+        chunk is on two stages, a stage has no actions, or the numbers of chunks or microbatches have a gap.
     """
     path = Path(path)
     try:

@@ -18,9 +18,9 @@ from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes
 class Preferences:
     """The rules by which the greedy scheduler chooses the action (F, I or W) that a free stage runs.
 
-    ``most_held[s]`` is the most microbatches, of all its chunks together, whose activations stage ``s`` keeps between F
-    and I. ``forward_first``: F before I, if both are ready. ``deep_first``: F of a later chunk before F of an earlier
-    one. W runs when neither is ready; ``patient``: only if it ends before the next F or I becomes ready.
+    ``most_held[s]`` is the most microbatches whose activations stage ``s`` keeps between F and I, counted over all of
+    its chunks. ``forward_first``: F before I, if both are ready. ``deep_first``: F of a later chunk before F of an
+    earlier one. W runs when neither F nor I is ready; with ``patient`` only if it ends before the next F or I is ready.
     """
 
     most_held: tuple[int, ...]
@@ -136,10 +136,10 @@ def greedy(
     memory: ChunkMemory,
     limit_bytes: float = float("inf"),
 ) -> Schedule | None:
-    """Returns the schedule that the greedy scheduler finds for these times; None if not one microbatch fits in memory.
+    """Returns the schedule that the greedy scheduler finds for these times; None if the limits let it finish none.
 
     ``stage_of`` gives the stage of each chunk; ``times`` and ``memory`` are those of the chunks. A stage holds at most
-    ``limit_bytes``. The backward is always split in I and W.
+    ``limit_bytes``, and as many microbatches as ``preferences`` allow. The backward is always split in I and W.
 
     >>> found = greedy((0, 1), 3, ChunkTimes.equal(2), Preferences(most_held=(2, 1)), ChunkMemory.equal(2))
     >>> [" ".join(map(str, actions)) for actions in found.actions]

@@ -33,7 +33,10 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the ZB-H2 schedule, with nearly no bubble: 2p-1 microbatches in flight; on stage s W trails I by 2s."""
+    """Returns the ZB-H2 schedule, with nearly no bubble: stage s runs W (weight gradients) 2s microbatches after I.
+
+    Of p stages, the first has up to 2p-1 microbatches in flight.
+    """
     lists = tuple(_actions(s, num_microbatches, 2 * (num_stages - s) - 1, 2 * s) for s in range(num_stages))
     return Schedule("zb-h2", lists, tuple(range(num_stages)), num_microbatches)
 
