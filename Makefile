@@ -6,12 +6,14 @@ READY := $(VENV)/.ready
 ZOO := .venv-zoo
 ZOO_READY := $(ZOO)/.ready
 ZOO_OPTIONS ?=
+CLUSTER := .venv-cluster
+CLUSTER_READY := $(CLUSTER)/.ready
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -36,7 +38,7 @@ test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variant
 	for variant in "strictest" "small sends complete alone" "communicators made beforehand"; do \
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --nccl "$$variant" tests/contract || exit 1; done
 
-test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (under 3 minutes on one core)
+test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (6 minutes on one core)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests_acc
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
@@ -49,6 +51,15 @@ $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
 	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
 	@touch $@
+
+$(CLUSTER_READY): pyproject.toml constraints.txt constraints-cluster.txt
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --constraint constraints-cluster.txt --editable '.[cluster,dev]'
+	@touch $@
+
+test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and a job on a real Slurm where Debian's is installed (5 minutes)
+	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py
 
 gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
 	$(BIN)/python benchmarks/gpu/run.py --write
@@ -96,4 +107,4 @@ format: $(READY) ## ruff's fixes
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:          ## removes the virtual environment and caches
-	rm -rf $(VENV) $(ZOO) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(CLUSTER) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ python -m benchmarks compare --old CHECKOUT --rounds 3 --out compared.json
 
 import argparse
 import faulthandler
+import json
 import os
 import runpy
 import subprocess
@@ -45,9 +46,10 @@ def measure(wanted: dict[str, Path]) -> None:
 def run_smallest(wanted: dict[str, Path]) -> list[str]:
     """Runs each benchmark in its smallest sizes, rows going to a temporary folder; the names of those that failed.
 
-    All of them run in this process, so that torch is loaded once and ranks are forks of one server.
+    All of them run in this process, so that torch is loaded once and ranks are forks of one server. The last lines
+    that are printed name what was left out on this machine, such as a peer that is not installed, and why.
     """
-    failed = []
+    failed, left_out = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, script) in enumerate(wanted.items()):
             print(f"== {name}", flush=True)
@@ -58,12 +60,17 @@ def run_smallest(wanted: dict[str, Path]) -> list[str]:
                     runpy.run_path(str(script), run_name="__main__")
                 if not rows.exists():
                     raise FileNotFoundError(f"{name} wrote no rows")
+                for peer, why in json.loads(rows.read_text()).get("left_out", {}).items():
+                    left_out[name, peer] = " ".join(why.split())
             except (Exception, SystemExit):
                 failed.append(name)
                 print(f"== {name} failed\n{traceback.format_exc()}", flush=True)
             else:
                 print(f"== {name} ran in {time.perf_counter() - start:.1f} s", flush=True)
     faulthandler.cancel_dump_traceback_later()
+    print(f"== left out: {len(left_out) or 'nothing'}")
+    for (name, peer), why in left_out.items():
+        print(f"{name if name == peer else f'{name}, {peer}'} is left out: {why}", flush=True)
     return failed
 
 

@@ -53,6 +53,10 @@ class Node:
         """The command that starts one rank, whose ``place`` is torch's variables, without torchrun."""
         return self.inside("env", *(f"{name}={value}" for name, value in place.items()), sys.executable, *words)
 
+    def set_link(self, state: str) -> None:
+        """Sets the link to the switch ``up`` or ``down``; a link that goes down closes no connection."""
+        _run(self.pid, IP, "link", "set", "eth0", state)
+
 
 def why_not() -> str:
     """Why there can be no nodes here; "" if there can."""

@@ -1,6 +1,7 @@
 """The whole job on real text: verify a layout, train under it, resume under another, sample, and show it all.
 
-``make demo`` runs this. Every step is a command that a person could type; they are printed as they run.
+``make demo`` runs this. Every step is a command that a person could type; they are printed as they run. With
+``--smallest`` each of them runs with a tiny model and for a few steps, which shows whether the demo works.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "shardwright.cli"]
+TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--batch", "4", "--seq", "16"]
+"""The model and the batch of ``--smallest``."""
 
 
 def run(*arguments: str) -> None:
@@ -36,19 +39,24 @@ def draw(out: Path, half: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=700, help="in all: half under each layout")
+    parser.add_argument("--steps", type=int, help="in all: half under each layout (700; with --smallest 4)")
+    parser.add_argument("--smallest", action="store_true", help="a tiny model for a few steps (half a minute)")
     options = parser.parse_args()
-    out = options.out
+    out, steps = options.out, options.steps or (4 if options.smallest else 700)
     shutil.rmtree(out, ignore_errors=True)
-    half = options.steps // 2
+    half = steps // 2
 
-    run("verify", "--layout", "dp2 tp4")
-    run("show", "--layout", "dp2 tp2")
-    common = ["--steps", str(options.steps), "--batch", "16", "--seq", "128", "--lr", "0.002", "--eval-every", "50"]
-    run("train", "--layout", "dp2 tp2", *common, "--stop-at", str(half), "--save-every", "100", "--out", str(out))
+    tiny = TINY if options.smallest else []
+    sizes = TINY if options.smallest else ["--batch", "16", "--seq", "128"]
+    save_every, eval_every, num_bytes = ("1", "2", "8") if options.smallest else ("100", "50", "240")
+    common = ["--steps", str(steps), *sizes, "--lr", "0.002", "--eval-every", eval_every]
+
+    run("verify", "--layout", "dp2 tp4", *tiny)
+    run("show", "--layout", "dp2 tp2", *tiny)
+    run("train", "--layout", "dp2 tp2", *common, "--stop-at", str(half), "--save-every", save_every, "--out", str(out))
     run("checkpoint", "inspect", str(out))
-    run("train", "--resume", "--layout", "tp2", "--out", str(out), "--stop-at", str(options.steps))
-    run("sample", "--from", str(out), "--layout", "tp2", "--prompt", "def ", "--num", "240")
+    run("train", "--resume", "--layout", "tp2", "--out", str(out), "--stop-at", str(steps))
+    run("sample", "--from", str(out), "--layout", "tp2", "--prompt", "def ", "--num", num_bytes)
     draw(out, half)
     print(f"\nWritten to {out}:")
     for path in sorted(p for p in out.rglob("*") if p.is_file() and not p.name.startswith(".")):

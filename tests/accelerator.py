@@ -16,12 +16,11 @@ Torch takes one such device in a process and never lets go of it: tests of it ha
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _HOST, _EXTERNAL = 1, 12  # DLPack's numbers of device types; torch takes an external device for PrivateUse1
-_DEVICE_AT, _DELETER_AT = 8, 56  # bytes from the start of a DLManagedTensor
+_DEVICE_AT = 8  # bytes from the start of a DLManagedTensor
 _OWN_FILES = ("tests/accelerator.py", "torch/_ops.py", "torch/library.py", "torch/_library/", "torch/utils/_contextlib")
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -51,13 +50,16 @@ class Accelerator:
         self.device: torch.device
         self.stops: Counter[str] = Counter()
         """What would have stopped the host: how often, by operator, file and line."""
-        self.num_pinned = self.live_bytes = self.peak_bytes = 0
+        self.num_pinned = self.peak_bytes = 0
         self.here = threading.local()
-        self._lock = threading.RLock()  # memory may be freed while it is held
+        self._lock = threading.RLock()
         self._pinned: dict[int, StorageWeakRef] = {}
-        self._memory: dict[int, tuple[int, int]] = {}  # bytes, and torch's own deleter, by the address of the handle
-        self._deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._freed)
-        self._deleter_address = ctypes.cast(self._deleter, ctypes.c_void_p).value or 0
+        self._memory: list[tuple[StorageWeakRef, int]] = []
+        """Storages with their bytes; those that are freed are found by a sweep.
+
+        No deleter is called into Python: torch frees tensors while an exception is on its way.
+        """
+        self._listed_bytes, self._swept = 0, 0
 
     @contextmanager
     def counting(self) -> Iterator[Counter[str]]:
@@ -102,26 +104,23 @@ class Accelerator:
 
     def of_host(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the device over the memory of a tensor of the CPU, which is the device's from now on."""
-        found, handle = _handed_over(tensor, _EXTERNAL)
+        found = _handed_over(tensor, _EXTERNAL)
+        storage = found.untyped_storage()
         with self._lock:
-            self._memory[handle] = tensor.untyped_storage().nbytes(), _at(handle + _DELETER_AT).value
-            self.live_bytes += self._memory[handle][0]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        _at(handle + _DELETER_AT).value = self._deleter_address
+            self._memory.append((StorageWeakRef(storage), storage.nbytes()))
+            self._listed_bytes += storage.nbytes()
+            if self._listed_bytes > self.peak_bytes or len(self._memory) > 2 * self._swept + 1000:
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return found
 
-    def _freed(self, handle: int) -> None:
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all storages of the device that are not freed."""
         with self._lock:
-            num_bytes, deleter = self._memory.pop(handle)
-            self.live_bytes -= num_bytes
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(handle)
-
-    def release(self) -> None:
-        """Gives all memory back to torch's own deleters: at the end of the process Python's can no longer run."""
-        with self._lock:
-            for handle, (_, deleter) in self._memory.items():
-                _at(handle + _DELETER_AT).value = deleter
-            self._memory.clear()
+            self._memory = [each for each in self._memory if not each[0].expired()]
+            self._listed_bytes = sum(num_bytes for _, num_bytes in self._memory)
+            self._swept = len(self._memory)
+            return self._listed_bytes
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Marks a tensor's storage as pinned host memory; returns the tensor."""
@@ -137,16 +136,13 @@ class Accelerator:
         return found is not None and not found.expired()
 
 
-def _at(address: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64.from_address(address)
-
-
-def _handed_over(tensor: Tensor, device_type: int) -> tuple[Tensor, int]:
-    """Returns a tensor of another device type over the same memory, and the address of DLPack's handle of it."""
+def _handed_over(tensor: Tensor, device_type: int) -> Tensor:
+    """Returns a tensor of another device type over the same memory."""
     capsule = torch._C._to_dlpack(tensor)
     handle = _POINTER(capsule, b"dltensor")
     ctypes.c_int32.from_address(handle + _DEVICE_AT).value = device_type
-    return torch._C._from_dlpack(capsule), handle
+    handed_over: Tensor = torch._C._from_dlpack(capsule)
+    return handed_over
 
 
 _POINTER = ctypes.pythonapi.PyCapsule_GetPointer
@@ -177,12 +173,22 @@ def _to_host(value: Any, writes: bool, views: _Views) -> Any:
         if value.device.type != "acc":
             return value
         resizes = writes and not value.numel()  # an ``out`` that the kernel enlarges
-        view = torch.empty(value.shape, dtype=value.dtype) if resizes else _handed_over(value, _HOST)[0]
+        view = torch.empty(value.shape, dtype=value.dtype) if resizes else _handed_over(value, _HOST)
         views[id(view)] = value, view
         return view
     if isinstance(value, list | tuple):
         return [_to_host(each, writes, views) for each in value]
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+class _Facts(NamedTuple):
+    """What the schema of an operator says: the names of its arguments, of those that are tensors, of those written."""
+
+    op: Any
+    name: str
+    names: tuple[str, ...]
+    of_tensors: tuple[str, ...]
+    written: frozenset[str]
 
 
 class _Kernels:
@@ -212,14 +218,20 @@ class _Kernels:
         )
         if is_view or name == "set_":  # the CPU's kernel makes a tensor of the same storage and device
             return lambda *args, **named: op.redispatch(_KERNELS, *args, **named)
-        of_tensors = [each.name for each in op._schema.arguments if each.type == tensor]
-        return partial(self.run, op, of_tensors)
+        arguments = op._schema.arguments
+        facts = _Facts(
+            op,
+            name,
+            tuple(each.name for each in arguments),
+            tuple(each.name for each in arguments if each.type == tensor),
+            frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write),
+        )
+        return partial(self.run, facts)
 
-    def run(self, op: Any, of_tensors: Sequence[str], /, *args: Any, **named: Any) -> Any:
-        """Runs the CPU's kernel of ``op`` on the memory of the device's tensors."""
-        arguments, name = op._schema.arguments, op._schema.name.removeprefix("aten::")
-        given = dict(zip((each.name for each in arguments), args, strict=False)) | named
-        written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    def run(self, facts: _Facts, /, *args: Any, **named: Any) -> Any:
+        """Runs the CPU's kernel of an operator on the memory of the device's tensors."""
+        op, name, names, of_tensors, written = facts
+        given = dict(zip(names, args, strict=False)) | named
         self._check_devices(given, written)
         if name in STOPPING or _counts_values(name, given):
             self.accelerator.stop(name)
@@ -248,7 +260,7 @@ class _Kernels:
             _KERNELS, mine, storage, 0, host.shape, host.stride()
         )
 
-    def _check_devices(self, given: dict[str, Any], written: set[str]) -> None:
+    def _check_devices(self, given: dict[str, Any], written: frozenset[str]) -> None:
         """Raises as CUDA does for a tensor of the CPU, unless it is one number that is only read."""
         for key, value in given.items():
             for each in value if isinstance(value, list | tuple) else (value,):
@@ -266,7 +278,7 @@ class _Kernels:
 
     def copy_(self, mine: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
         devices, stream = (other.device.type, mine.device.type), self.accelerator.stream
-        ends = [_handed_over(each, _HOST)[0] if each.device.type == "acc" else each for each in (mine, other)]
+        ends = [_handed_over(each, _HOST) if each.device.type == "acc" else each for each in (mine, other)]
         if devices != ("acc", "acc") and other.numel():
             if not (non_blocking and self.accelerator.is_pinned(mine if devices[1] == "cpu" else other)):
                 self.accelerator.stop(f"copy {devices[0]} to {devices[1]}")
@@ -298,7 +310,7 @@ class _Kernels:
         kept = mine.untyped_storage().nbytes() // mine.element_size() - mine.storage_offset()
         if host.numel() > kept:
             flat = mine.as_strided((kept,), (1,), mine.storage_offset())
-            host.view(-1)[:kept].copy_(_handed_over(flat, _HOST)[0])
+            host.view(-1)[:kept].copy_(_handed_over(flat, _HOST))
             self._take_over(mine, host)
             return mine
         set_ = torch.ops.aten.set_.source_Storage_storage_offset
@@ -324,7 +336,7 @@ def _attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention by the kernel that the CPU would choose: the composite one chooses by device."""
-    host = [None if each is None else _handed_over(each.detach(), _HOST)[0] for each in (q, k, v, mask)]
+    host = [None if each is None else _handed_over(each.detach(), _HOST) for each in (q, k, v, mask)]
     choice = torch._fused_sdp_choice(*host, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -431,8 +443,9 @@ class _Module:
 def set_up() -> Accelerator:
     """Makes the device type ``acc`` known to torch, for the rest of this process; called once."""
     accelerator = Accelerator()
-    atexit.register(accelerator.release)
-    _setup_privateuseone_for_python_backend("acc", backend_module=_Module(accelerator))
+    module = _Module(accelerator)
+    _setup_privateuseone_for_python_backend("acc", backend_module=module)
+    torch.accelerator.synchronize = module.synchronize  # torch looks for it in C++
     accelerator.device = torch.device("acc", 0)
     library = torch.library.Library("aten", "IMPL")
     _Kernels(accelerator).register(library)

@@ -112,5 +112,6 @@ def pytest_collection_modifyitems(config, items):
     tier = config.getoption("--tier")
     if tier is not None:
         chosen = [item for item, tiers in tiers_of(items) if tier in tiers]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen

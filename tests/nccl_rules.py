@@ -8,7 +8,9 @@ at the head there and its partners are at the heads of theirs. The rules are NCC
   them as one group (``batch_isend_irecv``) belong to the communicator of all ranks.
 - Members make the same calls in the same order: kind, size, dtype, root.
 - Tensors are contiguous, on the ranks' device, of a type that NCCL has.
-- Bytes under way must not change: they are compared when the call runs. What is received is NaN until ``wait``.
+- Bytes under way must not change: what is sent is compared when the call runs and again at ``wait``; a send that
+  nothing waits for when it is found to be complete, or when the run ends. What is received is NaN until ``wait``,
+  which finds out whether anything was written there before it.
 
 Where every rank waits and nothing can run, each is told with its place. Variants: sends of few bytes complete before
 their receiver comes, as NCCL's own buffers let some; communicators are there from the beginning.
@@ -16,6 +18,7 @@ their receiver comes, as NCCL's own buffers let some; communicators are there fr
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -50,7 +53,7 @@ class Part(NamedTuple):
     sends: bool
     peer: int
     tensor: Tensor
-    bytes_then: Tensor | None
+    values: Tensor | None  # those of a send
 
 
 @dataclass(eq=False)
@@ -67,14 +70,17 @@ class Call:
     parts: list[Part] = field(default_factory=list)
     run: Callable[[list[Call]], None] | None = None
     members: list[int] = field(default_factory=list)  # those whose tensors the outputs of a gather become
-    bytes_then: list[Tensor] = field(default_factory=list)
+    sent: list[tuple[Tensor, bytes]] = field(default_factory=list)  # what is read, with its bytes at the call
+    spoiled: list[tuple[Tensor, bytes]] = field(default_factory=list)  # what is written, with the bytes put there
     results: dict[int, Tensor] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     is_done: bool = False
     was_waited: bool = False
 
     def is_completed(self) -> bool:
-        """Whether the call has run."""
+        """Whether the call has run. From then on the memory of messages that were only sent may be used again."""
+        if self.is_done and self.run is None and not self.outputs:
+            self.nccl.let_go(self)
         return self.is_done
 
     def wait(self) -> bool:
@@ -82,8 +88,10 @@ class Call:
         self.nccl.hold(self.rank, f"waits for {self.what}", lambda: self.is_done)
         if not self.was_waited:
             self.was_waited = True
+            self.nccl.let_go(self)
             for place, tensor in enumerate(self.outputs):
                 tensor.copy_(self.results[place])
+            self.outputs, self.results = [], {}
         return True
 
 
@@ -107,13 +115,13 @@ class Group(NamedTuple):
 class Nccl:
     """All communicators of one run of ranks that are threads."""
 
-    def __init__(self, num_ranks: int, variant: Variant, device: str = "cpu") -> None:
+    def __init__(self, num_ranks: int, variant: Variant, device: torch.device) -> None:
         self.variant, self.device, self.num_ranks = variant, device, num_ranks
         self._changed = threading.Condition()
         self._communicators: dict[object, Communicator] = {}
         self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self._live = set(range(num_ranks))
-        self._calls: list[Call] = []
+        self._calls: dict[Call, None] = {}  # those whose tensors must not be touched yet
         self.failure: BaseException | None = None
 
     # ---- ranks
@@ -144,15 +152,17 @@ class Nccl:
             self._changed.notify_all()
 
     def check_all_done(self) -> None:
-        """Raises where something is still in flight, or a result was never waited for."""
+        """Raises where something is still in flight, has changed, or a result was never waited for."""
         for key, communicator in self._communicators.items():
             queued = [call.what for queue in communicator.queues.values() for call in queue]
             kept = [pair for pair, queue in communicator.early.items() if queue]
             if queued or kept:
                 raise NcclRuleError(f"still in flight over {key}: {queued} {kept}")
-        never = [call for call in self._calls if call.outputs and not call.was_waited]
+        never = [call for call in self._calls if call.outputs]
         if never:
             raise NcclRuleError(f"nothing waited for {[f'rank {call.rank}: {call.what}' for call in never[:5]]}")
+        for call in list(self._calls):
+            self.let_go(call)
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -190,20 +200,22 @@ class Nccl:
                     self._changed.notify_all()
                     self.hold(call.rank, f"makes {key}, first for {call.what}",
                               lambda: communicator.came >= set(members))  # fmt: skip
-            call.bytes_then = [tensor.clone() for tensor in call.inputs]
+            read = [*call.inputs, *(part.tensor for part in call.parts if part.sends)]
+            call.sent = [(tensor, _bytes_of(tensor)) for tensor in read]
             call.left = set(range(len(call.parts)))
             for tensor in call.outputs:
                 call.results[len(call.results)] = tensor.clone()
                 _spoil(tensor)
+            call.spoiled = [(tensor, _bytes_of(tensor)) for tensor in call.outputs]
             communicator.queues.setdefault(call.rank, deque()).append(call)
-            self._calls.append(call)
+            self._calls[call] = None
             while self._step(key, communicator):
                 pass
             self._changed.notify_all()
         return call
 
     def _check_tensor(self, tensor: Tensor, call: Call) -> None:
-        if tensor.device.type != self.device or not tensor.is_contiguous() or tensor.dtype not in TYPES:
+        if tensor.device.type != self.device.type or not tensor.is_contiguous() or tensor.dtype not in TYPES:
             raise NcclRuleError(
                 f"rank {call.rank}: {call.what} was given a tensor that NCCL does not take: {tensor.device}, "
                 f"{tensor.dtype}, strides {tensor.stride()} of {tuple(tensor.shape)}"
@@ -222,7 +234,7 @@ class Nccl:
                 raise self.failure
         if len(together) == len(communicator.members):
             for call in together:
-                self._compare(call, call.inputs, call.bytes_then)
+                self._compare(call)
             assert together[0].run is not None
             together[0].run(together)
             for call in together:
@@ -243,13 +255,13 @@ class Nccl:
             small = len(call.parts) == 1 and part.tensor.nbytes <= self.variant.eager_bytes
             if match is None and not small:
                 continue
-            assert part.bytes_then is not None
-            self._compare(call, [part.tensor], [part.bytes_then])
+            assert part.values is not None
+            self._compare(call)
             if match is None:
-                communicator.early.setdefault((call.rank, part.peer), deque()).append(part.bytes_then)
+                communicator.early.setdefault((call.rank, part.peer), deque()).append(part.values)
             else:
                 assert other is not None
-                self._deliver(communicator, other, match, part.bytes_then)
+                self._deliver(communicator, other, match, part.values)
             call.left.discard(place)
             if not call.left:
                 self._finish(communicator, call)
@@ -276,16 +288,27 @@ class Nccl:
         if not call.left:
             self._finish(communicator, call)
 
-    def _compare(self, call: Call, tensors: list[Tensor], then: list[Tensor]) -> None:
-        for tensor, before in zip(tensors, then, strict=True):
-            if not torch.equal(tensor.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)):
-                self.failure = NcclRuleError(f"rank {call.rank}: bytes of {call.what} changed while it was under way")
-                raise self.failure
+    def let_go(self, call: Call) -> None:
+        """Gives the call's tensors back to the rank, once it is sure that the rank has not touched them before."""
+        with self._changed:
+            self._compare(call)
+            self._calls.pop(call, None)
+            call.sent, call.spoiled = [], []
+
+    def _compare(self, call: Call) -> None:
+        for kept, what in ((call.sent, "that are sent by"), (call.spoiled, "that wait for the results of")):
+            for tensor, before in kept:
+                if _bytes_of(tensor) != before:
+                    failure = NcclRuleError(
+                        f"rank {call.rank}: bytes {what} {call.what} changed while it was under way"
+                    )
+                    self.fail(failure)
+                    raise failure
 
     def _finish(self, communicator: Communicator, call: Call) -> None:
         communicator.queues[call.rank].popleft()
         call.is_done = True
-        call.inputs, call.parts, call.bytes_then = [], [], []
+        call.inputs, call.parts = [], []
 
 
 def _awaiting(call: Call | None, source: int) -> int | None:
@@ -298,3 +321,8 @@ def _awaiting(call: Call | None, source: int) -> int | None:
 def _spoil(tensor: Tensor) -> None:
     """Overwrites what is not there yet."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 93)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor, read without an operator, for which a stream would be waited for."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""

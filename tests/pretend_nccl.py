@@ -246,7 +246,8 @@ class PretendTransport(ProcessTransport):
     """The library's own transport over NCCL's rules; a rank that fails ends the others as threads do."""
 
     def __init__(self, hub: ThreadWorld, nccl: Nccl, rank: int, recorder: Recorder) -> None:
-        super().__init__(rank, nccl.num_ranks, recorder, timedelta(seconds=600), None, "auto")
+        limit = timedelta(seconds=600)
+        super().__init__(rank, nccl.num_ranks, recorder, limit, None, "auto", device=nccl.device)
         self.hub, self.nccl = hub, nccl
 
     def abandon(self, failure: BaseException) -> None:
@@ -262,15 +263,18 @@ class PretendTransport(ProcessTransport):
 
 
 @contextmanager
-def over_nccl(variant: Variant) -> Iterator[None]:
-    """Runs ranks that are threads over NCCL's rules; raises at the end where something is left in flight."""
+def over_nccl(variant: Variant, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Runs ranks that are threads over NCCL's rules; raises at the end where something is left in flight.
+
+    ``device`` is that of the ranks: NCCL takes no tensor of another.
+    """
     here, runs = _OfThread(), {}
     lock = threading.Lock()
 
     def transport(hub: ThreadWorld, rank: int, recorder: Recorder) -> PretendTransport:
         with lock:
             if id(hub) not in runs:
-                nccl = Nccl(len(hub.live), variant)
+                nccl = Nccl(len(hub.live), variant, torch.device(device))
                 runs[id(hub)] = hub, nccl, PretendDistributed(nccl)
         _, nccl, pretend = runs[id(hub)]
         pretend.start(rank)

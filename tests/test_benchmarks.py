@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.__main__ import run_smallest
 
 ROOT = Path(__file__).resolve().parents[1]
-WRITES_ROWS = "import sys; open(sys.argv[sys.argv.index('--rows') + 1], 'w').close()"
+WRITES_ROWS = "import pathlib, sys; pathlib.Path(sys.argv[sys.argv.index('--rows') + 1]).write_text('{}')"
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
@@ -52,13 +53,27 @@ def test_a_smallest_run_names_each_benchmark_that_fails_with_its_traceback(tmp_p
     assert "== good ran in" in said
 
 
+def test_a_smallest_run_ends_with_the_peers_that_were_left_out_and_why(tmp_path, capsys):
+    result = json.dumps({"left_out": {"tp2 megatron": "No module named 'megatron'"}})
+    whole = json.dumps({"left_out": {"alone": "no namespaces"}})
+    texts = {"peers": WRITES_ROWS.replace("'{}'", repr(result)), "alone": WRITES_ROWS.replace("'{}'", repr(whole))}
+    for name, text in {**texts, "good": WRITES_ROWS}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert not run_smallest({name: tmp_path / f"{name}.py" for name in (*texts, "good")})
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "== left out: 2",
+        "peers, tp2 megatron is left out: No module named 'megatron'",
+        "alone is left out: no namespaces",
+    ]
+
+
 def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):
     for tree, seconds in (("old", 0.4), ("new", 0.1)):
         folder = tmp_path / tree / "benchmarks" / "gpt_step"
         folder.mkdir(parents=True)
         rounds = [{"tp2": seconds}, {"tp2": 3 * seconds}, {"tp2": seconds}]
         result = json.dumps({"rounds": rounds, "cpu_rounds": [{"tp2": 2 * seconds + 0.2}]})
-        (folder / "run.py").write_text(WRITES_ROWS.replace(".close()", f".write({result!r})"))
+        (folder / "run.py").write_text(WRITES_ROWS.replace("'{}'", repr(result)))
     given = ["--old", tmp_path / "old", "--new", tmp_path / "new", "--only", "gpt_step", "--out", tmp_path / "out.json"]
     done = benchmarks("compare", *map(str, given), "--rounds", "2")
     assert done.returncode == 0, done.stderr
@@ -84,6 +99,30 @@ def test_make_gpu_without_a_card_says_so_in_one_line_and_ends_with_code_2():
     ended = gpu("--write", CUDA_VISIBLE_DEVICES="")
     assert (ended.returncode, ended.stderr) == (2, "")
     assert re.fullmatch("no card: .*\n", ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("row", "ends"),
+    [
+        ({"within": True}, None),
+        ({"ratio": 2.0}, None),
+        ({"within": False, "ratio": 1.2}, "memory is not within its bound"),
+        ({"within": False, "unequal": ["dp2"]}, "memory is not within its bound"),
+        ({"failed": "took more than 40 s"}, "memory failed"),
+    ],
+)
+def test_make_gpu_ends_with_the_names_of_parts_that_fail_or_are_not_within_their_bounds(monkeypatch, row, ends):
+    main = runpy.run_path(str(ROOT / "benchmarks/gpu/run.py"))["main"]
+    rows = {"verify": {"within": True}, "memory": row, "compile": {}}
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu"])
+    monkeypatch.setitem(main.__globals__, "PARTS", tuple(rows))
+    monkeypatch.setitem(main.__globals__, "row_in_a_process", lambda part, kind: {"part": part, **rows[part]})
+    if ends is None:
+        main()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == ends  # a text: Python writes it and ends with code 1
 
 
 def test_a_part_of_make_gpu_is_a_process_that_ends_with_one_line_of_json():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwright
 from shardwright.errors import (
     CheckpointError,
     CommunicationError,
@@ -45,3 +49,62 @@ def test_a_number_is_refused_exactly_where_it_is_too_small(value, least):
         return
     with pytest.raises(LayoutError, match=f"allowed: {least} or more\n  fix:     more"):
         check_at_least("n", value, least, fix="more")
+
+
+# ---- every error that is written in the package has its four parts
+
+SOURCE = Path(shardwright.__file__).parent
+PARTS = {"given", "allowed", "fix"}
+
+TRACEBACK = "another rank's traceback is its text, and says more than parts could"
+RELAYED = "its text is that of another rank's error, which has the parts"
+WHOLE = {
+    ("checkpoint/manifest.py", "CheckpointError(found[1])"): RELAYED,
+    ("train/out_folder.py", "PlanError(found[1])"): RELAYED,
+    ("comm/backends/threads.py", "CommunicationError(str(self.failure))"): RELAYED,
+    ("comm/backends/threads.py", "StoppedError(f'rank {self.failed_rank} failed: {self.failure!r}')"): "never shown: "
+    "it ends a rank's thread, and the launcher raises the other rank's failure",
+    ("comm/failures.py", "RankFailedError(f'rank {first.rank} failed\\n\\n{first.text.rstrip()}')"): TRACEBACK,
+    ("comm/failures.py", "RankFailedError(f'rank {first.rank} failed{text}')"): TRACEBACK,
+    ("comm/failures.py", "RankFailedError(f'{waits}{text}')"): "explain() made its text, and a traceback follows",
+    ("comm/failures.py", "RankFailedError(_how_it_ended(rank, exits[rank]))"): "explain() made its text",
+    (
+        "comm/launch.py",
+        "RankFailedError(f'rank {hub.failed_rank} failed\\n\\n{texts[hub.failed_rank]}')",
+    ): TRACEBACK,
+}
+"""Errors that are made of one text, by file and code, each with the reason."""
+
+
+def bases_of(node):
+    return {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+
+
+def errors_without_parts(trees):
+    """By file and code, the errors that are made without given, allowed and fix, of classes that take these parts."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    known = {"_ExplainedError"}
+    while more := {node.name for node in classes if bases_of(node) & known} - known:
+        known |= more
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name) and node.exc.id in known:
+                yield file, ast.unparse(node.exc)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in known:
+                given = {each.arg for each in node.keywords}
+                if not (given >= PARTS or None in given):
+                    yield file, ast.unparse(node)
+
+
+def test_every_error_is_made_of_its_parts_or_has_a_reason_not_to_be():
+    trees = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text("utf-8")) for path in SOURCE.rglob("*.py")}
+    assert set(errors_without_parts(trees)) == set(WHOLE)
+
+
+@pytest.mark.parametrize(
+    "code", ["raise LayoutError('no')", "raise LayoutError", "error = errors.LateError('no', given=1, fix=2)"]
+)
+def test_an_error_without_parts_is_found(code):
+    classes = "class LayoutError(_ExplainedError, ValueError): ...\nclass LateError(errors.LayoutError): ...\n"
+    assert list(errors_without_parts({"one.py": ast.parse(classes + code)}))
+    assert not list(errors_without_parts({"one.py": ast.parse(classes + "LateError('no', given=1, allowed=2, fix=3)")}))

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import Layout
+from shardwright import Layout, forward_stack
 from shardwright.analysis.structure import runs_as
 from shardwright.errors import LayoutError, PlanError
 from shardwright.forward_stack import SEVERAL, Rung, record, set_forward, stack_of, wrap
@@ -17,7 +18,27 @@ from shardwright.plan.plan import Job
 from shardwright.rng import RngTracker, key_dropout
 from shardwright.strategies import choose
 
-WRAPPERS = [rung for rung in Rung if Rung.OFFLOAD <= rung <= Rung.SPLIT_BACKWARD and rung != Rung.ATTEND]
+HOOKS = ["UNSHARD", "GATHER", "FRAME"]
+FORWARDS = [
+    *("OFFLOAD", "RECOMPUTE", "UNSHARD_BLOCK", "COMPILE", "CONTRIBUTE_ONCE", "ON_PARTS", "DRAWS", "CALLERS"),
+    *("FOLLOWED", "ENTRY", "OPERATOR", "ATTEND", "NO_SAMPLES", "STATISTICS", "DROPOUT", "SPLIT_BACKWARD", "GUARD"),
+]
+"""The order of the rungs, outermost first, written out: each line of ``Rung`` says why it stands where it stands.
+
+``tests/test_rooms.py`` holds docs/architecture.md to the order of ``Rung``.
+"""
+
+WRAPPERS = [Rung[name] for name in FORWARDS if name not in ("ATTEND", "GUARD")]
+
+
+def test_the_order_of_the_rungs_is_this():
+    assert [rung.name for rung in sorted(Rung)] == [rung.name for rung in Rung] == HOOKS + FORWARDS
+
+
+def test_the_header_of_the_file_prints_the_first_rungs_in_their_order():
+    header = re.findall(r"[A-Z_]{3,}", forward_stack.__doc__.partition("::")[2].partition("\n\nThe order")[0])
+    assert header == (HOOKS + FORWARDS)[: len(header)]
+    assert len(header) > len(HOOKS)
 
 
 def saying(words, word, inner):

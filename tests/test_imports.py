@@ -17,6 +17,8 @@ SOURCE = Path(shardwright.__file__).parent
 PROJECT = SOURCE.parents[1] / "pyproject.toml"
 
 BY_STRING = {
+    "cluster/ray_driver.py": "the driver of a Ray job is a file of its own, which another machine runs",
+    "fork_server.py": "a new process is given its program as text, before anything of the package is imported there",
     "strategies/__init__.py": "the registry imports the files of its own folder",
     "models/__init__.py": "a user's own factory, package.module:factory, is known by its name alone",
 }
@@ -70,16 +72,69 @@ def inside_functions(tree):
             yield from (name.split(".")[1] for name in names if name.startswith("shardwright."))
 
 
-def is_by_string(node):
-    if not isinstance(node, ast.Call):
-        return False
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    return name in ("import_module", "__import__")
+def by_string(tree):
+    """The calls that import a module by its name, and texts of programs, other than docstrings, that import ours."""
+    is_import = re.compile(r"\b(import|from)\s+shardwright\b").search
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__"):
+                yield node
+        elif isinstance(node, ast.Constant) and id(node) not in alone and is_import(str(node.value)):
+            yield node
 
 
-def test_a_module_is_imported_by_string_only_where_the_code_cannot_know_its_name():
-    found = {file for file, tree in trees() if any(is_by_string(node) for node in ast.walk(tree))}
+def test_a_module_is_imported_by_string_only_where_it_has_a_reason():
+    found = {file for file, tree in trees() if any(by_string(tree))}
     assert found == set(BY_STRING)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "importlib.import_module(name)",
+        "__import__(name)",
+        "run(['-c', 'import os; from shardwright.comm import x'])",
+        "P = f'import  shardwright as {name}'",
+    ],
+)
+def test_each_way_to_import_by_string_is_found(code):
+    assert list(by_string(ast.parse(code)))
+    assert not list(by_string(ast.parse('"""\n>>> import shardwright\n"""\nimport shardwright')))
+
+
+def through_faces(tree, faces):
+    """The names that a file imports from a package which has them from a deeper file only, with the deeper path.
+
+    ``faces`` are the names that the ``__init__.py`` of each package imports, by package and name.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in faces:
+            for name in (alias.name for alias in node.names):
+                deeper = faces[node.module].get(name, f"{node.module}.{name}")
+                if deeper != f"{node.module}.{name}":
+                    yield f"{node.module}.{name}: {deeper}"
+
+
+def imports_of(tree):
+    """The names that the statements of a file import from elsewhere, with their whole paths."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def test_files_of_the_package_import_from_where_a_name_is_defined_and_leave_faces_to_users():
+    all_trees = dict(trees())
+    inits = {file: tree for file, tree in all_trees.items() if file.endswith("__init__.py")}
+    faces = {".".join(["shardwright", *Path(file).parts[:-1]]): imports_of(tree) for file, tree in inits.items()}
+    assert "GlobalTensor" in faces["shardwright.global_tensor"]
+    found = [f"{file}: {name}" for file, tree in all_trees.items() for name in through_faces(tree, faces)]
+    assert not found, "import from the deeper path"
+
+
+def test_an_import_through_a_face_is_found():
+    faces = {"shardwright.models": {"GPT": "shardwright.models.gpt.GPT"}}
+    assert list(through_faces(ast.parse("from shardwright.models import GPT"), faces))
+    assert not list(through_faces(ast.parse("from shardwright.models import gpt, build"), faces))
 
 
 def test_an_import_inside_a_function_has_a_reason_and_goes_downward():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,22 @@ def test_a_gradient_that_is_not_a_number_is_seen():
     assert not verdict.equal
     assert verdict.max_relative_error == float("inf")
     assert verdict.first_difference == "position.weight"
+
+
+@pytest.mark.parametrize(("rank", "wrong_step"), [(0, 0), (1, 0), (1, 1)])
+def test_a_loss_that_is_not_a_number_is_seen_on_any_rank_and_in_any_step(rank, wrong_step):
+    def alter(run):
+        plain, number = run.step, iter(range(9))
+
+        def step(batch):
+            loss = plain(batch)
+            return loss * float("nan") if run.world.rank == rank and next(number) == wrong_step else loss
+
+        run.step = step
+
+    verdict = verify(gpt(), "dp2", batches(steps=2), alter=alter)
+    assert not verdict.equal
+    assert math.isnan(verdict.loss_error)
 
 
 def test_a_loss_that_is_off_is_seen_where_every_gradient_is_right():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,24 +22,33 @@ def words_of(name):
     return re.findall(r"[A-Z]{2,}(?=[A-Z][a-z]|\d|$)|[A-Z]?[a-z]+|[A-Z]|\d+[a-zA-Z]*", name.lstrip("_"))
 
 
-def listed():
+def plain_words():
+    """The words of the page's list, and those of its table."""
     table, plain = PAGE.split("## Words that class names may use")
     terms = " ".join(re.findall(r"^\| ([^|]+) \|", table, flags=re.M))
-    return {word.lower() for word in re.findall(r"[\w.]+", terms + " " + plain.strip().rpartition("\n\n")[2])}
+    return [[w.lower() for w in re.findall(r"[\w.]+", text)] for text in (plain.strip().rpartition("\n\n")[2], terms)]
 
 
 def test_every_class_name_is_made_of_listed_words():
-    known = listed()
+    known = set().union(*plain_words())
     strange = {
         f"{name} ({path}): {word}" for name, path in classes() for word in words_of(name) if word.lower() not in known
     }
     assert not strange, "\n".join(sorted(strange))
 
 
-def test_no_two_public_classes_share_a_name():
-    found = Counter(name for name, _ in set(classes()) if not name.startswith("_"))
-    paths = {name: [path for other, path in classes() if other == name] for name, count in found.items() if count > 1}
-    assert not paths
+def test_every_word_of_the_list_is_part_of_a_class_name_and_stands_there_once():
+    plain, table = plain_words()
+    assert not set(plain) - {word.lower() for name, _ in classes() for word in words_of(name)}
+    assert not set(plain) & set(table)
+    assert len(set(plain)) == len(plain)
+
+
+def test_no_two_classes_share_a_name_even_if_one_is_private():
+    paths = {}
+    for name, path in classes():
+        paths.setdefault(name.lstrip("_"), []).append(path)
+    assert not {name: where for name, where in paths.items() if len(where) > 1}
 
 
 def test_the_page_lists_forty_words_or_more_and_each_once():

@@ -155,3 +155,32 @@ def test_ranks_as_threads_meet_in_their_backwards_on_one_device(accelerator):
         return x.grad.device.type, x.grad.tolist(), axes["dp"].device.type
 
     assert run_on_threads(Mesh(dp=2), work, device=accelerator.device) == [("acc", [3.0] * 3, "acc")] * 2
+
+
+def test_an_empty_out_is_enlarged_to_what_the_operator_makes(accelerator):
+    parts = [torch.tensor([1.0, 2.0], device=accelerator.device), torch.tensor([3.0], device=accelerator.device)]
+    out, before = torch.empty(0, device=accelerator.device), accelerator.live_bytes
+    storage = out.untyped_storage().data_ptr()
+    assert torch.cat(parts, out=out) is out
+    assert (out.device.type, out.tolist()) == ("acc", [1.0, 2.0, 3.0])
+    assert accelerator.live_bytes == before + 3 * 4
+    assert out.untyped_storage().data_ptr() != storage
+
+
+def test_an_out_that_is_large_enough_keeps_its_memory(accelerator):
+    out = torch.zeros(3, device=accelerator.device)
+    view = out[1:]
+    torch.cat([torch.ones(1, device=accelerator.device), torch.full((2,), 4.0, device=accelerator.device)], out=out)
+    assert view.tolist() == [4.0, 4.0]
+
+
+def test_memory_is_freed_while_an_exception_passes_through_torchs_own_code(accelerator):
+    def refuse(tensor):
+        raise ValueError("it is not kept")
+
+    x = torch.ones(1000, device=accelerator.device, requires_grad=True)
+    before = accelerator.live_bytes
+    for _ in range(3):  # torch frees the result of exp, and with it what Python must not be called for at that time
+        with pytest.raises(ValueError, match="not kept"), torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+            (x * 2).exp()
+    assert accelerator.live_bytes == before

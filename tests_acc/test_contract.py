@@ -1,33 +1,33 @@
 """The contract's layouts on the pretend accelerator: loss, gradients, parameters and buffers equal to the CPU's.
 
-Every option of every strategy, on as many ranks as all its axes need; of 2.5D and 3D, which need eight, on four but for
-the plainest. Every pair of strategies and every model of the contract, on the fewest ranks. Models of operators and of
-events, and models that draw, under a few lines each.
+Every factor that the contract spells: every option of every strategy, on each number of ranks. Every pair of
+strategies on the fewest ranks, and every model of the contract under lines of every kind. Models of operators and of
+events, and models that draw, under a few lines each. What is refused is listed: nothing is skipped.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests_acc.factors import EVERY, REFUSED
 
 from contract import test_draws as draws
 from contract.cases import (
+    ATTENTION,
     CASES,
     CONVNET,
     DEEP,
+    FUSED,
     GPT2,
     GPT2_APART,
     LLAMA_ONE_KV,
     OPTION_CASES,
-    STRATEGIES,
-    further_sizes,
+    Case,
     lays_out,
     line_of,
     one_device_once,
     pairs,
     spelling,
-    spellings,
-    whole_size,
 )
 from contract.test_on_parts import CASES as OF_OPERATORS
 from contract.test_pipeline_of_events import CASES as OF_EVENTS
@@ -46,21 +46,23 @@ def check(accelerator, line, case):
     assert verdict.equal, str(verdict)
 
 
-def every_factor():
-    for strategy in STRATEGIES.values():
-        size = whole_size(strategy)
-        written = spellings(strategy, min(size, 4)) + further_sizes(strategy, 4)
-        yield from ([spelling(strategy, size)] if size > 4 else []) + written
+LONG = Case("attention of nine tokens", ATTENTION.config, ATTENTION.loss, num_tokens=9)
+SMALL = (GPT2, CONVNET, DEEP, GPT2_APART)  # the last two in three microbatches
+OF_ITS_OWN = {"tp8/seq": (LONG,)}
+"""A factor that cuts a sequence into more parts than the small models have tokens."""
 
 
-@pytest.mark.parametrize("factor", list(every_factor()))
-def test_every_option_equals_the_cpu(accelerator, factor):
-    cases = (GPT2, CONVNET, DEEP, GPT2_APART)  # the last two in three microbatches
-    fitting = (case for case in cases if (case.has_sequences or "/seq" not in factor))
-    case = next((case for case in fitting if lays_out(line_of(case, factor), case)), None)
-    if case is None:
-        pytest.skip("beside other options alone")
-    check(accelerator, line_of(case, factor), case)
+@pytest.mark.parametrize("factor", EVERY)
+def test_every_option_equals_the_cpu_or_is_listed_as_refused(accelerator, factor):
+    cases = [case for case in OF_ITS_OWN.get(factor, SMALL) if case.has_sequences or "/seq" not in factor]
+    case = next((case for case in cases if lays_out(line_of(case, factor), case)), None)
+    assert (case is None) == (factor in REFUSED)
+    if case is not None:
+        check(accelerator, line_of(case, factor), case)
+
+
+def test_only_factors_that_are_spelled_are_listed_as_refused():
+    assert set(EVERY) > REFUSED
 
 
 @pytest.mark.parametrize(("one", "other"), pairs(), ids=lambda strategy: strategy.name)
@@ -70,13 +72,23 @@ def test_every_pair_equals_the_cpu(accelerator, one, other):
     check(accelerator, line_of(case, *factors), case)
 
 
-@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b", "dp2/zero3"])
+MODEL_LINES = (
+    "dp2", "tp2", "pp2/1f1b", "dp2/zero3", "tp2/sp", "pp2/interleaved:v2", "dp2/zero3/offload", "dp2 recompute:full",
+)  # fmt: skip
+REFUSED_MODELS = {
+    (ATTENTION, "dp2 recompute:full"): "it has no blocks",
+    (FUSED, "dp2 recompute:full"): "it has no blocks",
+    (FUSED, "pp2/interleaved:v2"): "it makes fewer calls than chunks",
+}
+
+
+@pytest.mark.parametrize("line", MODEL_LINES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_model_equals_the_cpu(accelerator, case, line):
-    line = line_of(case, line)
-    if not lays_out(line, case):
-        pytest.skip("refused by name")
-    check(accelerator, line, case)
+def test_every_model_equals_the_cpu_or_is_listed_as_refused(accelerator, case, line):
+    fits = lays_out(line_of(case, line), case)
+    assert fits == ((case, line) not in REFUSED_MODELS)
+    if fits:
+        check(accelerator, line_of(case, line), case)
 
 
 WORDS = (

@@ -9,18 +9,16 @@ import tempfile
 import textwrap
 import threading
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from tests_dist.command import left_in, semaphores_of, temporary_folder, within
+from tests_dist.command import left_in, shared_memory, temporary_folder, within
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 WAIT_S = 6  # of ranks for one that never comes: they also start within it, on a machine that does other work
-SOON_S = 20  # without an end of their own ranks would wait ten minutes
+SOON_S = 10  # without an end of their own ranks would wait ten minutes
 
 
 def raises_on_one(world, when):
@@ -79,10 +77,10 @@ def cannot_be_laid_out(world):
 @pytest.fixture
 def failed(tmp_path, monkeypatch):
     """``failed(work, *args)``: what is said, soon, of ranks of which one fails, and nothing is left."""
-    here, when = [psutil.Process()], tmp_path / "when"
+    when = tmp_path / "when"
 
     def told(work, *args, **options):
-        before = semaphores_of(here)
+        before = shared_memory()
         with temporary_folder() as folder, monkeypatch.context() as patched:
             patched.setattr(tempfile, "tempdir", str(folder))
             with pytest.raises(RankFailedError) as failure:
@@ -90,7 +88,7 @@ def failed(tmp_path, monkeypatch):
             assert time.monotonic() - float(when.read_text()) < SOON_S
             assert left_in(folder) == []
         gc.collect()
-        assert not [name for name in semaphores_of(here) - before if Path(name).exists()]
+        assert shared_memory() <= before
         return str(failure.value)
 
     return told

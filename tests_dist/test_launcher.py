@@ -22,7 +22,7 @@ from tests_dist.command import (
     left_in,
     ranks_in,
     said_by,
-    semaphores_of,
+    shared_memory,
     start,
     temporary_folder,
     wait_for_step,
@@ -45,8 +45,8 @@ def folder():
 
 @pytest.fixture
 def running(tmp_path, folder):
-    """A run under way: its process, its --out, and all its processes."""
-    out = tmp_path / "run"
+    """A run under way: its process, its --out, and all its processes; however it ends, it leaves no shared memory."""
+    out, before = tmp_path / "run", shared_memory()
     process = start(out, "--steps", "100000", folder=folder)
     family = []
     try:
@@ -57,6 +57,7 @@ def running(tmp_path, folder):
         process.kill()
         process.wait()
         end_all(family)
+    assert shared_memory() <= before
 
 
 def can_be_taken(lock):
@@ -70,11 +71,10 @@ def can_be_taken(lock):
 
 def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder):
     process, out, family = running
-    ranks, semaphores = ranks_in(folder), semaphores_of(family)
+    ranks = ranks_in(folder)
     assert sorted(ranks) == [0, 1, 2, 3]
     assert set(ranks.values()) < set(family)
     assert left_in(folder)
-    assert not semaphores
     assert not can_be_taken(out / ".lock")
     process.kill()
     process.wait()
@@ -82,21 +82,18 @@ def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder
     assert can_be_taken(out / ".lock")
     assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
-    assert not [name for name in semaphores if Path(name).exists()]
     assert "the process that started the ranks has ended" in said_by(out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
 def test_a_rank_that_is_killed_is_named_with_its_signal_and_leaves_nothing(running, folder, number):
     process, out, family = running
-    semaphores = semaphores_of(family)
     ranks_in(folder)[2].send_signal(number)
     assert process.wait(timeout=25) == 1
     assert f"error: rank 2 was killed by {number.name}; the other ranks were ended" in said_by(out)
     assert "Traceback" not in said_by(out)
     assert within(20, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
-    assert not [name for name in semaphores if Path(name).exists()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from tests_dist.command import end_all, family_of, start, temporary_folder, wait_for_step
+from tests_dist.command import FLAGS, end_all, family_of, start, temporary_folder, wait_for_step, within
+
+from shardwright.train.progress import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -59,7 +63,30 @@ def family(tmp_path_factory):
 
 def test_a_run_that_trains_listens_on_no_address_that_another_machine_reaches(family):
     found = {address for process in family for address in listening_addresses(process)}
+    assert found, "gloo listens on the loopback interface: without it the tables were read wrongly"
     assert found <= LOOPBACK
+
+
+def test_ranks_of_torchrun_on_one_machine_listen_on_its_loopback_alone(tmp_path):
+    """Torch's own agent listens for itself (docs/guide.md): only the ranks are ours."""
+    out = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module"]
+    command = [*torchrun, "shardwright.cli", "train", "--layout", "dp2", "--steps", "100000", *FLAGS, "--out", str(out)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    family = [psutil.Process(process.pid)]
+    try:
+        assert within(120, lambda: len(read_metrics(out)) >= 2 or process.poll() is not None)
+        family += family[0].children(recursive=True)
+        ranks = [each for each in family if "RANK" in each.environ()]
+        assert len(ranks) == 2
+        for rank in ranks:
+            found = set(listening_addresses(rank))
+            assert found
+            assert found <= LOOPBACK
+    finally:
+        process.kill()
+        process.wait()
+        end_all(family)
 
 
 def test_the_local_sockets_of_a_run_can_be_opened_by_no_name(family):

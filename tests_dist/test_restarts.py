@@ -98,3 +98,39 @@ def test_torchrun_that_is_told_to_stop_lets_the_ranks_save(tmp_path):
     finally:
         process.kill()
         end_all(family)
+
+
+def under_torchrun(num_ranks, out, said, *more):
+    """A run under torchrun with one name for all starts, as a scheduler gives a job that it starts again."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id", "a job", "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(num_ranks), "--module",
+                "shardwright.cli", "train", "--schedule", "constant"]  # fmt: skip
+    return subprocess.Popen(
+        [*torchrun, *more, *FLAGS, "--out", str(out)], start_new_session=True, stdout=said, stderr=said,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_starts_again_with_fewer_or_more_ranks_fits_its_layout_to_them_and_goes_on(tmp_path):
+    out, num_steps = tmp_path / "run", 24
+    starts = {2: 6, 1: 12, 3: num_steps}
+    texts = []
+    for num_ranks, last in starts.items():
+        path = tmp_path / f"said-{num_ranks}"
+        with path.open("w") as said:
+            process = under_torchrun(num_ranks, out, said, "--layout", "dp2 auto-fit", "--save-every", "3",
+                                     "--steps", str(num_steps), "--stop-at", str(last))  # fmt: skip
+            family = [psutil.Process(process.pid)]
+            try:
+                assert process.wait(timeout=120) == 0, path.read_text()[-3000:]
+            finally:
+                process.kill()
+                end_all(family)
+        texts.append(path.read_text())
+    assert "auto-fit: dp2, for the 2 ranks that there are" in texts[0]
+    assert "auto-fit: dp2 -> dp1, for the 1 ranks that there are" in texts[1]
+    assert "auto-fit: dp1 -> dp3, for the 3 ranks that there are" in texts[2]
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [*range(1, num_steps + 1)]
+    assert [row["loss"] for row in rows] == pytest.approx(losses_of_one_device(out, tmp_path / "whole"), rel=1e-4)

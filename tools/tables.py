@@ -148,12 +148,12 @@ def cluster() -> str:
 def cluster_recovery() -> str:
     """The first start of a run and its next step after a node was lost."""
     lines = [
-        "| losses | first start, median | loss to next step, median | beyond the start, median | worst |",
-        "|---" * 5 + "|",
+        "| then comes | losses | first start, median | loss to next step, median | beyond the start, median | worst |",
+        "|---" * 6 + "|",
     ]
     for row in newest("cluster/recovery")["table"]:
         times = " | ".join(f"{row[key]:.1f} s" for key in ("start_s", "recovery_s", "beyond_s", "beyond_s_max"))
-        lines.append(f"| {row['losses']} | {times} |")
+        lines.append(f"| {row['came']} node | {row['losses']} | {times} |")
     return "\n".join(lines)
 
 
@@ -483,23 +483,41 @@ def code(name: str) -> str:
 
 
 def kills() -> str:
-    """What killing runs came to, by what was killed."""
-    found = ["saving", "beside", "orphans", "left", "unloadable", "lost", "unsaved"]
+    """What killing runs came to, by what was killed, in all runs of the command."""
+    found = ["saving", "cut", "beside", "orphans", "left", "shared", "unloadable", "lost", "unsaved"]
     lines = [
-        "| killed | times | during a save | saves beside training | processes left | files left | unloadable | lost "
-        "| not saved | diverged, of compared | ended in (median) | worst |",
-        "|" + "---|" * 12,
+        "| killed | times | as a save began | before it was complete | saves beside training | processes left "
+        "| files left | left in /dev/shm | unloadable | lost | not saved | diverged | ended in (median) | worst |",
+        "|" + "---|" * 14,
     ]
     every = sorted((ROOT / "benchmarks" / "trust" / "kills" / "results").glob("*.json"))
     rows = [row for path in every for row in json.loads(path.read_text())["rows"]]
     for victim in dict.fromkeys(row["victim"] for row in rows):
         of_one = [row for row in rows if row["victim"] == victim]
-        counts = " | ".join(str(sum(row.get(key) or 0 for row in of_one)) for key in found)
-        diverged = sum((row["divergence"] or 0.0) > MOST_DIVERGENCE for row in of_one)
+        # what a whole group leaves the next run removes, and would count
+        shown = [key if (key, victim) != ("left", "group") else "" for key in found]
+        given = [[row[key] for row in of_one if row.get(key) is not None] for key in shown]
+        counts = " | ".join(_counted(each, len(of_one)) for each in given)
+        diverged = sum(row["divergence"] is None or not row["divergence"] <= MOST_DIVERGENCE for row in of_one)
         ends = [row["end_s"] for row in of_one]
         times = f"{statistics.median(ends):.1f} s | {max(ends):.1f} s"
-        compared = sum(row["divergence"] is not None for row in of_one)
-        lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} of {compared} | {times} |")
+        lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} | {times} |")
+    return "\n".join(lines)
+
+
+def _counted(values: list, times: int) -> str:
+    """The sum of what was counted, and of how many kills if not of all."""
+    if not values:
+        return "-"
+    return f"{sum(values)}" if len(values) == times else f"{sum(values)} of {len(values)}"
+
+
+def ends() -> str:
+    """How long a run takes to end after a rank has failed beside a busy one, or was stopped."""
+    lines = ["| what happens to one of three ranks | times | named | ended in (median) | worst |", "|---" * 5 + "|"]
+    for row in newest("trust/ends")["table"]:
+        times = f"{row['end_s_median']:.1f} s | {row['end_s_max']:.1f} s"
+        lines.append(f"| {row['case']} | {row['times']} | {row['named']} | {times} |")
     return "\n".join(lines)
 
 
@@ -587,6 +605,7 @@ TABLES = {
     "ledger": ledger,
     "planner": planner,
     "kills": kills,
+    "ends": ends,
     "saves": saves,
     "soak": soak,
     "restarts": restarts,

@@ -1,7 +1,7 @@
 """How long after a node is lost does a run on two nodes make its next step, beside its first start?
 
-Nodes are network namespaces. The node's processes are killed, and the run is started on a third node at once; torchrun
-brings the ranks together again, and they go on from the newest checkpoint.
+Nodes are network namespaces. The node's processes are killed, and the run is started at once on a third node, or on the
+same node again; torchrun brings the ranks together again, and they go on from the newest checkpoint.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmarks.nodes import ENVIRONMENT, nodes, why_not
 from shardwright.train.progress import read_metrics
 
 MOST_S = 300
+TIMES = ("start_s", "recovery_s", "beyond_s")
 FLAGS = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--seq", "16", "--batch", "4"]
 FLAGS += ["--schedule", "constant", "--steps", "100000", "--save-every", "5"]
 
@@ -63,8 +64,11 @@ def goes_on(out, after_s):
     return begun_s > after_s and (out / "metrics.jsonl").stat().st_mtime > begun_s + 0.2
 
 
-def lose_a_node(out):
-    """One run that loses a node: the seconds of its first start, and from the loss to the next step."""
+def lose_a_node(out, came):
+    """One run that loses a node: the seconds of its first start, and from the loss to the next step.
+
+    ``came`` is the node that then comes: "another" or "the same".
+    """
     with nodes(3) as (head, lost, other), ranks_of(head, out):
         start_s = time.time()
         with ranks_of(lost, out) as process:
@@ -72,26 +76,29 @@ def lose_a_node(out):
             seconds_until(lambda: len(read_metrics(out)) >= 12, time.time())
             lost_s = time.time()
             kill(process)
-        with ranks_of(other, out):
+        with ranks_of(other if came == "another" else lost, out):
             recovered_s = seconds_until(lambda: goes_on(out, lost_s), lost_s)
-    return {"start_s": first_s, "recovery_s": recovered_s, "beyond_s": recovered_s - first_s}
+    return {"came": came, "start_s": first_s, "recovery_s": recovered_s, "beyond_s": recovered_s - first_s}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--losses", type=int, default=5)
     options = options_of(parser, smallest={"losses": 1})
-    facts, rows = machine(), []
+    facts, rows, left_out = machine(), [], {}
     if reason := why_not():
         print(f"left out: {reason}")
-        options.losses = 0
-    for _ in range(options.losses):
+        options.losses, left_out = 0, {"cluster/recovery": reason}
+    for came in ("another", "the same") * options.losses:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(lose_a_node(Path(folder) / "run"))
-        print("  ".join(f"{key} {value:.1f}" for key, value in rows[-1].items()), flush=True)
-    table = [{"losses": len(rows)} | {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-             | {"beyond_s_max": max(row["beyond_s"] for row in rows)}] if rows else []  # fmt: skip
-    write_beside(options, __file__, {"machine": facts, "table": table, "rows": rows})
+            rows.append(lose_a_node(Path(folder) / "run", came))
+        print(came, *(f"{key} {rows[-1][key]:.1f}" for key in TIMES), sep="  ", flush=True)
+    table = []
+    for came in sorted({row["came"] for row in rows}):
+        of = [row for row in rows if row["came"] == came]
+        medians = {key: statistics.median(row[key] for row in of) for key in TIMES}
+        table.append({"came": came, "losses": len(of), **medians, "beyond_s_max": max(row["beyond_s"] for row in of)})
+    write_beside(options, __file__, {"machine": facts, "table": table, "left_out": left_out, "rows": rows})
 
 
 if __name__ == "__main__":

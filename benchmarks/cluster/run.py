@@ -154,7 +154,7 @@ def main():
     facts, table, rounds = machine(), [], {}
     if reason := why_not():
         print(f"left out: {reason}")
-        write(options, __file__, {"machine": facts, "table": [], "left_out": reason})
+        write(options, __file__, {"machine": facts, "table": [], "left_out": {"cluster": reason}})
         return
     for link, speed in LINKS.items():
         rounds[link] = measure(options.rounds, options.steps, speed)

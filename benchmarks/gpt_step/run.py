@@ -142,6 +142,7 @@ def megatron_tp(world):
 
 
 def variants(world, peers):
+    """The step of every variant, peers only if wanted; and of those that cannot run here, why."""
     rank = world.rank
     limit, silent = plain(), plain()
     limit_optimizer, silent_optimizer = adamw(limit.parameters()), adamw(silent.parameters())
@@ -159,8 +160,9 @@ def variants(world, peers):
         "tp2": ours(world, "tp2"),
         "dp2": ours(world, "dp2"),
     }
+    left_out = {}
     if not peers:
-        return found
+        return found, left_out
     ddp = DistributedDataParallel(plain())
     view = DistributedDataParallel(plain(), gradient_as_bucket_view=True)
     ddp_optimizer, view_optimizer = adamw(ddp.parameters()), adamw(view.parameters())
@@ -171,18 +173,17 @@ def variants(world, peers):
             found[name] = build(world)
             found[name]()
         except ImportError as problem:
-            if rank == 0:
-                print(f"{name} is left out: {problem} (pip install -c constraints.txt -e '.[bench]')")
+            left_out[name] = f"{problem} (pip install -c constraints.txt -e '.[bench]')"
             found.pop(name, None)
         except Exception as problem:  # what a peer cannot do on this machine is said, not hidden
-            print(f"{name} did not run: {type(problem).__name__}: {problem}", flush=True)
+            left_out[name] = f"{type(problem).__name__}: {problem}"
             found.pop(name, None)
-    return found
+    return found, left_out
 
 
 def measure(world, rounds, steps, peers):
-    each = variants(world, peers)
-    return in_turn(each, rounds, steps)
+    each, left_out = variants(world, peers)
+    return *in_turn(each, rounds, steps), left_out
 
 
 def main():
@@ -192,7 +193,7 @@ def main():
     options = options_of(parser, smallest={"rounds": 1, "steps": 1}, ours={"rounds": 3})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts = machine()
-    rows, cpu_rows = sw.launch(measure, 2, options.rounds, options.steps, not options.ours)[0]
+    rows, cpu_rows, left_out = sw.launch(measure, 2, options.rounds, options.steps, not options.ours)[0]
     if "tp2 megatron" in rows[0]:
         facts["megatron-core"] = metadata.version("megatron-core")
     limits = {name: limit for name, limit in LIMITS.items() if name in rows[0]}
@@ -203,8 +204,10 @@ def main():
             f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   CPU seconds {used['ratio_median']:.3f}"
         )
     print("limits:", {n: round(statistics.median(r[n] for r in rows) * 1000, 1) for n in ("tp limit", "dp limit")})
-    write(options, __file__, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ},
-          "table": table, "cpu": cpu, "rounds": rows, "cpu_rounds": cpu_rows})  # fmt: skip
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}")
+    write(options, __file__, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ}, "table": table,
+          "cpu": cpu, "left_out": left_out, "rounds": rows, "cpu_rounds": cpu_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

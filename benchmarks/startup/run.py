@@ -1,4 +1,7 @@
-"""Start to first step on 4 ranks: a training run of one step against a bare torchrun script, in turn."""
+"""Start to first step on 4 ranks: a training run of one step against a bare torchrun script, in turn.
+
+And what ``import shardwright`` takes in a script that has imported torch.
+"""
 
 import argparse
 import os
@@ -32,6 +35,12 @@ def seconds_of(command):
     return found
 
 
+def import_of():
+    """What a script waits for the library, torch being imported."""
+    text = "import time, torch; start = time.perf_counter(); import shardwright; print(time.perf_counter() - start)"
+    return float(subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout)
+
+
 def first_step_of(out):
     """From the start of the command until the first row of metrics is on disk."""
     command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", LAYOUT, "--steps", "1", "--out", out]
@@ -53,17 +62,21 @@ def main():
     facts, rows = machine(), []
     for number in range(options.rounds + WARM_UPS):
         folder = tempfile.mkdtemp()
-        row = {"bare torchrun": seconds_of(BARE), "first step": first_step_of(folder)}
+        row = {
+            "bare torchrun": seconds_of(BARE),
+            "first step": first_step_of(folder),
+            "import shardwright": import_of(),
+        }
         shutil.rmtree(folder)
         if number >= WARM_UPS:
             rows.append(row)
     table = []
-    for name in ("bare torchrun", "first step"):
+    for name in rows[0]:
         found = [row[name] for row in rows]
         ratios = [row[name] / row["bare torchrun"] for row in rows]
         table.append({"name": name, "s_median": statistics.median(found), "s_min": min(found), "s_max": max(found),
                       "ratio": statistics.median(ratios)})  # fmt: skip
-        print(f"{name:15} {statistics.median(found):.2f} s  {statistics.median(ratios):.2f} x bare")
+        print(f"{name:18} {statistics.median(found):.2f} s  {statistics.median(ratios):.2f} x bare")
     write(options, __file__, {"machine": facts, "table": table, "rounds": rows})
 
 

@@ -40,7 +40,8 @@ TINY = {"settings": SETTINGS, "seq": 16, "batch": 8, "schedule": "constant", "st
 FLAGS = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
 FLAGS += ["--seq", "16", "--batch", "8", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "2"]
 MOST_S = 300
-FAULTS = ("unkilled", "orphans", "unloadable", "lost", "unsaved", "left", "diverged")
+FAULTS = ("unkilled", "orphans", "unloadable", "lost", "unsaved", "left", "shared", "diverged")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def ranks_in(folder):
@@ -122,8 +123,11 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     if saving:
         wait_until(process, lambda: is_saving(out))
     newest = steps_in(out / "checkpoints")[-1]
+    shared = set(os.listdir(SHARED_MEMORY))
     ends, start = end_it(process, victim, folder), time.monotonic()
-    row = {"layout": layout, "victim": victim, "saving": saving, "beside": beside, "unkilled": 0}
+    # whether it came in time: the save may have been complete by then, and where ranks live on it may be complete later
+    cut = is_saving(out)
+    row = {"layout": layout, "victim": victim, "saving": saving, "cut": cut, "beside": beside, "unkilled": 0}
     if not ends:  # a run needs no fork server once it has started
         done = len(read_metrics(out))
         wait_until(process, lambda: len(read_metrics(out)) > done + 1)
@@ -143,14 +147,21 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     row["lost"] = int(int(found.name[5:]) < int(newest.name[5:]))
     told = victim in ("fork server", "group, told to stop")
     row["unsaved"] = max(0, len(read_metrics(out)) - int(found.name[5:])) if told else None
-    row["left"] = 0 if victim == "group" else len(left_in(folder))  # what a whole group leaves the next run removes
+    # what a whole group leaves the next run removes: the next kill of the chain counts it, if it did not
+    row["left"] = None if victim == "group" else len(left_in(folder))
+    row["shared"] = len(set(os.listdir(SHARED_MEMORY)) - shared)
     return row
 
 
 def divergence_of(out, losses):
     """The largest relative difference of a chain's losses from an undisturbed run's; None if it has no losses."""
     found = [row["loss"] for row in read_metrics(out)]
-    return max((abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=False)), default=None)
+    return max((abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=True)), default=None)
+
+
+def has_diverged(difference):
+    """Whether losses are not those of the undisturbed run; losses that are missing or NaN are not."""
+    return difference is None or not difference <= TOLERANCE
 
 
 def undisturbed(num_steps):
@@ -194,8 +205,9 @@ def summary_of(victim, rows):
     faults = {fault: sum(row[fault] or 0 for row in rows) for fault in FAULTS[:-1]}
     return {
         "victim": victim, "kills": len(rows), "saving": sum(row["saving"] for row in rows),
+        "cut": sum(row.get("cut", False) for row in rows),
         "beside": sum(row.get("beside", False) for row in rows), **faults,
-        "diverged": sum((row["divergence"] or 0.0) > TOLERANCE for row in rows),
+        "diverged": sum(has_diverged(row["divergence"]) for row in rows),
         "end_s_median": statistics.median(ends), "end_s_max": max(ends),
     }  # fmt: skip
 

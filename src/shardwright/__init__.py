@@ -17,7 +17,8 @@ from shardwright.parallelize.layer_alone import layer_alone
 from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
 from shardwright.tensor_store import TensorStore, provide_tensor_store
-from shardwright.verify import Verdict, verify
+from shardwright.verify import verify
+from shardwright.verify.verdict import Verdict
 
 if TYPE_CHECKING:
     from shardwright import global_tensor

@@ -33,10 +33,10 @@ KEYS = ("parallel", "microbatches", "precision", "recompute", "compile", "size",
 
 
 class MisfitError(Exception):
-    """Raised if an axis of a layout line cannot have the sizes or options given; parsing makes a LayoutError of it.
+    """Raised if an axis of a layout line cannot have the sizes or options given; parsing turns it into a LayoutError.
 
-    ``what`` is the problem, ``sizes`` and ``options`` are the nearest ones that work, and ``allowed`` is text on what
-    else works; if that is empty, the axis's own text is used.
+    ``what`` says what is wrong, and ``sizes`` and ``options`` are the nearest valid ones. ``allowed`` says what else is
+    valid; if it is empty, the LayoutError shows the axis's :attr:`LayoutAxis.sizes` instead.
     """
 
     def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
@@ -52,9 +52,10 @@ class LayoutAxis:
         name: the axis's name in the line.
         order: its position among the axes, in the line and in the mesh. The axis with the largest order varies
             fastest: its ranks have consecutive numbers.
-        kind: what the ranks along the axis divide: pipeline stages, the batch ("copies") or single operators.
-        mesh_axes: the names of its mesh axes, for a size of one number, of two, and so on: by the entry for two
-            numbers below, ``dp2x4`` becomes the mesh axes ``replica`` of size 2 and ``dp`` of size 4.
+        kind: what the ranks along the axis divide: the model ("stages"), the batch ("copies") or each operator
+            ("operators").
+        mesh_axes: the names of its mesh axes, if its size has one number, two, and so on. In the example, ``dp4``
+            becomes the mesh axis ``dp``, and ``dp2x4`` the mesh axes ``replica`` of size 2 and ``dp`` of size 4.
         sizes: text for errors on how the sizes are written.
         settle: a function that returns the canonical sizes and options, or raises MisfitError.
         automatic: options such as ``auto`` that the library replaces by others before it chooses a strategy.
@@ -80,7 +81,7 @@ class LayoutAxis:
 
     @property
     def all_mesh_axes(self) -> tuple[str, ...]:
-        """The names of all mesh axes that this layout axis can become, slowest first, whatever its sizes."""
+        """The names of all mesh axes that this layout axis can become, whatever its sizes, slowest-varying first."""
         return tuple(dict.fromkeys(name for names in reversed(self.mesh_axes) for name in names))
 
 
@@ -147,13 +148,13 @@ def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
 
 @cache
 def layout_axes() -> Mapping[str, LayoutAxis]:
-    """Returns all registered axes by name, in the order that a layout line and the mesh have: slowest first."""
+    """Returns all registered axes by name, in the order of a layout line and of the mesh: slowest-varying first."""
     return {axis.name: axis for axis in sorted(_REGISTERED.values(), key=lambda axis: axis.order)}
 
 
 @cache
 def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
-    """Returns the names of all axes that a mesh may have, slowest first.
+    """Returns the names of all axes that a mesh may have, slowest-varying first.
 
     With ``kind`` only those that come from layout axes of that kind: "stages", "copies" or "operators".
     """

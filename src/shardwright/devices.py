@@ -78,10 +78,10 @@ def default() -> torch.device:
 def wanted() -> str:
     """Returns the device type that the variable SHARDWRIGHT_DEVICE asks for ranks, such as "cuda" for "cuda/gloo".
 
-    If the variable is unset or "auto", it is the type of this process's accelerator, or "cpu". Whether the device
-    exists is not checked.
+    If the variable is unset, empty or "auto", it is the type of this process's accelerator, or "cpu". Whether the
+    device exists is not checked.
     """
-    found = os.environ.get(OPTION, "auto").partition("/")[0]
+    found = (os.environ.get(OPTION) or "auto").partition("/")[0]
     return accelerator() if found == "auto" else found
 
 

@@ -18,6 +18,19 @@ def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
     return f"{what}\n  given:   {given}\n  allowed: {allowed}\n  fix:     {fix}"
 
 
+def aligned(lines: Iterable[str]) -> str:
+    """Returns several lines as one part of an error, each below the other behind the part's name.
+
+    >>> print(explain("ranks disagree", given=aligned(["rank 0: 2", "rank 1: 3"]), allowed="one number", fix="agree"))
+    ranks disagree
+      given:   rank 0: 2
+               rank 1: 3
+      allowed: one number
+      fix:     agree
+    """
+    return "\n           ".join(lines)
+
+
 class _ExplainedError(Exception):
     """An error made from its four parts, or from one text that contains them, as unpickling makes it."""
 
@@ -53,6 +66,13 @@ class NoValuesError(PlanError):
     """Raised if a model's constructor needs values of tensors that ``without_values`` keeps on the meta device.
 
     Examples are values drawn at random, which depend on a seed that is not known yet.
+    """
+
+
+class RankDifferenceError(PlanError):
+    """Raised on every rank if a comparison finds that ranks, which should be alike, hold or do different things.
+
+    The state of such a run is of no use, so the emergency checkpoint leaves it unsaved.
     """
 
 

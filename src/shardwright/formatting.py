@@ -35,7 +35,7 @@ def first_line(failure: object) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns a number of bytes as text, in the largest binary unit in which it is at least one.
+    """Returns a number of bytes as text in the largest fitting unit from B to TiB, such as "1.5 KiB".
 
     >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
     ('1.5 KiB', '3.0 GiB', '12 B')
@@ -59,7 +59,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time as text with three significant digits, in the largest of s, ms, us and ns in which it reaches one.
+    """Returns a time as text with up to three significant digits, in the largest fitting unit of s, ms, us and ns.
 
     >>> format_seconds(0.000114), format_seconds(0.0079), format_seconds(-1.5), format_seconds(166)
     ('114 us', '7.9 ms', '-1.5 s', '166 s')

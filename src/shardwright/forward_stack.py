@@ -184,9 +184,11 @@ def wrap(
 
 
 def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: Forward) -> None:
-    """Replaces a module's own forward, and all wrappers whose rungs are inside of ``rung``, by ``forward``.
+    """Replaces a module's own forward, and all its wrappers further inside than the position ``rung``, by ``forward``.
 
-    Wrappers further outside stay and call ``forward``. Raises: as :func:`wrap`.
+    Wrappers further outside stay and call ``forward``. ``name`` says what it does, and ``by`` which strategy set it.
+
+    Raises: PlanError: ``rung`` has a wrapper already and does not allow several.
 
     >>> layer = nn.ReLU()
     >>> set_forward(layer, Rung.OPERATOR, "doubled", by="toy", forward=lambda x: 2 * x)
@@ -218,7 +220,8 @@ def without_partials(module: nn.Module) -> None:
 def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
     """Records a change that does not wrap a module's forward, such as a hook, so that :func:`stack_of` shows it.
 
-    ``rung`` is one of :data:`NO_FORWARD`, ``name`` says what the change does, and ``by`` which strategy made it.
+    ``rung`` is where the change acts: UNSHARD, GATHER, FRAME, ATTEND or GUARD. ``name`` says what it does, and ``by``
+    which strategy made it.
 
     >>> layer = nn.ReLU()
     >>> record(layer, Rung.UNSHARD, "gathers parameters", by="zero")

@@ -100,7 +100,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One axis of a layout with its sizes and options, such as ``dp2x4/zero3``, which are made canonical when built.
+    """One axis of a layout with its sizes and options, such as ``dp2x4/zero3``, in canonical form.
 
     A tensor-parallel grid given only as a number of ranks gets its sides, as equal as possible: ``tp8/2d`` becomes
     ``tp2x4/2d``. Options are sorted: first those without a value (names with a digit before others), then those with a
@@ -274,6 +274,15 @@ class Layout:
         items += [self.precision, f"recompute:{self.recompute}" if self.recompute else ""]
         items.append("" if self.compile is None else f"compile:{self.compile}".removesuffix(f":{COMPILERS[0]}"))
         return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
+
+
+def has_stages(layout: Layout) -> bool:
+    """Returns whether a layout cuts the model into pipeline stages.
+
+    >>> has_stages(Layout.parse("pp2 mb4 dp2")), has_stages(Layout.parse("dp2"))
+    (True, False)
+    """
+    return any(layout_axes()[factor.axis].kind == "stages" for factor in layout.factors)
 
 
 def _item_text(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> str:

@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of the axes, slowest first."""
+        """The names of the axes, slowest-varying first."""
         return tuple(axis for axis, _ in self.sizes)
 
     @property

@@ -39,8 +39,8 @@ def makes_meta(named: Mapping[str, Any]) -> bool:
 def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device: torch.device | str) -> Any:
     """Returns what a random operator would return, without drawing numbers: a new, uninitialized tensor on ``device``.
 
-    For an operator that writes its numbers in place, or into ``out``, it is that tensor, unchanged. On the meta device
-    the first draw would make torch import its compiler, which takes longer than importing torch.
+    If the operator writes its numbers in place, or into ``out``, the tensor to be written is returned unchanged. On the
+    meta device the first draw would make torch import its compiler, which takes longer than importing torch.
 
     >>> undrawn(torch.ops.aten.multinomial.default, (torch.ones(3, 4), 2), {}, "meta")
     tensor(..., device='meta', size=(3, 2), dtype=torch.int64)

@@ -112,7 +112,9 @@ class RngTracker:
     def call(self, layer: str) -> str:
         """Counts a call of a layer in this forward, and returns the key of the call's dropout mask, as text.
 
-        The key is the layer's name and, after the first call, the call's number. Raises: as :meth:`count`.
+        The key is the layer's name and, after the first call, the call's number.
+
+        Raises: PlanError: the call is a recomputation, and :meth:`count` cannot know of which call.
         """
         number = self.count(layer)
         return f"{layer}#{number}" if number else layer

@@ -28,8 +28,8 @@ from shardwright.runtime.applied import Applied
 class Strategy(Protocol):
     """One way to divide work or state over ranks, such as data parallel or ZeRO: ``STRATEGY`` of a strategy's file.
 
-    For each axis of a layout and each phase at most one strategy runs: one that is not the default, if the layout has
-    an option that only it declares there, or else the default.
+    For each axis of a layout and each phase at most one strategy runs: one that is not the default, if the layout gives
+    an option that no other strategy of that axis and phase declares, or else the default.
     """
 
     @property
@@ -90,10 +90,10 @@ class Strategy(Protocol):
 def apply_in_turn(
     strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
 ) -> tuple[Job, tuple[Applied, ...]]:
-    """Applies the strategies to this rank's modules in order, each with axes that record calls under its name.
+    """Applies the strategies to this rank's modules in order; the collectives of each are recorded under its name.
 
-    Returns the job, whose ``frame`` a strategy may have replaced, and what each strategy's ``apply`` returned, if not
-    None.
+    Returns the job, with the ``frame`` (code to run around the model's forward) of the last strategy that has one, and
+    the results of the strategies' ``apply`` that are not None.
     """
     found = []
     for strategy in strategies:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import MeanSquaredError, verify
-from shardwright.analysis.alike import signature
+from shardwright.analysis.alike import likeness, signature
 
 
 class Mixing(nn.Module):
@@ -48,3 +48,16 @@ def test_blocks_that_differ_in_a_private_setting_or_a_closure_are_cut_each_by_it
 def test_a_signature_tells_a_private_setting_and_a_closure(make):
     assert signature(make(True)) != signature(make(False))
     assert signature(Mixing(True)) == signature(Mixing(True))
+
+
+def test_lists_are_compared_by_what_they_hold_and_lists_of_tensors_by_themselves():
+    """Torch shows a part of a large tensor only: two texts may be equal where the tensors are not."""
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    one.names, other.names = ["query", "key"], ["query", "key"]
+    assert likeness(one) == likeness(other)
+    other.names = ["query", "value"]
+    assert likeness(one) != likeness(other)
+    large = torch.zeros(10_000)
+    one.names, other.names = [large], [large.index_fill(0, torch.tensor(5_000), 1.0)]
+    assert repr(one.names) == repr(other.names)
+    assert likeness(one) != likeness(other)

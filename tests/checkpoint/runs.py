@@ -100,10 +100,13 @@ def loaded(line: str, folder, *, more: int = 0) -> list[Held]:
     return launch(_load, Layout.parse(line), line, folder, more, ranks="threads")
 
 
-def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
-    """Every tensor, joined from the ranks; ranks that hold the same element must agree to the last bit."""
+def whole(line: str, ranks: list[Held], job: Job | None = None) -> dict[str, Tensor]:
+    """Every tensor, joined from the ranks; ranks that hold the same element must agree to the last bit.
+
+    Without ``job`` the model is that of :func:`gpt`.
+    """
     layout = Layout.parse(line)
-    plan, _ = make_plan(Job(gpt(), CrossEntropy()), layout)
+    plan, _ = make_plan(Job(gpt(), CrossEntropy()) if job is None else job, layout)
     found: dict[str, Tensor] = {}
     for rank, each in enumerate(ranks):
         coord = plan.mesh.coord(rank)

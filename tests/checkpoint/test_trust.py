@@ -360,6 +360,23 @@ def test_saves_of_several_processes_into_one_folder_wait_for_each_other(tmp_path
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-0000000{n}" for n in range(3)]
 
 
+def test_a_save_takes_no_lock_of_a_file_that_the_save_before_it_has_removed(tmp_path, monkeypatch):
+    """The save before ends between the moment at which the next one opens the file and that at which it locks it."""
+    path, plain, num_locks = tmp_path / locking.SAVING, locking.lock, []
+
+    def lock_after_the_end(file):
+        if not num_locks:
+            path.unlink()
+        num_locks.append(1)
+        return plain(file)
+
+    monkeypatch.setattr(locking, "lock", lock_after_the_end)
+    with locking.one_save(tmp_path), path.open("a") as third:
+        assert len(num_locks) == 2
+        assert not plain(third), "a third save has to wait"
+    assert not path.exists()
+
+
 def test_a_lock_of_a_save_that_was_killed_holds_none_up(tmp_path):
     (tmp_path / ".saving").write_text("")
     assert bare(tmp_path, 1).is_dir()

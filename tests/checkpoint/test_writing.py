@@ -158,14 +158,14 @@ def test_an_error_while_writing_is_raised_on_every_rank_and_nothing_is_lost(tmp_
 
 
 def test_memory_that_is_short_for_the_copy_on_one_rank_is_told_on_every_rank(tmp_path, monkeypatch):
-    told, plain = [], saving._Part.copied
+    told, plain = [], saving._PartFile.copied
 
     def short(part, offload):
         if threading.current_thread().name == "rank 1":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return plain(part, offload)
 
-    monkeypatch.setattr(saving._Part, "copied", short)
+    monkeypatch.setattr(saving._PartFile, "copied", short)
 
     def work(world):
         run, optimizer = start(world, "tp2")

@@ -91,8 +91,10 @@ def test_the_error_of_ranks_that_disagree_names_both_calls(about):
         text = disagreement(2, *works)
         assert "ranks 0 and 1 disagree" in text
         first, second = text.splitlines()[1:3]
-        assert first.startswith("  rank 0: ")
-        assert second.startswith("  rank 1: ")
+        assert first.startswith("  given:   rank 0: ")
+        assert second.startswith("           rank 1: ")
+        assert "\n  allowed: " in text
+        assert "\n  fix:     " in text
         assert said[0] in first
         assert said[1] in second
         assert "over axis 'world'" in text

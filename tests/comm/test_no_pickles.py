@@ -3,28 +3,66 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parents[2] / "src" / "shardwright"
 LAUNCHER = {"comm/backends/processes.py", "comm/backends/started_ranks.py", "comm/failures.py"}
 """They pickle what passes through pipes that a rank inherits, which no other process can open."""
 
+MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing.connection",
+           "multiprocessing.reduction", "torch.serialization")  # fmt: skip
+CALLS = ("torch.load", "torch.save", "torch.package")
+"""What pickles, or may; torch.distributed's collectives of objects are known by ``_object`` in their names."""
+
 
 def names_in(tree):
+    """The full names of what a module imports, and the dotted names that its code reads."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
-            yield from ([module] if module else [alias.name for alias in node.names])
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
             yield ast.unparse(node)
-        if isinstance(node, ast.Attribute) and node.attr.endswith("_object"):
-            yield node.attr  # torch.distributed's collectives of objects
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield node.arg
+
+
+def pickles(text):
+    """Whether a module's text imports or names something by which it could read a pickle."""
+    return any(
+        name == "allow_pickle"
+        or any(name == each or name.startswith(f"{each}.") for each in (*MODULES, *CALLS))
+        or any("_object" in part for part in name.split(".")[-1:] if "distributed" in name or name.startswith("dist."))
+        for name in names_in(ast.parse(text))
+    )
 
 
 def test_only_the_launcher_pickles_and_it_reads_from_inherited_pipes_alone():
-    unsafe = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "torch.load", "torch.save", "all_gather_object",
-              "broadcast_object", "multiprocessing.connection"}  # fmt: skip
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
-        if unsafe & set(names_in(ast.parse(path.read_text(encoding="utf-8"))))
+        if pickles(path.read_text(encoding="utf-8"))
     }
     assert found == LAUNCHER
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "import pickle as safe", "from pickle import loads", "import marshal", "from _pickle import loads",
+        "from torch import load", "torch.load(path)", "from torch.serialization import load",
+        "dist.broadcast_object_list(found)", "dist.all_gather_object(found, mine)", "torch.distributed.gather_object(x)",
+        "dist.scatter_object_list(found, mine)", "dist.recv_object_list(found)",
+        "from torch.distributed import all_gather_object", "import torch.distributed as dist; dist.send_object_list([])",
+        "from multiprocessing import connection", "import multiprocessing.connection",
+        "from multiprocessing.connection import Client", "np.load(path, allow_pickle=True)", "import cloudpickle",
+    ],
+)  # fmt: skip
+def test_each_way_of_reading_a_pickle_is_seen(line):
+    assert pickles(line)
+
+
+@pytest.mark.parametrize("line", ["import json", "from torch import nn", "torch.loads = 1", "self.held_objects(x)"])
+def test_what_reads_no_pickle_is_left_alone(line):
+    assert not pickles(line)

@@ -142,6 +142,110 @@ def test_bytes_that_change_under_way_are_told():
         run_threads(work, 2)
 
 
+def gathers(mine, into):
+    return nccl.dist.all_gather_single(into, mine, nccl.dist.group.WORLD, True)
+
+
+def scatters(mine, into):
+    return nccl.dist.reduce_scatter_single(mine, into, nccl.dist.group.WORLD, True)
+
+
+def sums(mine, into):
+    return nccl.dist.all_reduce(mine, async_op=True)
+
+
+def spreads(mine, into):
+    return nccl.dist.broadcast(mine, nccl.dist.group.WORLD, 0, True)
+
+
+def passes(mine, into):
+    is_first = threading.current_thread().name == "rank 0"
+    return (nccl.dist.isend if is_first else nccl.dist.irecv)(mine, nccl.dist.group.WORLD, 1 if is_first else 0)
+
+
+SENT, RESULTS = "that are sent by", "that wait for the results of"
+TOUCHED = {
+    "what is gathered": (gathers, 0, (0, 1), SENT),
+    "where it is gathered": (gathers, 1, (0, 1), RESULTS),
+    "what is summed and cut": (scatters, 1, (0, 1), SENT),
+    "where a part of the sum comes": (scatters, 0, (0, 1), RESULTS),
+    "what is summed in place": (sums, 0, (0, 1), RESULTS),
+    "what is broadcast": (spreads, 0, (0,), SENT),
+    "where it is broadcast": (spreads, 0, (1,), RESULTS),
+    "a message that is sent": (passes, 0, (0,), SENT),
+    "a message that is received": (passes, 0, (1,), RESULTS),
+}
+"""A call, and which of its tensors a rank writes into after the call has run and before it waits; the ranks that do."""
+
+
+@pytest.mark.parametrize(
+    ("start", "place", "rank", "told"),
+    [
+        pytest.param(start, place, rank, told, id=f"{name}, rank {rank}")
+        for name, (start, place, ranks, told) in TOUCHED.items()
+        for rank in ranks
+    ],
+)
+def test_a_tensor_that_is_written_before_the_wait_is_told(start, place, rank, told):
+    def work(world):
+        tensors = torch.ones(2), torch.ones(4)
+        call = start(*tensors)
+        have_run.wait(10)
+        if world.rank == rank:
+            tensors[place][1] = 5
+        call.wait()
+
+    have_run = threading.Barrier(2)
+    with pytest.raises(Exception, match=f"rank {rank}: bytes {told} .* changed"), over_nccl(STRICTEST):
+        run_threads(work, 2)
+
+
+def send_and_change(*, asks):
+    """A send that nothing waits for, whose tensor is changed once it has run; ``asks`` whether it has, first."""
+
+    def work(world):
+        mine = torch.ones(2)
+        call = passes(mine, None)
+        have_run.wait(10)
+        if world.rank:
+            call.wait()
+        else:
+            assert not asks or call.is_completed()
+            mine.add_(1)
+
+    have_run = threading.Barrier(2)
+    with over_nccl(STRICTEST):
+        run_threads(work, 2)
+
+
+def test_a_send_that_nothing_waits_for_is_compared_when_the_run_ends():
+    with pytest.raises(Exception, match=r"rank 0: bytes that are sent by send to 1 of .* changed"):
+        send_and_change(asks=False)
+
+
+def test_a_message_may_be_changed_once_its_send_is_found_to_be_complete():
+    send_and_change(asks=True)
+
+
+NOT_TAKEN = {
+    "of the host, where ranks are on an accelerator": (
+        "meta",
+        lambda: torch.ones(2),
+        "does not take: cpu, torch.float32",
+    ),
+    "of another stride": ("cpu", lambda: torch.ones(2, 3).T, r"does not take: .* strides \(1, 3\) of \(3, 2\)"),
+    "of a type without a sum": ("cpu", lambda: torch.ones(2, dtype=torch.int16), "does not take: cpu, torch.int16"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+@pytest.mark.parametrize("start", [sums, spreads, passes], ids=lambda start: start.__name__)
+def test_a_tensor_that_nccl_does_not_take_is_refused(start, name):
+    device, make, told = NOT_TAKEN[name]
+    with pytest.raises(Exception, match=told), over_nccl(STRICTEST, device):
+        run_threads(lambda world: start(make(), None), 2, device=device)
+
+
 def test_what_is_received_is_nan_until_the_wait():
     def work(world):
         axis = world.everyone()

@@ -35,6 +35,7 @@ class Work:
         last, end_s = self.num_looks + 2, time.monotonic() + 10
         while self.num_looks < last and time.monotonic() < end_s:
             time.sleep(0.001)
+        assert self.num_looks >= last, "the watchdog's thread has not looked in 10 s"
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_a_call_that_does_not_complete_is_named_with_its_axis_and_ranks():
     watchdog.add(CALL, (1, 3, 5), [Work(done=True), Work()])
     assert come.wait(10)
     assert "all_gather of [8, 2] bfloat16 over axis 'dp' for zero did not complete" in told[0]
-    assert "ranks: 1, 3, 5, this is 3" in told[0]
+    assert "rank 3 of ranks 1, 3, 5; torch reports: nothing" in told[0]
 
 
 def test_calls_that_complete_one_after_the_other_are_in_time(clock):

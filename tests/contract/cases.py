@@ -312,7 +312,7 @@ class Found:
     """What one rank holds after two steps, and what each sent: in the second the order of the layers is known."""
 
     shapes: dict[str, tuple[int, ...]]
-    resting: dict[str, tuple[int, ...]]
+    stored: dict[str, tuple[int, ...]]
     gradients: dict[str, tuple[int, ...]]
     names: frozenset[str]
     recorded: tuple[Counter, ...]
@@ -325,7 +325,7 @@ ASIDE = ("loss", "clip", "core")
 def _found(run, recorded: Sequence[Counter]) -> Found:
     return Found(
         shapes={name: tuple(p.shape) for name, p in run.model.named_parameters()},
-        resting={name: tuple(p.shape) for name, p in run.parameters.items()},
+        stored={name: tuple(p.shape) for name, p in run.parameters.items()},
         gradients={name: tuple(p.grad.shape) for name, p in run.parameters.items() if p.grad is not None},
         names=frozenset(run.state_dict(full=False)),
         recorded=tuple(recorded),
@@ -456,14 +456,15 @@ def check_equal(line: str, case: Case, strategies: Sequence | None = None, alter
     assert verdict.equal, str(verdict)
 
 
-REST = ("parameter", "gradient", "optimizer")
+STORED = ("parameter", "gradient", "optimizer")
+"""What a rank stores between steps, each with a tensor layout of its own."""
 
 
 def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
     """What the plan cuts over ``axis``."""
-    found = {("compute", name) for name, lies in plan.compute.items() if axis in lies.axes}
-    for name, rest in plan.state.items():
-        found |= {(part, name) for part in REST if axis in getattr(rest, part).axes}
+    found = {("compute", name) for name, layout in plan.compute.items() if axis in layout.axes}
+    for name, layouts in plan.state.items():
+        found |= {(part, name) for part in STORED if axis in getattr(layouts, part).axes}
     return found | ({("inputs", "")} if axis in plan.inputs else set())
 
 
@@ -485,15 +486,15 @@ def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> 
 
 
 def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> None:
-    """Promise 3: each rank holds the shapes that the plan says, in compute and at rest."""
+    """Promise 3: each rank holds the shapes that the plan says, in compute and stored between steps."""
     plan, _ = planned(line, case, strategies)
     trained = {name for name, p in case.model.named_parameters() if p.requires_grad}
     for rank, found in enumerate(_steps(line, case, strategies)[1]):
         coord = plan.mesh.coord(rank)
-        said = {name: lies.local_shape(coord) for name, lies in plan.compute.items() if lies.pieces(coord)}
+        said = {name: layout.local_shape(coord) for name, layout in plan.compute.items() if layout.pieces(coord)}
         assert found.shapes == said, f"rank {rank} under {line} computes with other shapes"
         said = {name: plan.state[name].parameter.local_shape(coord) for name in said}
-        assert found.resting == said, f"rank {rank} under {line} keeps other shapes"
+        assert found.stored == said, f"rank {rank} under {line} stores other shapes"
         said = {name: plan.state[name].gradient.local_shape(coord) for name in said if name in trained}
         assert found.gradients == said, f"rank {rank} under {line} has gradients of other shapes"
 

@@ -173,7 +173,7 @@ def test_a_pair_that_others_look_into_stays_whole(kind, line):
     with without_values():
         model = kind()
     plan, _ = make_plan(Job(model, CrossEntropy()), Layout.parse(line))
-    cut = {name for name, lies in plan.compute.items() if set(lies.axes) - {"pp"}}
+    cut = {name for name, layout in plan.compute.items() if set(layout.axes) - {"pp"}}
     assert "pair.up.weight" in cut
     assert line not in ("tp2", "tp2/sp") or not [name for name in cut if name.startswith("inner.")]
     verdict = verify(model, line, [BATCH, BATCH])

@@ -104,6 +104,14 @@ def test_a_sum_for_many_ranks_is_added_up_before_it_is_copied():
     assert found.moved_elements == 2 * 24 + 3 * 24, "two thirds of each term to sum, one whole to each copy"
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_an_all_reduce_moves_what_a_ring_sends(num_ranks):
+    here = placement("cpu", list(range(num_ranks)))
+    (step,) = plan_to_global((6, 5), here, sbp.partial_sum, here, sbp.broadcast).steps
+    assert step.kind == "all_reduce"
+    assert step.moved_elements == 2 * (num_ranks - 1) * 30, "of 30 elements each rank sends 2 (n - 1) / n"
+
+
 def test_collectives_are_found_where_ranks_and_boxes_form_one():
     two = placement("cpu", [0, 1])
     kinds = {

@@ -102,6 +102,28 @@ def test_a_cpu_holds_nothing_beside_tensors_and_an_accelerator_what_is_estimated
     assert predicted("single", device="cuda").beside["nccl"] == 0
 
 
+COMMUNICATORS = {
+    "pp2 mb2": [3, 3],  # of all ranks, and two of the pair
+    "pp3/1f1b mb2": [3, 5, 3],  # the stage in the middle is one of two pairs
+    "pp3/interleaved:v2 mb3": [5, 5, 5],  # what leaves the last stage comes to the first
+    "pp2/zb-v mb2": [3, 3],
+    "pp2 dp2 mb2": [5, 5, 5, 5],  # of pp, of dp and of all ranks
+    "pp1 dp2": [1, 1],
+}
+"""How many of NCCL's communicators each rank is a member of."""
+
+
+@pytest.mark.parametrize("line", COMMUNICATORS)
+def test_each_pair_of_stages_that_exchange_messages_has_two_communicators(line, monkeypatch):
+    monkeypatch.delenv("NCCL_MAX_NCHANNELS", raising=False)
+    monkeypatch.delenv("NCCL_BUFFSIZE", raising=False)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
+    for rank, number in enumerate(COMMUNICATORS[line]):
+        found = predict_memory(Job(model, CrossEntropy()), line, rank, batch, device="cuda")
+        assert found.beside["nccl"] == number * 16 * 4 * MIB
+
+
 def test_an_accelerators_optimizer_takes_all_parameters_at_once_as_torch_does_there():
     weight, bias = 4 * 4 * 4, 4 * 4
     state = 2 * (weight + bias)

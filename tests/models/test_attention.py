@@ -27,6 +27,7 @@ def by_hand(attention, x_BTH):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.sampled(5)  # every fourth case would be causal and fused
 def test_attention_equals_a_loop_over_heads(num_heads, num_kv_heads, fused, causal):
     torch.manual_seed(0)
     attention = Attention(8, num_heads, num_kv_heads, fused=fused, causal=causal).double()

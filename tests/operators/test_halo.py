@@ -91,6 +91,7 @@ def check_convolution(sizes, *, kernel, stride=1, padding=0, dilation=1, groups=
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "size"), list(product([1, 3, 5], [1, 2], [0, 1, 2], [1, 2, 3, 4]))
 )
+@pytest.mark.sampled(5)  # every fourth case would be on one rank
 def test_a_convolution_of_cut_rows_equals_one_device(kernel, stride, padding, size):
     check_convolution(balanced_sizes(11, size), kernel=kernel, stride=stride, padding=padding)
 
@@ -243,6 +244,7 @@ def test_any_enlargement_equals_one_device(sizes, factor, mode):
 
 @pytest.mark.parametrize("sizes", [(6,), (4, 2), (1, 0, 5), (2, 2, 2)])
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
+@pytest.mark.sampled(5)  # every fourth case would be on one rank
 def test_groups_are_normalised_by_all_of_their_pixels(sizes, num_groups):
     x = drawn(3, 4, 6, 5) + 1000  # squares subtracted from squares would show
     check(
@@ -276,6 +278,7 @@ def test_a_pool_whose_windows_overlap_equals_one_device():
 @pytest.mark.parametrize("size", [7, 8, 9, 10])
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (2, 3), (2, 5)])
 @pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.sampled(5)  # every fourth case would have seven rows
 def test_a_last_window_may_hang_over_the_end_but_not_begin_there(size, kernel, stride, padding):
     sizes = balanced_sizes(size, 3)
     pool, here = (torch.nn.MaxPool2d(kernel, stride, (rows, 1), ceil_mode=True) for rows in (padding, 0))

@@ -60,6 +60,7 @@ TABLES = {  # rows over, features over, samples over; where both rows and sample
 
 @pytest.mark.parametrize("size", [7, 50_257])
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.sampled(5)  # every fourth case would be of a small table
 def test_a_cut_table_finds_the_rows_and_gives_the_gradients_of_a_whole_one(name, size):
     mesh, by_rows, by_width, by_sample = TABLES[name]
     generator = torch.Generator().manual_seed(0)
@@ -144,6 +145,7 @@ LOSSES = {  # classes over, samples whose logits are gathered over
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("size", [13, 50_257])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sampled(5)  # every fourth case would be without label smoothing
 def test_a_loss_on_cut_classes_and_its_gradient_are_torch_s(name, size, ignore_index, smoothing):
     mesh, by_class, by_sample = LOSSES[name]
     generator = torch.Generator().manual_seed(0)

@@ -57,8 +57,8 @@ def check_cut(line, found, whole):
         coord = plan.mesh.coord(rank)
         assert parameters.keys() == whole.keys()
         for name, part in parameters.items():
-            lies = plan.compute[name]
-            expected = cut(whole[name], lies.pieces(coord), lies.local_shape(coord))
+            layout = plan.compute[name]
+            expected = cut(whole[name], layout.pieces(coord), layout.local_shape(coord))
             assert torch.equal(part, expected), f"{name} on rank {rank} of {line}"
 
 
@@ -227,15 +227,15 @@ def test_a_buffer_on_the_meta_device_is_drawn_with_its_module():
 def test_a_rank_holds_its_pieces_of_what_would_have_been_drawn(rows, columns, parts, along_rows):
     size, dim = (rows, 0) if along_rows else (columns, 1)
     parts = min(parts, size)
-    lies = {"weight": TensorLayout.whole((rows, columns)).cut("tp", dim, balanced_ranges(size, parts))}
+    layouts = {"weight": TensorLayout.whole((rows, columns)).cut("tp", dim, balanced_ranges(size, parts))}
 
-    def drawn(lies, index):
+    def drawn(layouts, index):
         with torch.device("meta"):
             model = nn.Linear(columns, rows)
-        place_parameters(model, lies, {"tp": index}, 3, CPU)
+        place_parameters(model, layouts, {"tp": index}, 3, CPU)
         return model.weight.detach()
 
-    assert torch.equal(torch.cat([drawn(lies, i) for i in range(parts)], dim), drawn({}, 0))
+    assert torch.equal(torch.cat([drawn(layouts, i) for i in range(parts)], dim), drawn({}, 0))
 
 
 def test_a_twin_is_not_placed_with_the_original():

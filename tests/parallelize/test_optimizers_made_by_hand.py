@@ -433,3 +433,27 @@ def test_updates_by_hand_of_the_run_s_own_tensors_train(line):
     told, (first, last) = told_after(line, lambda run, model: run.parameters.values())
     assert last < first
     assert told == []
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "tp2"])
+def test_options_that_an_optimizer_refuses_are_refused_in_its_own_words(line):
+    def work(run):
+        with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+            run.optimizer(torch.optim.SGD, lr=-1.0)
+        return True
+
+    assert on_ranks(line, work) == [True, True]
+
+
+class LooksUp(torch.optim.SGD):
+    """An optimizer that updates no tensor but those that its code knows."""
+
+    def step(self, closure=None):
+        return {}["weight"]
+
+
+def test_an_optimizer_that_fails_with_any_error_is_taken_to_need_whole_tensors():
+    def work(run):
+        return refused(lambda: run.optimizer(LooksUp, lr=0.1))
+
+    assert all("LooksUp needs whole tensors" in text for text in on_ranks("dp2/zero3", work))

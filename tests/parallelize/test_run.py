@@ -62,8 +62,8 @@ def assert_parts(run_plan, rank, found, whole):
     """Every named tensor of a rank is its part of the whole."""
     coord = run_plan.mesh.coord(rank)
     for name, part in found.items():
-        lies = run_plan.compute[name]
-        expected = cut(whole[name], lies.pieces(coord), lies.local_shape(coord))
+        layout = run_plan.compute[name]
+        expected = cut(whole[name], layout.pieces(coord), layout.local_shape(coord))
         torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-13)
 
 
@@ -294,8 +294,8 @@ def test_steps_of_elementwise_optimizers_are_those_of_one_device(kind, options):
     for rank, (plan, found) in enumerate(on_ranks(gpt(), "dp2 tp2", work)):
         coord = plan.mesh.coord(rank)
         for name, part in found.items():
-            lies = plan.compute[name]
-            theirs = cut(expected[name], lies.pieces(coord), lies.local_shape(coord))
+            layout = plan.compute[name]
+            theirs = cut(expected[name], layout.pieces(coord), layout.local_shape(coord))
             torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6)  # of gradients near 0 they keep the sign
 
 

@@ -261,9 +261,9 @@ def test_a_pair_whose_parameters_are_used_elsewhere_is_refused():
         plan_of("tp2", {"first": "column", "second": "row"}, plain)
 
 
-def test_roles_do_not_change_how_a_layout_without_tp_lies():
-    lies = plan_of("dp2", PAIR).compute.values()
-    assert all(each == TensorLayout.whole(each.shape) for each in lies)
+def test_roles_change_no_tensor_layout_without_tp():
+    layouts = plan_of("dp2", PAIR).compute.values()
+    assert all(each == TensorLayout.whole(each.shape) for each in layouts)
 
 
 # ---- the command

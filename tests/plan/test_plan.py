@@ -1,4 +1,4 @@
-"""The plan: units, uses, what is summed over which axes; and traffic."""
+"""The plan: param groups, uses, what is summed over which axes; and traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.plan.plan import Job, Partial, Plan, Replicate, Shard, Use
 from shardwright.plan.traffic import Traffic, gradient_shares, partial_axes
 from shardwright.sharding.box import balanced_ranges
 
-# ---- units
+# ---- param groups
 
 
 @st.composite
@@ -39,27 +39,27 @@ def models(draw):
 
 
 @given(models(), st.sampled_from([0, 1, 50, 100, 300, 1000]))
-def test_units_hold_every_parameter_once_in_forward_order(model, least_bytes):
-    units = split_into_param_groups(model, least_bytes=least_bytes)
-    assert [name for unit in units for name in unit.parameters] == [name for name, _ in model.named_parameters()]
-    assert len({unit.name for unit in units}) == len(units)
+def test_param_groups_hold_every_parameter_once_in_forward_order(model, least_bytes):
+    groups = split_into_param_groups(model, least_bytes=least_bytes)
+    assert [name for group in groups for name in group.parameters] == [name for name, _ in model.named_parameters()]
+    assert len({group.name for group in groups}) == len(groups)
 
 
 @given(models(), st.sampled_from([0, 1, 50, 100, 300, 1000]))
-def test_units_are_as_large_as_asked_and_one_block_less_would_not_be(model, least_bytes):
+def test_param_groups_are_as_large_as_asked_and_one_block_less_would_not_be(model, least_bytes):
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    units = split_into_param_groups(model, least_bytes=least_bytes)
-    totals = [sum(sizes[name] for name in unit.parameters) for unit in units]
-    assert len(units) <= 1 or min(totals) >= least_bytes
+    groups = split_into_param_groups(model, least_bytes=least_bytes)
+    totals = [sum(sizes[name] for name in group.parameters) for group in groups]
+    assert len(groups) <= 1 or min(totals) >= least_bytes
 
 
 def test_the_blocks_of_a_language_model_travel_alone_and_its_tied_head_with_the_table():
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, width=8))
-    units = split_into_param_groups(model, least_bytes=0)
-    assert [unit.name for unit in units][:2] == ["token", "position"]
-    assert units[0].parameters == ("token.weight",)
-    assert {"blocks.0", "blocks.1"} <= {unit.name for unit in units}
+    groups = split_into_param_groups(model, least_bytes=0)
+    assert [group.name for group in groups][:2] == ["token", "position"]
+    assert groups[0].parameters == ("token.weight",)
+    assert {"blocks.0", "blocks.1"} <= {group.name for group in groups}
 
 
 class Inner(nn.Module):
@@ -88,10 +88,10 @@ class Wrapped(nn.Module):
         return self.head(self.body(x))
 
 
-def test_blocks_below_a_plain_module_are_units_too():
-    units = {unit.name: unit.parameters for unit in split_into_param_groups(Wrapped(), least_bytes=0)}
-    assert list(units) == ["body", "body.layers.0.0", "body.layers.1.0", "body.norm", "head"]
-    assert units["body"] == ("body.scale",)
+def test_blocks_below_a_plain_module_are_param_groups_too():
+    groups = {group.name: group.parameters for group in split_into_param_groups(Wrapped(), least_bytes=0)}
+    assert list(groups) == ["body", "body.layers.0.0", "body.layers.1.0", "body.norm", "head"]
+    assert groups["body"] == ("body.scale",)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_only_what_is_partial_is_summed():
     assert launch(work, 2, ranks="threads") == [[("all_reduce", 4 * (25 + 5))]] * 2  # the other bias is whole
 
 
-# ---- units
+# ---- param groups
 
 
 def on_ranks(model, line, work):
@@ -116,7 +116,7 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient_as_on_one_device():
     assert verify(Half().to("meta"), "dp2", [batch, batch]).equal  # nor does weight decay reach it
 
 
-def test_units_are_summed_while_backward_goes_on_and_once_each():
+def test_param_groups_are_summed_while_backward_goes_on_and_once_each():
     model = build_mlp(MLPConfig(widths=(4, 6, 6, 3)))
     batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
 
@@ -147,7 +147,7 @@ class CalledThrice(nn.Module):
 
 
 @pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
-def test_a_gradient_that_comes_after_its_unit_was_summed_is_refused_by_name(line):
+def test_a_gradient_that_comes_after_its_param_group_was_summed_is_refused_by_name(line):
     model = CalledThrice()
 
     def work(world):

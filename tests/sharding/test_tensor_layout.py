@@ -3,7 +3,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from processor_time import takes_less
@@ -99,6 +99,7 @@ def local_by_hand(shape, steps, coord):
 
 @thorough
 @given(layouts())
+@example(((4,), (Mesh(pp=3), [("only", "pp", [0, 2])])))
 def test_every_rank_holds_what_indexing_by_hand_gives(case):
     shape, (mesh, steps) = case
     layout = build(shape, steps)

@@ -20,13 +20,14 @@ from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
-from shardwright.errors import CheckpointError, PlanError, RankFailedError
+from shardwright.errors import CheckpointError, LayoutError, PlanError, RankFailedError, RankDifferenceError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.step import TrainStep
 from shardwright.runtime.executor import Executor
 from shardwright.train import emergency, loop, progress
 from shardwright.train.config import TrainConfig
+from shardwright.train.data import fingerprint
 from shardwright.train.loop import train
 from shardwright.train.progress import Log, cut_metrics, read_metrics
 
@@ -335,12 +336,31 @@ def test_a_buffer_that_complete_steps_write_without_counting_it_is_saved(tmp_pat
 def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatch):
     def differ(*given):
         if given[5] == 3:
-            raise PlanError("they differ", given="", allowed="", fix="")
+            raise RankDifferenceError("they differ", given="", allowed="", fix="")
 
     monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", differ)
-    with pytest.raises(PlanError, match="they differ"):
+    with pytest.raises(RankDifferenceError, match="they differ"):
         train(config(layout="dp2", save_every=2, check_every=1), tmp_path / "run", ranks="threads")
     assert saved_in(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize("kind", [LayoutError, PlanError])
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_an_error_of_ours_that_all_ranks_raise_in_a_later_step_saves_the_last_complete_one(
+    tmp_path, monkeypatch, layout, kind, capsys
+):
+    plain = Run.step
+
+    def step(self, *given, **named):
+        if self.num_steps == 3:
+            raise kind("this batch cannot be", given="", allowed="", fix="")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(kind, match="this batch cannot be"):
+        train(config(layout=layout, save_every=0), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [3]
+    assert "step 3, the last that was complete, is saved" in "".join(capsys.readouterr())
 
 
 # ---- checkpoints beside training
@@ -448,6 +468,43 @@ def test_an_early_warning_saves_and_the_run_goes_on(tmp_path, monkeypatch):
     early, last = saved_in(tmp_path / "run")
     assert 2 <= early < 40
     assert (last, summary["steps"], summary["stopped"]) == (40, 40, False)
+
+
+@pytest.mark.parametrize("place", [0, 2**20 - 1, 2 * 2**20, 3 * 2**20 - 1])
+def test_a_byte_of_the_first_or_last_megabyte_of_the_data_that_changed_is_seen(tmp_path, place):
+    data = tmp_path / "text"
+    with data.open("wb") as file:
+        file.truncate(3 * 2**20)  # no block of it is on the disk
+    before = fingerprint(str(data))
+    with data.open("r+b") as file:
+        file.seek(place)
+        file.write(b"x")
+    assert fingerprint(str(data)) != before
+
+
+def test_a_byte_between_the_ends_of_the_data_is_not_read_and_a_changed_size_is(tmp_path):
+    data = tmp_path / "text"
+    with data.open("wb") as file:
+        file.truncate(3 * 2**20)
+    before = fingerprint(str(data))
+    with data.open("r+b") as file:
+        file.seek(2**20)
+        file.write(b"x")
+    assert fingerprint(str(data)) == before, "a resume reads two megabytes of any file, however large"
+    with data.open("ab") as file:
+        file.write(bytes(1))
+    assert fingerprint(str(data)) != before
+
+
+def test_each_file_of_a_folder_of_pictures_has_its_own_fingerprint(tmp_path):
+    names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(3073))
+    before = fingerprint(str(tmp_path))
+    assert sorted(before) == sorted(names)
+    (tmp_path / "data_batch_3.bin").write_bytes(bytes([1]) + bytes(3072))
+    after = fingerprint(str(tmp_path))
+    assert [name for name in names if after[name] != before[name]] == ["data_batch_3.bin"]
 
 
 # ---- torchrun's next attempt

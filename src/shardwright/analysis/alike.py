@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _PLAIN = (int, float, bool, str, tuple, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -41,24 +42,28 @@ def signature(block: nn.Module) -> tuple[str, ...]:
     return tuple(map(repr, found))
 
 
-def likeness(block: nn.Module) -> object:
-    """Returns a key that is equal for modules with the same :func:`signature` and the same further attributes.
+def likeness(block: nn.Module) -> tuple[object, ...]:
+    """Returns a key that is equal for modules with the same :func:`signature` and equal lists, functions and the like.
 
-    The further attributes are those of :func:`held_objects`. Lists, dicts and sets among them are compared by their
-    text (``repr``), any other object by its identity.
+    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts and sets without tensors
+    are compared by their text (``repr``), any other object by its identity.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
     >>> likeness(one) == likeness(other), likeness(nn.Linear(2, 2)) == likeness(nn.Linear(2, 2))
     (False, True)
     """
-    held = {
-        (path, name): repr(value)
-        if isinstance(value := vars(block.get_submodule(path))[name], list | dict | set)
-        else key
+    held = (
+        (path, name, _text_of(vars(block.get_submodule(path))[name]) or key)
         for (path, name), key in held_objects(block).items()
-    }
-    return signature(block), held
+    )
+    return (*signature(block), *held)
+
+
+def _text_of(value: Any) -> str:
+    """Returns the text of a collection without tensors, of whose text torch shows a part only; else nothing."""
+    collected = isinstance(value, list | dict | set)
+    return repr(value) if collected and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) else ""
 
 
 def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:

@@ -91,9 +91,10 @@ def ignore_batch_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Returns a context inside which a model's BatchNorms have the forwards of :func:`ignore_batch_statistics`.
+    """Returns a context in which a model's BatchNorms accept a batch of one sample, or of none, on the meta device.
 
-    At its end the forwards are what they were before.
+    As with :func:`ignore_batch_statistics`, they neither compute nor update statistics. At its end their earlier
+    forwards are restored.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")

@@ -205,7 +205,7 @@ class Chunked:
 
 
 def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
-    """Yields each node of a graph with its :class:`CallSite`, or with None if the node does not call a module."""
+    """Yields each node of a graph with the module call that it makes (:class:`CallSite`), or None if it makes none."""
     calls: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op != "call_module":

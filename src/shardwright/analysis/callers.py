@@ -79,7 +79,8 @@ def plain_containers(model: nn.Module) -> frozenset[str]:
 def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
     """Returns the names of those layers in ``allowed_callers`` that are also called by code that is not allowed to.
 
-    The modules around each owner are traced to find such calls; code that cannot be traced is skipped.
+    To find such calls, the modules that contain a layer's owner (the module in whose code it was found to be shardable)
+    are traced; code that cannot be traced is skipped.
 
     >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> class Looking(nn.Module):

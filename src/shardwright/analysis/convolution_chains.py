@@ -91,7 +91,7 @@ def find_convolution_chains(
         graph = trace(module, deep=True) if not _is_convolution(module) else None
         if graph is not None:
             traced.append(path)
-            found += _Search(module, path, graph, used, parts).chains()
+            found += _ChainSearch(module, path, graph, used, parts).chains()
     allowed_callers = {layer: allowed for chain in found for layer, allowed in chain.allowed_callers.items()}
     elsewhere = called_elsewhere(model, allowed_callers)
     return tuple(chain for chain in found if not elsewhere.intersection(chain.allowed_callers))
@@ -105,7 +105,7 @@ class _NoChainError(Exception):
     """Raised in the search, backwards from a last layer, at a node that cannot be part of a chain."""
 
 
-class _Part(NamedTuple):
+class _ChainPart(NamedTuple):
     """The part of a chain from its first convolutions to one node."""
 
     firsts: tuple[fx.Node, ...]
@@ -114,11 +114,11 @@ class _Part(NamedTuple):
     channels: int
     units: int
 
-    def with_between(self, node: fx.Node) -> _Part:
+    def with_between(self, node: fx.Node) -> _ChainPart:
         return self._replace(between=(*self.between, node))
 
 
-class _Search:
+class _ChainSearch:
     """Searches the graph of one module for chains, backwards from each possible last layer."""
 
     def __init__(self, root: nn.Module, path: str, graph: fx.Graph, used: set[str], parts: int) -> None:
@@ -183,7 +183,7 @@ class _Search:
         caller = f"{self.path}.{running[-1]}".lstrip(".") if running else self.path
         return AllowedCallers(self.path, frozenset([caller]))
 
-    def _part(self, node: fx.Node) -> _Part:
+    def _part(self, node: fx.Node) -> _ChainPart:
         """Returns the part of a chain that ends with ``node``; raises _NoChainError if there is none."""
         convolution = self._convolution(node)
         if convolution is not None:
@@ -196,7 +196,7 @@ class _Search:
         module = module_of(node, self.root)
         groups = (module.num_groups,) if isinstance(module, nn.GroupNorm) else ()
         node.meta["channels"] = parts[0].channels
-        joined = _Part(
+        joined = _ChainPart(
             tuple(n for part in parts for n in part.firsts),
             tuple(n for part in parts for n in part.middles),
             tuple(n for part in parts for n in part.between),
@@ -207,7 +207,7 @@ class _Search:
             raise _NoChainError  # some rank would hold no whole group
         return joined.with_between(node)
 
-    def _part_to_convolution(self, node: fx.Node, convolution: Any) -> _Part:
+    def _part_to_convolution(self, node: fx.Node, convolution: Any) -> _ChainPart:
         self._check_free(node)
         out, groups = convolution.out_channels, convolution.groups
         node.meta["channels"] = out
@@ -219,9 +219,9 @@ class _Search:
                     return part._replace(middles=(*part.middles, node), channels=out, units=units)
             except _NoChainError:
                 pass  # no chain leads here, so this convolution is a first layer
-        return _Part((node,), (), (), out, groups if groups > 1 else out)
+        return _ChainPart((node,), (), (), out, groups if groups > 1 else out)
 
-    def _flat_part(self, node: fx.Node, in_features: int) -> _Part:
+    def _flat_part(self, node: fx.Node, in_features: int) -> _ChainPart:
         """Returns the part that leads to a value behind a flatten, where each channel is a run of features."""
         if _is_flatten(node, self.root):
             part = self._part(node.all_input_nodes[0])

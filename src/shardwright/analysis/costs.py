@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from shardwright import devices
-from shardwright.analysis.alike import held_objects, signature
+from shardwright.analysis.alike import likeness
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, Chunked, prepare, run, sites
@@ -169,7 +169,7 @@ def _key_of(
     given = [result_of(each) or _setting(each) for each in (*args[:num_given], *named.values())]
     if None in given:
         return None
-    return (*signature(call), *held_objects(call).items(), *given, *named)
+    return (*likeness(call), *given, *named)
 
 
 def _setting(value: Any) -> object:

@@ -40,9 +40,9 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 
 
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
-    """Calls ``function`` and returns its result, but says ``device`` where it asks for the device of a meta tensor.
+    """Calls a torch function and returns its result; a read of a meta tensor's ``device`` returns ``device`` instead.
 
-    A torch function mode uses it, so that code which branches on the kind of device takes the same branch as in a real
+    A torch function mode uses it, so that code that branches on the kind of device takes the same branch as in a real
     run. A ``device`` among the arguments in ``named`` is replaced by the meta device.
     """
     if function == _DEVICE and args[0].is_meta:
@@ -55,8 +55,7 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
 class OnMeta(TorchFunctionMode):
     """A context in which meta tensors report the CPU as their device, as if the code ran there.
 
-    Every torch function is called through :func:`call_on_meta`, so a tensor made with an explicit device is a meta
-    tensor.
+    A tensor that is made with an explicit ``device`` argument is a meta tensor.
 
     >>> with OnMeta():
     ...     torch.empty(2, device="meta").device, torch.zeros(2, device="cpu").is_meta

@@ -62,21 +62,26 @@ class Letters:
         self.roles: list[Role] = []
 
     def new(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Adds a letter of this size and role, and returns a dim of it; size 1 adds none and gives an empty dim."""
+        """Adds a letter (independent index) of this size and role, and returns a dim made of it.
+
+        For size 1 no letter is added, and the dim is empty.
+        """
         return () if size == 1 else self.piece(size, role)
 
     def piece(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Adds a letter of this size and role, even for size 1, and returns a dim made of it.
+        """Adds a letter (independent index) of this size and role, even for size 1, and returns a dim made of it.
 
-        Use it for the parts of a concatenated dim, of which one may have a single element; use :meth:`new` for other
-        dims.
+        Use it for dims that are concatenated, of which one may have a single element; use :meth:`new` for other dims.
         """
         self.sizes.append(int(size))
         self.roles.append(role)
         return (len(self.sizes) - 1,)
 
     def of(self, shape: Sequence[int], role: Role = Role.SAME) -> Dims:
-        """Adds a letter for each dim of ``shape`` and returns the dims; no letter is shared with another tensor."""
+        """Adds a letter (independent index) for each dim of ``shape`` and returns the dims; a dim of size 1 gets none.
+
+        The letters are new, so they tie the dims to no other tensor.
+        """
         return tuple(self.new(size, role) for size in shape)
 
     def size(self, dim: Dim) -> int:
@@ -92,7 +97,10 @@ The entry of an operand is None if its dims are related to no other tensor's, as
 
 
 def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
-    """Returns a decorator that stores a function in ``table`` as the rule of the operators ``names``."""
+    """Returns a decorator that stores a function in ``table``, under ``names``, as the :data:`Rule` of these operators.
+
+    The function relates the dims of an operator's inputs to those of its results.
+    """
 
     def add(function: Rule) -> Rule:
         table.update(dict.fromkeys(names, function))
@@ -102,9 +110,10 @@ def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
 
 
 def all_whole(call: RecordedCall, a: Letters) -> Any:
-    """Returns the dims of a call's operands, and of its results, as letters of role WHOLE: no tensor may be sharded.
+    """Returns the dims of a call's operands and of its results, for an operator of which no tensor may be sharded.
 
-    It is the rule of operators that no table lists. The letters (independent indices) are added to ``a``.
+    Each dim is a letter (independent index) of role WHOLE, which is added to ``a``. This is the rule of operators that
+    no table lists.
     """
     return [a.of(v.shape, Role.WHOLE) for v in call.operands], [a.of(v.shape, Role.WHOLE) for v in call.results]
 

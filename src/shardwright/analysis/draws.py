@@ -63,12 +63,12 @@ FoundDraw = tuple[tuple[str, int, int], TensorUse, str]
 
 @dataclass
 class Draws:
-    """The random draws of a model's forward, with the place of the samples in each drawn tensor.
+    """The random draws of a model's forward, and in which dim each drawn tensor holds the samples of the batch.
 
-    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). A place is
-    None for a tensor without samples, and :data:`MIXED` if it cannot be cut by samples. ``others`` names the random
-    generators other than torch's from which the forward draws. ``across`` lists modules that reduce the samples of a
-    batch by a function other than a sum, with that function.
+    Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
+    has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``others`` names the
+    random generators other than torch's from which the forward draws. ``across`` lists modules that reduce the samples
+    of a batch by a function other than a sum, with that function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Draws:
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
 
-        For a call that the example did not make, it is the place that this draw has in all other calls of the module.
+        For a call that the example did not make, the same draw in the other calls of the module gives the answer.
 
-        Raises: KeyError: the module has no such draw, or its calls differ in the place.
+        Raises: KeyError: the module has no such draw, or these calls give several answers.
         """
         key = (module, call, number)
         if key in self.places:
@@ -92,7 +92,7 @@ class Draws:
         return like.pop()
 
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
-        """Returns the places of the samples in the draws of each module, by module name."""
+        """Returns, by module name, in which dims the drawn tensors hold the samples; None for one without samples."""
         found: dict[str, set[SamplePlace | None]] = {}
         for (path, _, _), place in self.places.items():
             found.setdefault(path, set()).add(place)

@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 
 
 def crossing_name(value: ValueName) -> str:
-    """Returns the name, such as ``3.0``, under which a value is sent from one pipeline chunk to another."""
+    """Returns the name under which pipeline chunks send a value: ``3.0`` for the first result of recorded call 3."""
     return f"{value[0]}.{value[1]}"
 
 
@@ -42,7 +42,7 @@ class EventsChunked:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The index of the event at which each chunk begins, followed by the number of all events.
+        """The index of the event (recorded call) at which each chunk begins, followed by the number of all events.
 
         Raises: LayoutError: this forward does not make the calls at which chunks begin, or makes them in another order.
         """
@@ -80,7 +80,7 @@ class EventsChunked:
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:
-        """The chunk of each event, followed by the chunk of the model's output."""
+        """The pipeline chunk of each event (recorded call), followed by the chunk of the model's output."""
         sizes = [stop - first for first, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         return (*(chunk for chunk, size in enumerate(sizes) for _ in range(size)), self.num_chunks - 1)
 
@@ -119,9 +119,9 @@ class EventsChunked:
         return tuple(dict.fromkeys(event.name for event in events if event.number is not None))
 
     def weights_by_event(self, chunk: int) -> Iterator[str]:
-        """Yields the names of the parameters and buffers that a chunk uses, in the order of its events.
+        """Yields the names of the parameters and buffers that a chunk uses, in the order of its recorded calls.
 
-        A name is yielded again for each further event that uses it.
+        A name is yielded again for each further call that uses it.
         """
         for event in self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]:
             own = self.names.get(event.name, ()) if event.number is not None else ()
@@ -142,7 +142,7 @@ class EventsChunked:
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
 
-        Every chunk makes a call that is not part of an event, and none makes a call that the forward did not make.
+        A module call outside of all recorded calls runs in every chunk, and one that the forward did not make in none.
         """
         calls = self.record.calls.get(module, [])
         made = [calls[number] if number < len(calls) else -1 for number in range(num_calls)]
@@ -152,10 +152,10 @@ class EventsChunked:
 
     @cached_property
     def repeats(self) -> Mapping[int, Sequence[tuple[str, int]]]:
-        """For each event, those modules called in it that earlier chunks have called too, with their number of calls.
+        """The modules that an event (recorded call) runs and an earlier chunk has run too, by the index of the event.
 
-        A key is an event's index; its value lists pairs of a module's path and the number of its calls before the
-        event, from which a rank continues to count. Events without such modules have no entry.
+        A value lists pairs of a module's path and the number of its calls before the event, from which a rank continues
+        to count. Events without such modules have no entry.
         """
         found = {}
         for number, event in enumerate(self.record.events):
@@ -169,7 +169,7 @@ class EventsChunked:
         return found
 
     def lines(self) -> list[str]:
-        """Returns one line of text for each event with its chunk, which ranks compare to see that they cut alike."""
+        """Returns a line of text for each event (recorded call) with its chunk, by which ranks compare their cuts."""
         return [
             f"chunk {chunk}: {event.name} {event.number} ({', '.join(map(str, event.takes))})"
             for chunk, event in zip(self.chunk_of, self.record.events, strict=False)

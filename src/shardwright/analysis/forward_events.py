@@ -105,7 +105,7 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
             vars(module).pop("_call_impl", None)
 
 
-class _Events(TorchFunctionMode):
+class _ForwardRecorder(TorchFunctionMode):
     """The torch function mode that fills a :class:`ForwardRecord` while a forward runs."""
 
     takes_draws = True
@@ -301,9 +301,9 @@ def record_events(
 ) -> ForwardRecord:
     """Runs one forward of a model on the meta device and returns a record of its calls of modules and functions.
 
-    ``units`` names the modules whose calls are one event of the record each. ``draw`` returns the random numbers that
-    the code draws for other uses than tensors of samples, such as a number that decides whether a layer is skipped;
-    without ``draw`` all of them are 0.5.
+    ``units`` names the modules of which each call is recorded as one event, without what its code does inside. ``draw``
+    returns the random numbers for draws that read no activation, such as one that decides whether a layer is skipped;
+    without ``draw`` numbers drawn on the CPU are 0.5 (integers 0).
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])
@@ -314,7 +314,7 @@ def record_events(
     with on_meta(model) as values, ignoring_batch_statistics(model), work:
         assert values is not None
         devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
-        mode = _Events(model, units, work, next(devices, "cpu"), values, draw)
+        mode = _ForwardRecorder(model, units, work, next(devices, "cpu"), values, draw)
         mode.vary(inputs)
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {

@@ -71,10 +71,10 @@ class ForwardEvent:
 
 
 class ModuleSpan(NamedTuple):
-    """One call of a module that is not a unit: the range of events inside the call, and their cost.
+    """One module call whose inner calls are recorded as events: the range of these events, and their cost.
 
-    The events are ``first`` to ``stop - 1``. ``caller`` is the index of the span around this one, or -1. ``is_free``
-    says that its results depend on the model's inputs alone.
+    The events are ``first`` to ``stop - 1``. ``caller`` is the index of the :class:`ModuleSpan` around this one, or -1.
+    ``is_free`` says that its results depend on the model's inputs alone.
     """
 
     path: str
@@ -87,7 +87,7 @@ class ModuleSpan(NamedTuple):
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """The events of one forward in order, their values, and the weights that they use.
+    """The events (recorded calls) of one forward in order, their values, and the weights that they use.
 
     A unit is a module whose call is one event. ``scopes`` lists the calls of modules that are not units. ``calls``
     gives, for each module, the event that contains each of its calls, or None for a module outside of units. ``inside``

@@ -9,7 +9,7 @@ from threading import local
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.alike import held_objects, signature
+from shardwright.analysis.alike import likeness
 
 Traces = dict[object, tuple[nn.Module, fx.Graph | None]]
 _KEPT = local()
@@ -32,7 +32,7 @@ def traces_kept() -> Iterator[None]:
 def kept(module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None]) -> fx.Graph | None:
     """Returns ``trace(module)``, or the stored result of an earlier call in the same :func:`traces_kept` context.
 
-    Modules that are alike share a trace, unless it holds tensors of one of them. The caller must not change the graph.
+    Modules that are alike share a trace, unless the graph holds tensors. The caller must not change the graph.
 
     >>> layer = nn.Linear(2, 2)
     >>> with traces_kept():
@@ -43,7 +43,7 @@ def kept(module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None]) -> fx
     if traces is None:
         return trace(module)
     if id(module) not in traces:
-        alike = (signature(module), tuple(held_objects(module).items()))
+        alike = likeness(module)
         found = traces[alike][1] if alike in traces else trace(module)
         traces[id(module)] = module, found  # the module too, so that its id stays taken
         if found is not None and not _holds_tensors(found):

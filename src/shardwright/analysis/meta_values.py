@@ -94,7 +94,10 @@ class MetaValues(DispatchMode):
         """A hook for subclasses, called when ``on_meta`` replaces a tensor of another device; here it does nothing."""
 
     def selected(self) -> None:
-        """A hook for subclasses, called when an unknown condition is taken as true everywhere; here it does nothing."""
+        """A hook for subclasses, called when a condition that only a real run could decide is taken as true everywhere.
+
+        Here it does nothing.
+        """
 
     def values(self, tensor: Tensor) -> Tensor | None:
         """Returns a tensor's values, or None if they are known only in a real run.

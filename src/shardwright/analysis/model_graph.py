@@ -34,7 +34,7 @@ class RecordedRun:
 
     @cached_property
     def axes(self) -> RunAxes:
-        """The axis of each dim of the run's tensors; dims on one axis must be sharded together."""
+        """Which dims of the run's tensors must be sharded alike (:class:`RunAxes`)."""
         return axes_of(self.recording)
 
     @cached_property

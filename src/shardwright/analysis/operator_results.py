@@ -35,14 +35,14 @@ class MetaSpec(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
-class _Value(NamedTuple):
+class _TypedValue(NamedTuple):
     """A call's argument that is not a tensor, with its type, because 1, 1.0 and True are equal as keys."""
 
     kind: type
     value: Any
 
 
-class _UnknownError(Exception):
+class _NoKeyError(Exception):
     """Raised for arguments from which no key can be made."""
 
 
@@ -108,7 +108,7 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
             found = _results(
                 function, _specs(args), tuple((k, _specs(v)) for k, v in named.items()), torch.get_default_dtype()
             )
-        except _UnknownError:
+        except _NoKeyError:
             pass
         else:
             return _made(found)
@@ -122,7 +122,7 @@ def result_of(value: Any) -> MetaSpec | None:
     """
     try:
         found = _specs(value)
-    except _UnknownError:
+    except _NoKeyError:
         return None
     return found if isinstance(found, MetaSpec) else None
 
@@ -158,18 +158,18 @@ def _specs(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
         if not plain or value.dtype.is_complex:
-            raise _UnknownError
+            raise _NoKeyError
         return MetaSpec(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
         return tuple(map(_specs, value))
-    return _Value(type(value), value)
+    return _TypedValue(type(value), value)
 
 
 def _made(spec: Any) -> Any:
     """Returns new meta tensors for the specs in a key, and the constants in it as they are."""
     if isinstance(spec, MetaSpec):
         return spec.tensor()
-    return spec.value if isinstance(spec, _Value) else tuple(map(_made, spec))
+    return spec.value if isinstance(spec, _TypedValue) else tuple(map(_made, spec))
 
 
 @lru_cache(maxsize=MOST_SIGNATURES)

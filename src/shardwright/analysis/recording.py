@@ -132,7 +132,10 @@ class Recorded(MetaValues):
         self._above.__exit__(*error)
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
-        """Returns the :class:`TensorUse` of a tensor; for a tensor not seen before, a new one of this kind and name."""
+        """Returns the record of a tensor of the run (:class:`TensorUse`), a new one if it was not seen before.
+
+        ``kind`` and ``name`` are those of a new record.
+        """
         key = view_key(tensor)
         if key not in self._uses:
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)

@@ -25,11 +25,11 @@ MISMATCH = "two views of it do not match"
 
 
 class DimAxis:
-    """One axis of a run's tensors: an index that dims of several tensors share, so that they must be sharded alike.
+    """An index that dims of several tensors in a recorded forward share, so that these dims must be sharded alike.
 
-    It may be a product of other axes (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
-    that needs the axis uncut, or is empty. Axes found to be equal are linked; :func:`root` returns the one that
-    represents them.
+    It may be a product of others (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
+    that needs it uncut, or is empty. Those found to be equal are linked; :func:`root` returns the one that represents
+    them.
     """
 
     __slots__ = ("factors", "link", "parts", "size", "whole")
@@ -42,12 +42,12 @@ class DimAxis:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the axis is neither a product nor a concatenation of other axes."""
+        """Whether this index is neither a product (of heads and features, say) nor a concatenation of others."""
         return self.factors is None and self.parts is None
 
     @property
     def inner(self) -> list[DimAxis]:
-        """The smaller axes whose product or concatenation this axis is; empty if it is neither."""
+        """The indices, such as heads and features, whose product or concatenation this one is; empty if none."""
         return [*(self.factors or ()), *(self.parts or ())]
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class DimAxis:
 
 
 def root(axis: DimAxis) -> DimAxis:
-    """Returns the axis that represents all axes found to be equal to ``axis``."""
+    """Returns the one :class:`DimAxis` that represents all those found to be equal to ``axis``."""
     while axis.link is not None:
         if axis.link.link is not None:
             axis.link = axis.link.link
@@ -69,9 +69,9 @@ def root(axis: DimAxis) -> DimAxis:
 
 
 def leaves(axis: DimAxis) -> Iterator[DimAxis]:
-    """Yields the smallest axes whose products and concatenations make up ``axis``, or ``axis`` if it is a leaf itself.
+    """Yields the smallest indices whose products and concatenations make up a dim, such as its heads and features.
 
-    An axis that occurs twice is yielded twice.
+    One that occurs twice is yielded twice. If ``axis``, the index of the dim, is made up of no others, it is yielded.
     """
     axis = root(axis)
     if axis.is_leaf:
@@ -178,9 +178,10 @@ def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
 
 
 def unify(one: DimAxis, other: DimAxis) -> None:
-    """Merges two axes of equal size into one, in place, and splits both into the same factors and parts.
+    """Notes that the dims of ``one`` and ``other``, of equal size, must be sharded alike, by merging the two in place.
 
-    If the factors or parts cannot be matched, those left over are marked as needed whole, that is, uncut.
+    Both are split into the same factors and concatenated parts. Those that cannot be matched are marked as needed
+    whole: they are not sharded.
 
     >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
     >>> unify(columns, _product([heads, width]))
@@ -256,7 +257,7 @@ def _unify_parts(one: DimAxis, other: DimAxis) -> None:
 
 @dataclass(eq=False, slots=True)
 class AxisUse:
-    """An operator (``call``) that sums over an axis, or looks up rows of a table along it, as ``role`` says."""
+    """An operator (``call``) that sums over a dim, or looks up rows of a table along it, as ``role`` says."""
 
     call: RecordedCall
     axis: DimAxis
@@ -284,15 +285,15 @@ class RunAxes:
         return self.dims[tensor]
 
     def of_samples(self, inputs: Iterable[TensorUse]) -> set[DimAxis]:
-        """Returns the axes that make up dim 0 of the tensors ``inputs``, the dim that holds the samples of a batch.
+        """Returns a :class:`DimAxis` for dim 0 of each of ``inputs``, the dim that holds the samples of a batch.
 
-        If dim 0 was found to be a product or a concatenation of smaller axes, these are returned (:func:`leaves`).
+        If dim 0 was found to be a product or a concatenation, those that make it up are returned (:func:`leaves`).
         """
         return {leaf for given in inputs if given.shape for leaf in leaves(self.of(given)[0])}
 
 
 def axes_of(recording: Recording) -> RunAxes:
-    """Returns the axes of all tensors in a recorded run, found from the relations of its operators.
+    """Returns which dims of the tensors in a recorded run must be sharded alike, according to its operators.
 
     Constants are left out: one table of positions that two layers share would tie the dims of both layers together.
 
@@ -351,10 +352,10 @@ def spread(labels: bytes, inside: int, outside: int) -> bytes:
 
 
 def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
-    """Returns the rank that holds each index of ``axis``, as bytes, or None if no axis in it is cut.
+    """Returns the rank that holds each element of a dim, as one byte each, or None if nothing that makes it up is cut.
 
-    ``cut`` maps each axis that is cut to the ranks that hold its indices. In a concatenation, the indices of a part
-    that is not cut have the label :data:`ALL`, since every rank holds them.
+    ``axis`` is the dim's :class:`DimAxis`. ``cut`` maps each one that is cut to the ranks that hold its elements. In a
+    concatenation, the elements of a part that is not cut have the label :data:`ALL`, since every rank holds them.
 
     Raises: ValueError: two factors of a product are cut.
 

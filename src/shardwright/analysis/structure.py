@@ -76,7 +76,7 @@ GUARDED = "guarded_kind"
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's class; for a module whose sharded parameters are guarded, the class that it had before.
+    """Returns a module's class; if it was replaced by one that refuses reads of sharded parameters, the original class.
 
     >>> kind_of(nn.ReLU()).__name__
     'ReLU'

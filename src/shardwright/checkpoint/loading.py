@@ -43,11 +43,11 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     """Fills ``run`` and ``optimizer`` from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
     ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
-    files that hold some of its part. Everything is read before anything is changed: a load that fails leaves run and
+    files that hold parts of its shards. Everything is read before anything is changed: a load that fails leaves run and
     optimizer unchanged. The call waits for saves that are under way, and all ranks read the step that rank 0 finds.
 
-    Raises: CheckpointError, on every rank: the checkpoint is missing, broken or foreign, of another model, or without
-        the optimizer's state. Every check that does not need the files comes first.
+    Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model, or
+        has no state of the optimizer.
     """
     run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")
@@ -120,9 +120,9 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
 
 
 def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece, ...], local: Tensor) -> None:
-    """Reads one tensor of a checkpoint into this rank's shard ``local``, cast to the shard's dtype.
+    """Reads this rank's shard of one tensor of a checkpoint into ``local``, cast to the dtype of ``local``.
 
-    ``pieces`` say which boxes of the whole tensor the shard holds; only these are read from disk.
+    ``pieces`` say which ranges of the whole tensor the shard holds; only these are read from disk.
     """
     stored = manifest.tensors[name][2]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}

@@ -21,9 +21,9 @@ _WAIT_S = 0.02
 
 @contextlib.contextmanager
 def one_save(folder: Path) -> Iterator[None]:
-    """A context in which no other save writes into ``folder``; it first waits for one that does, and locks the folder.
+    """A context in which no other save writes into ``folder``: it waits for a save under way, and locks the folder.
 
-    Raises: OSError: the folder cannot be written, or the other save has not ended after ``MOST_WAIT_S``.
+    Raises: OSError: the folder cannot be written, or the other save has not ended after five minutes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, until_s = folder / SAVING, time.monotonic() + MOST_WAIT_S

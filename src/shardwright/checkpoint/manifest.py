@@ -4,13 +4,13 @@
 
     run/ckpt/
         step-00000100/
-            manifest.json              every tensor's shape, and which box of it is stored in which file
-            part-00000.safetensors     the pieces that rank 0 owned
+            manifest.json              every tensor's shape, and which part of it is stored in which file
+            part-00000.safetensors     the parts of tensors that rank 0 wrote
             part-00001.safetensors
         .tmp-.../                      being written, or left by a killed run: never read
 
 A checkpoint is complete exactly when its folder has its final name, which one rename gives it last. It contains no
-pickle, so opening a checkpoint runs no code; what a manifest may say stands in ``schema.py``.
+pickle, so opening a checkpoint runs no code; ``schema.py`` says what a manifest may contain.
 
 Versions of the format, which every later version can read:
 
@@ -65,10 +65,11 @@ class StoredBox:
 class Manifest:
     """The content of ``manifest.json``: the tensors of a checkpoint by global name, whatever layout wrote them.
 
-    ``tensors`` maps a name to (dtype, shape, stored boxes); model tensors are named as in the plain model, optimizer
-    state is named ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds the
-    optimizer state that does not have its parameter's shape, such as step counts, by parameter and key. ``groups`` are
-    the optimizer's param groups, and ``optimizer`` is its class's name, "" without one. ``extra`` is the user's data.
+    ``tensors`` maps a name to (dtype, shape, places of the tensor's parts in files); model tensors are named as in the
+    plain model, optimizer state is named ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256).
+    ``scalars`` holds the optimizer state that does not have its parameter's shape, such as step counts, by parameter
+    and key. ``groups`` are the optimizer's param groups, and ``optimizer`` is its class's name, "" without one.
+    ``extra`` is the user's data.
     """
 
     step: int
@@ -156,9 +157,9 @@ def _checked(text: str) -> str:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in the folder of a run, oldest first.
+    """Returns the complete checkpoints in a folder, sorted by step.
 
-    ``step-N.old`` is the previous checkpoint of step N. It counts until the new one has its final name.
+    ``step-N.old``, the earlier checkpoint of a step that is saved again, is returned only while ``step-N`` is missing.
     """
     found = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}") if path.is_file()}
     steps = {path: _STEP.fullmatch(name) for name, path in found.items()}

@@ -18,15 +18,16 @@ def check_steps(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any],
     held: Mapping[str, tuple[nn.Parameter, dict[str, Any]]],
 ) -> None:  # fmt: skip
-    """Raises ValueError if a step of a param group with its saved options and state would fail.
+    """Raises ValueError if an optimizer could not step a param group with its saved options and state.
 
-    Only an optimizer's own code knows which state it needs. So another optimizer of the same class steps a parameter of
-    one element with the state that was read, once for each kind of state. ``optimizer`` itself is not changed. Three
-    kinds are not checked: an optimizer that cannot step such a parameter even with its present options and without
-    state, such as one that needs a closure; one whose step reads attributes of its own; and state of another shape than
-    the parameter's, such as the sums of rows and columns of Adafactor. ``group`` has the present options, ``options``
-    the saved ones. ``held`` are the group's parameters by name, each with its new state, of which only shapes, dtypes
-    and scalars are used.
+    Only an optimizer's own code knows which state it needs. So a new optimizer of the same class steps a parameter of
+    one element with the saved state, once for each kind of state; ``optimizer`` itself is not changed. Not checked are
+    optimizers that cannot step such a parameter without state either, such as one that needs a closure; optimizers
+    whose step reads attributes of their own; and state of another shape than its parameter, such as Adafactor's sums of
+    rows and columns.
+
+    ``group`` has the present options, ``options`` the saved ones. ``held`` are the group's parameters by name, each
+    with its saved state, of which only shapes, dtypes and scalars are used.
 
     >>> weight = nn.Parameter(torch.ones(3))
     >>> adam = torch.optim.AdamW([weight])

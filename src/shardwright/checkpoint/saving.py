@@ -1,4 +1,4 @@
-"""Saves a run as a checkpoint: each rank writes the pieces of tensors that it owns, and rank 0 merges the manifest."""
+"""Saves a run as a checkpoint: each rank writes its parts of tensors, and rank 0 writes the manifest that lists all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Entries = dict[str, tuple[str, tuple[int, ...], list[StoredBox]]]
 
 
 @dataclass
-class _Part:
+class _PartFile:
     """One file that a rank writes: by key, the tensors and the piece of each that the file holds."""
 
     file: str
@@ -104,8 +104,9 @@ def save_alone(
     """Saves a checkpoint of ``step`` without collectives, after a rank has failed.
 
     Returns True on the rank that completes the checkpoint, else False. All ranks call it and must hold the state of
-    ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`; ``keep`` is that of :func:`save`.
-    ``failure`` is the exception that ended this rank, and ``most_s`` the most seconds to wait for the other ranks.
+    ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`, and ``keep``, if not 0, how many checkpoints
+    stay in the folder. ``failure`` is the exception that ended this rank, and ``most_s`` the most seconds to wait for
+    the other ranks.
 
     Raises: OSError: a rank could not write its part.
     """
@@ -161,7 +162,9 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises: CheckpointError: it cannot be written as JSON.
     """
     try:
-        found: dict[str, Any] = json.loads(json.dumps(extra or {}))
+        if not isinstance(extra, Mapping | None):
+            raise TypeError(f"a {type(extra).__name__}")
+        found: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError, RecursionError) as failure:
         raise CheckpointError(
             "'extra' cannot be kept as JSON",
@@ -172,13 +175,15 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]) -> tuple[Entries, list[_Part]]:
+def _owned(
+    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]
+) -> tuple[Entries, list[_PartFile]]:
     """Returns the manifest entries of the pieces that this rank writes, and its files.
 
     ``owners`` gives the rank that writes a buffer.
     """
     entries: Entries = {}
-    parts: list[_Part] = []
+    parts: list[_PartFile] = []
     mine = [name for name, rank in owners.items() if rank == run.world.rank or name in run.plan.buffers]
     for name, layout, local in (*_state(run, optimizer), *_buffers(run, mine)):
         # the owner of an unsharded buffer writes it; of all other tensors, the first rank that holds a piece
@@ -189,7 +194,7 @@ def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[st
             key, size = f"{name}#{number}", piece.whole.size * local.element_size()
             if not parts or parts[-1].num_bytes + size > MOST_BYTES:
                 more = f".{len(parts)}" if parts else ""
-                parts.append(_Part(f"part-{run.world.rank:05d}{more}.safetensors"))
+                parts.append(_PartFile(f"part-{run.world.rank:05d}{more}.safetensors"))
             parts[-1].pieces[key] = local.detach(), piece
             parts[-1].num_bytes += size
             stored.append(StoredBox(piece.whole, parts[-1].file, key))
@@ -253,7 +258,7 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
 
 
 def pack_entries(entries: Entries) -> dict[str, Any]:
-    """Returns a rank's manifest entries (which box of a tensor is in which file) as plain lists that JSON can hold."""
+    """Returns a rank's manifest entries (which range of which tensor is in which file) as a dict of lists, for JSON."""
     return {
         name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
         for name, (dtype, shape, stored) in entries.items()
@@ -261,7 +266,10 @@ def pack_entries(entries: Entries) -> dict[str, Any]:
 
 
 def merge_tensors(packed: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tuple[int, ...], tuple[StoredBox, ...]]]:
-    """Returns the manifest's table of tensors, merged from the packed entries of every rank."""
+    """Returns the manifest's table of tensors: by name, the dtype, the shape, and the place of each part in the files.
+
+    ``packed`` has the result of :func:`pack_entries` from each rank.
+    """
     tensors: Entries = {}
     for entries in packed:
         for name, (dtype, shape, stored) in entries.items():

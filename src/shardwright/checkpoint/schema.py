@@ -1,7 +1,7 @@
 """The schema of ``manifest.json``: the allowed entries and values, checked before any of them is used.
 
-A manifest may come from another person. File names are therefore names of parts and nothing else (no path leads out of
-the folder), dtypes are torch's, and optimizer options are plain values. So no text of it reaches an import.
+A manifest may come from another person. So a file in it can only be named like ``part-00000.safetensors``, without a
+path, dtypes are torch's, and optimizer options are plain values: no text of a manifest reaches an import.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _PLAIN = (bool, int, float, str, type(None))
 def check_schema(found: Any) -> None:
     """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` is a valid manifest.
 
-    It must have exactly a manifest's entries, with values of the right types. Each tensor's pieces must lie inside of
-    the tensor and of its files. The optimizer's options must not be NaN, nor its learning rates negative or infinite.
+    It must have exactly a manifest's entries, with values of the right types. The stored parts of each tensor must lie
+    inside its shape and add up to its size, and must fit into their files. The optimizer's options must not be NaN, nor
+    its learning rates negative or infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):

@@ -18,10 +18,9 @@ from shardwright.checkpoint.writing import flush, new_token, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import CheckpointError
-from shardwright.global_tensor import GlobalTensor
 from shardwright.global_tensor.geometry import boxes, terms, whole_piece
 from shardwright.global_tensor.same_arguments import check_everywhere
-from shardwright.global_tensor.tensor import global_layout_of, redistributed_local, without_sums
+from shardwright.global_tensor.tensor import GlobalTensor, global_layout_of, redistributed_local, without_sums
 from shardwright.global_tensor.view_tracking import check_fresh, count_writes, is_gathered_view
 
 
@@ -30,11 +29,12 @@ def save_tensors(
 ) -> Path:
     """Saves global tensors by name as the checkpoint ``folder/step-N`` and returns its path; all ranks call it.
 
-    N is ``step``, in eight digits, and ``extra`` is stored as JSON. It implements
+    N is ``step``, in eight digits, and ``extra`` is stored as JSON. Users call it as
     :func:`shardwright.global_tensor.save`.
 
     Raises: CheckpointError: a value is not a global tensor, ``extra`` is not JSON, or the checkpoint cannot be written;
-        LayoutError: ranks give different tensors; PlanError: a tensor is a view that is out of date.
+        LayoutError: ranks give different tensors; PlanError: a tensor is the gathered copy of a view whose base was
+        written to since.
     """
     extra = check_extra(extra)
     world, everyone, final = here(), everyone_here(), Path(folder) / f"step-{step:08d}"
@@ -100,11 +100,12 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
     """Fills global tensors by name from a checkpoint, and returns the checkpoint's ``extra``; all ranks call it.
 
     ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Floating-point values are rounded to
-    the dtype of the tensor. It implements :func:`shardwright.global_tensor.load`.
+    the dtype of the tensor. Users call it as :func:`shardwright.global_tensor.load`.
 
     Raises: CheckpointError, on every rank: the checkpoint is missing or broken, or has no tensor of a name with that
-        shape and kind of dtype, or a value is not a global tensor or is a gathered view. Nothing is changed then.
-        LayoutError: ranks give different tensors; PlanError: a tensor is a view that is out of date.
+        shape and kind of dtype, or a value is not a global tensor or is the gathered copy of a view. Nothing is changed
+        then. LayoutError: ranks give different tensors; PlanError: a gathered copy of a view whose base was written to
+        since.
     """
     _check_tensors(tensors)
     here().wait_pending()

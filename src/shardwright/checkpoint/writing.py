@@ -1,7 +1,8 @@
 """Writes a checkpoint: each rank writes its files into a temporary folder, which rank 0 renames at the end.
 
 The files may be written by threads while training goes on. Collectives belong to the main threads, so these threads
-agree by files: each leaves a note once its rank's files are complete, and rank 0's thread waits for the notes of all::
+synchronize through the file system: each writes a small JSON file, called its note, once its rank's files are complete,
+and rank 0's thread waits for the notes of all::
 
     rank 0   copy | steps ...    its thread: files, note | notes of all: manifest, rename, remove older ones
     rank 1   copy | steps ...    its thread: files, note
@@ -55,9 +56,9 @@ def write_checkpoint(
     """Writes the files of all ranks as the checkpoint folder ``final``; every rank calls it with rank 0's ``token``.
 
     ``write(folder)`` writes this rank's files into a temporary folder, which ``token`` names, and returns a description
-    of them as JSON values; on rank 0 ``merge`` makes the manifest from all ranks' descriptions. ``keep`` is that of
-    :func:`~shardwright.checkpoint.saving.save`. With ``snapshot``, a function that copies the state that ``write``
-    needs, this call returns after the copy: a thread writes the files, and ``world.wait_pending`` waits for it.
+    of them as JSON values; on rank 0 ``merge`` makes the manifest from all ranks' descriptions. ``keep``, if not 0, is
+    how many checkpoints stay in the folder. With ``snapshot``, a function that copies the state that ``write`` needs,
+    this call returns after the copy: a thread writes the files, and ``world.wait_pending`` waits for it.
 
     Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` does.
     """
@@ -138,7 +139,7 @@ def write_alone(
 
     Every rank calls it, with the exception that ended its own work as ``failure``. A rank that failed by itself, and
     not because it lost a partner, begins: it makes the temporary folder and closes its connections, so that the calls
-    of the other ranks fail and these ranks come here too. Unless all ranks come within ``JOIN_S`` seconds nothing is
+    of the other ranks fail and these ranks come here too. Unless all ranks come within two seconds nothing is
     written. The last rank to write its part completes the checkpoint, for which all wait at most ``most_s`` seconds.
     The other arguments are those of :func:`write_checkpoint`.
 
@@ -207,7 +208,7 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
 def clear(root: Path, token: str) -> None:
     """Removes the remains of killed saves from the folder ``root``: temporary folders, and replaced checkpoints.
 
-    The caller holds the lock of ``root``; ``token`` is that of the caller's own save.
+    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders.
     """
     for stale in root.glob(".tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -219,8 +220,8 @@ def clear(root: Path, token: str) -> None:
 def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
     """Completes a checkpoint: writes the manifest into ``partial`` and renames this folder to ``final``.
 
-    All other files in ``partial`` are complete. A checkpoint that had the name before is replaced. ``token`` is that of
-    the save.
+    All other files in ``partial`` are complete. A checkpoint that had the name before is replaced. ``token`` is the
+    random text in the names of the save's temporary folders.
     """
     (partial / MANIFEST).write_text(manifest.to_json())
     flush(partial / MANIFEST)

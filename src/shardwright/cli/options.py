@@ -93,7 +93,7 @@ def ranks_of(given: str) -> Ranks:
 
 
 def check_one_process(config: Any) -> None:
-    """Raises PlanError if layers would be timed in several processes, which could cut the model differently."""
+    """Raises PlanError if several processes would each time the layers, and so could choose different stages."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(

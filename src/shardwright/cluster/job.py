@@ -17,7 +17,7 @@ TORCHRUN = "torch.distributed.run"
 class ClusterJob:
     """A training run to start on a cluster: its layout, nodes and folder, and options of ``shardwright train``.
 
-    ``out`` is the folder of the run, which all nodes share, and ``options`` are words for the end of the ``train``
+    ``out`` is the folder of the run, which all nodes share, and ``options`` are arguments to append to the ``train``
     command. ``time_s`` is the time limit in seconds, which only Slurm uses. ``save_s`` is how many seconds the ranks
     have to save before they are ended. ``restarts`` is how often they are started again within the job after a failure;
     the run then continues from its newest checkpoint. ``cpus`` and ``gpus`` are the numbers for each rank, which uses
@@ -64,13 +64,13 @@ class ClusterJob:
             )
 
     def train(self, python: str) -> list[str]:
-        """Returns the ``shardwright train`` command that one rank runs, as words; ``python`` is the interpreter."""
+        """Returns the ``shardwright train`` command of a rank as a list of arguments; ``python`` is the interpreter."""
         return [python, "-m", "shardwright.cli", *self._arguments()]
 
     def torchrun(
         self, python: str, run_id: str, node_rank: str, address: str, port: str, restarts: int, module: str = TORCHRUN
     ) -> list[str]:
-        """Returns the torchrun command that starts the ranks of one node, as a list of words.
+        """Returns the torchrun command that starts the ranks of one node, as a list of arguments.
 
         ``python`` is the interpreter. ``run_id`` names the rendezvous at ``address`` and ``port``, ``node_rank`` is the
         number of the node, and ``restarts`` is how often torchrun restarts the ranks after a failure. ``module`` is the

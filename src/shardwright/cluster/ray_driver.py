@@ -170,7 +170,7 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
 def driver_script(job: ClusterJob) -> str:
     """Returns the source of a Python program that runs ``job`` on the Ray cluster on which the program is started.
 
-    ``--dry-run`` prints it, and ``ray job submit`` can run it.
+    ``ray job submit`` can run the program.
     """
     return (
         '"""Trains on the Ray cluster that this runs on."""\n\n'

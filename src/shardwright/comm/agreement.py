@@ -32,8 +32,10 @@ _NUM_COLUMNS, _NUM_ROWS = 512, 64
 def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
     """All-gathers ``value`` as JSON text and returns every rank's value, in the order of the ranks on the axis.
 
-    Traffic: two all-gathers, of the texts' lengths and of the texts. With ``room``, first one all-gather of ``room``
-        bytes from each member, and the other two only if the text of a member is not shorter than that.
+    Texts shorter than ``room`` bytes need only one message from each rank, of that size.
+
+    Traffic: two all-gathers, of the texts' lengths and of the texts. With ``room``, one all-gather of ``room`` bytes
+        from each rank, followed by the other two if any text is not shorter than that.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
@@ -150,8 +152,7 @@ def first_difference_async(
     That function returns the first :class:`Difference`, or None if all lines are equal. All members of the axis call
     this function and the returned one. With ``groups``, which are lists of ranks, lines must be equal only within each
     group, and every member gets a difference that is found in any group. On the meta device, which has no values,
-    nothing differs. Traffic: one all-reduce of two numbers for each group; where lines differ, all lines are gathered
-    too.
+    nothing differs. Traffic: one all-reduce, of two numbers per group; where lines differ, all lines are gathered too.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def compare(axes):

@@ -139,6 +139,8 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
 def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Returns a copy of this rank's slice of a replicated ``x`` along ``dim``; ``sizes`` are the lengths of all slices.
 
+    On an axis of one rank, ``x`` itself is returned.
+
     Traffic: forward, none; backward, one all-gather of ``x``.
     """
     return _run(_WholeToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x

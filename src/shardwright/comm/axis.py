@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright import devices
-from shardwright.errors import CommunicationError
+from shardwright.errors import CommunicationError, aligned
 
 Result = TypeVar("Result")
 
@@ -53,14 +53,20 @@ class CollectiveCall(NamedTuple):
         return f"{what} {self.details} over axis '{self.axis}' for {self.source}".replace("  ", " ")
 
 
-SAME_CALLS = "let every rank of an axis make the same calls in the same order"
+SAME_CALLS = "the same calls in the same order on every rank of an axis"
+FIX_CALLS = "look for code that depends on the rank: a branch, a loop, the size of a batch"
+"""What ranks must call, and where to look if they do not; for errors."""
 
 
-def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> str:
-    """Returns an error text for two ranks that make different collective calls over one axis: both calls and a fix."""
+def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> CommunicationError:
+    """Returns the error for two ranks that make different collective calls over one axis; it names both calls."""
     (a, first), (b, second) = sorted([(rank, str(call)), (other, str(others_call))])
-    what = f"ranks {a} and {b} disagree on a call over axis '{axis}'"
-    return f"{what}\n  rank {a}: {first}\n  rank {b}: {second}\n  fix:    {SAME_CALLS}"
+    return CommunicationError(
+        f"ranks {a} and {b} disagree on a call over axis '{axis}'",
+        given=aligned([f"rank {a}: {first}", f"rank {b}: {second}"]),
+        allowed=SAME_CALLS,
+        fix=FIX_CALLS,
+    )
 
 
 class Pending(Generic[Result]):
@@ -133,7 +139,7 @@ class Channel(Protocol):
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates the connections for p2p messages between pairs of members, if the backend needs that.
 
-        All members call it, with the same pairs, before the first message.
+        All members call it, with the same pairs, before the first :meth:`send` or :meth:`receive`.
         """
         del pairs  # nothing, unless the backend says more
 
@@ -175,8 +181,8 @@ class Axis:
     Most calls exist twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. The ranks of the
     axis, its members, are numbered 0 to ``size - 1``. ``ranks`` are their ranks in the run, ``index`` is this rank's
     number among them, and calls are recorded under the name ``source``. The slices that members hold of a tensor may
-    differ in size. On an axis of size 1 a collective sends and records nothing, nor does a call on tensors without
-    elements.
+    differ in size. On an axis of size 1 a collective sends and records nothing, nor does any call but an all-to-all on
+    tensors without elements.
 
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -301,7 +307,8 @@ class Axis:
     def reduce_scatter_parts_async(self, parts: Sequence[Tensor]) -> Pending[Tensor]:
         """Starts a reduce-scatter of separate tensors of one dtype: member i gets the sum of all members' ``parts[i]``.
 
-        Where members share memory, nothing is copied to join the parts.
+        ``wait`` of the returned :class:`Pending` gives this member's sum. Over shared memory between processes, nothing
+        is copied to join the parts.
         """
         shape = parts[self.index].shape
         pending = self.reduce_scatter_together_async(parts, [part.numel() for part in parts])
@@ -310,9 +317,9 @@ class Axis:
     def reduce_scatter_together_async(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
         """Starts a reduce-scatter of several tensors of one dtype as if joined into one flat tensor.
 
-        That is summed over the members and cut into parts of ``sizes`` elements; ``wait`` of the returned
-        :class:`Pending` gives this member's part. Where members share memory, nothing is copied to join the tensors,
-        and they may be freed at once.
+        The flat tensor is summed over the members and cut into one part for each, of ``sizes`` elements; ``wait`` of
+        the returned :class:`Pending` gives this member's part. Over shared memory between processes, nothing is copied
+        to join the tensors, and they may be freed at once.
         """
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         if self.size == 1:
@@ -391,7 +398,8 @@ class Axis:
     def barrier(self) -> None:
         """Blocks until every rank of the axis has called it.
 
-        On an accelerator, it blocks also until all work that is queued on this rank's device is done.
+        On an accelerator, it also waits for all work that is queued on this rank's device. On an axis of size 1 it does
+        nothing.
         """
         if self.size > 1:
             call = self._call("barrier", (1,), torch.uint8)
@@ -429,8 +437,8 @@ class Axis:
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates the connections for p2p messages between ``pairs`` of members; every member passes the same pairs.
 
-        Over NCCL it must be called before the first message. With other backends (threads, gloo, shared memory) it
-        does nothing.
+        Over NCCL it must be called before the first :meth:`send` or :meth:`receive`; :meth:`send_and_receive_async`
+        does not need it. With other backends (threads, gloo, shared memory) it does nothing.
         """
         if self.size > 1:
             self.channel.connect(sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}))

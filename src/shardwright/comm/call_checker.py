@@ -11,14 +11,14 @@ import time
 
 import torch.distributed as dist
 
-from shardwright.comm.axis import SAME_CALLS, CollectiveCall, disagreement
-from shardwright.errors import CommunicationError
+from shardwright.comm.axis import FIX_CALLS, SAME_CALLS, CollectiveCall, disagreement
+from shardwright.errors import CommunicationError, aligned
 
 _RECHECK_S = 0.5
 
 
 class CallChecker:
-    """One rank's part of the check: publishes its calls in torch's store, and compares them with the other ranks'."""
+    """Publishes a rank's collective calls in torch's store, and compares them with those of the other ranks."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
@@ -46,7 +46,7 @@ class CallChecker:
                 self._wait_for(f"{key}/{other}", other, call)
             theirs = self.store.get(f"{key}/{other}").decode()
             if theirs != mine:
-                raise CommunicationError(disagreement(call.axis, self.rank, mine, other, theirs))
+                raise disagreement(call.axis, self.rank, mine, other, theirs)
         if waited:
             self.store.set(f"at/{self.rank}", "")
         if ranks in self._written:  # all are here, so all have read the entry for the call before
@@ -65,15 +65,22 @@ class CallChecker:
         while not self.store.check([key]):
             now = time.monotonic()
             if now > start + self.timeout_s:
-                raise CommunicationError(f"rank {other} did not reach {call} within {self.timeout_s:.0f} s")
+                raise CommunicationError(
+                    f"rank {other} did not reach {call} within {self.timeout_s:.0f} s",
+                    given=f"rank {self.rank}, which waits in that call, and no call of rank {other}",
+                    allowed=SAME_CALLS,
+                    fix=f"see what rank {other} does meanwhile; if it only takes long, set a longer --timeout-s",
+                )
             if now > look_at:
                 chain = self._chain(other)
                 if chain and chain == last_chain and not self.store.check([key]):  # no rank in it has moved
                     at = chain[0][1]
                     where = "has returned already" if at == "returned" else f"waits in {at.split('|', 2)[2]}"
                     raise CommunicationError(
-                        f"ranks {self.rank} and {other} wait for each other\n"
-                        f"  rank {self.rank}: waits in {call}\n  rank {other}: {where}\n  fix:    {SAME_CALLS}"
+                        f"ranks {self.rank} and {other} wait for each other",
+                        given=aligned([f"rank {self.rank}: waits in {call}", f"rank {other}: {where}"]),
+                        allowed=SAME_CALLS,
+                        fix=FIX_CALLS,
                     )
                 last_chain, look_at = chain, now + _RECHECK_S
             time.sleep(pause_s)  # the store can wait for a key, but not for another key as well

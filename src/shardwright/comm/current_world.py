@@ -37,8 +37,8 @@ def enter(world: World) -> None:
 def here() -> World:
     """Returns this process's world: the one that ``launch`` gave it, else one around torch's default process group.
 
-    The latter is made at the first call, which all ranks make together. If torch.distributed is not initialized, the
-    world has one rank.
+    The latter is made at the first call, which all ranks make together. If torch.distributed is not initialized, as
+    with ranks that are threads, the world has one rank.
 
     >>> here().size
     1

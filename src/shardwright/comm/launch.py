@@ -40,7 +40,7 @@ def launch(
 ) -> list[T]:
     """Runs ``work(world, *args)`` once per rank and returns the ranks' results, in rank order.
 
-    ``ranks_or_layout`` is the number of ranks, or a layout, also as a line such as "dp2 tp2", for as many as it has.
+    ``ranks_or_layout`` is the number of ranks, or a layout, which may be text such as "dp2 tp2", that fixes the number.
 
     ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
     a socket that another machine could connect to; but in a process that is already a rank (of ``torchrun``, ``srun``
@@ -54,7 +54,7 @@ def launch(
     ``device`` alone, one for all ranks ("auto" is the CPU), and ignore the rest.
 
     Raises: RankFailedError: a rank raised or died; the text has the rank's traceback if there is one. An error of the
-        library itself, such as PlanError, is raised as it is (with threads, only if every rank raised). LayoutError:
+        library itself is raised as it is (with threads, one such as PlanError only if every rank raised). LayoutError:
         ``torchrun`` started another number of ranks, this machine cannot start as many, or a line is no layout.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")

@@ -36,7 +36,7 @@ def ring_factor(kind: str, num_ranks: int) -> Fraction:
 
 
 class CallFollower(Protocol):
-    """A listener to this rank's calls, by which a rehearsal finds how communication overlaps with computation."""
+    """A listener to this rank's collectives and messages, to predict how communication overlaps with computation."""
 
     def began(self, call: CollectiveCall, num_bytes: int, ranks: tuple[int, ...]) -> None:
         """Called when this rank begins a collective or message of ``num_bytes`` among ``ranks``."""

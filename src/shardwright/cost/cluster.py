@@ -17,7 +17,6 @@ from shardwright.nodes import Nodes
 MOST_OVER = 1.5
 """The factor by which a figure may exceed that of the profile that it replaces before a warning is given."""
 
-
 RANKS_PER_NODE = 8
 """The most ranks of a node, where nodes are not given."""
 

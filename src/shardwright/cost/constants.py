@@ -17,7 +17,7 @@ def _constant(default: float, unit: str, low: float, high: float, meaning: str) 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the time model, other than the figures of a device's profile.
+    """The constants by which FLOPs and bytes become predicted seconds, such as the efficiency of matrix products.
 
     ``sources`` says where each value is from: "datasheet", "measured", "fitted" or, if a constant is not in it,
     "guess".

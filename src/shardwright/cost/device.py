@@ -48,7 +48,7 @@ class Device:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about figures that are unlikely, such as a peak with sparsity or a bandwidth of both ways."""
+        """Warnings about unlikely figures, such as a peak with sparsity or a bandwidth summed over both directions."""
         narrow = [peak for name, peak in self.peaks if name != "fp32"]
         intensity = max(narrow, default=0.0) / self.memory_bytes_per_s
         if not narrow or DENSE[0] <= intensity <= DENSE[1]:

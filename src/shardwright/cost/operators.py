@@ -16,10 +16,10 @@ PARTS = ("matmul", "attention", "memory")
 
 
 class OperatorRecord(NamedTuple):
-    """One operator of a rehearsed step: its kind, FLOPs, bytes read and written, precision, dims and launches.
+    """One operator of a training step: its kind, FLOPs, bytes read and written, precision, dims and kernel launches.
 
-    ``part`` is one of ``PARTS``. ``dims`` of a product are (batch, m, n, k): the rows and columns of each result, and
-    the dim that is summed.
+    ``part`` is its kind: "matmul", "attention", or "memory" if its bytes alone set its time. ``dims`` of a matrix
+    product are (batch, m, n, k): the rows and columns of each result, and the dim that is summed.
     """
 
     part: str
@@ -59,9 +59,9 @@ def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -
 
 
 def smooth_max(first: float, second: float) -> float:
-    """Returns the fourth root of ``first**4 + second**4``, a little more than the larger of two times.
+    """Returns the fourth root of ``first**4 + second**4``: the larger of two times, or up to 19 % more.
 
-    It is the time of two queues that sometimes wait for each other.
+    It models the time of two queues that sometimes wait for each other.
 
     >>> smooth_max(1.0, 0.0), round(smooth_max(1.0, 1.0), 3)
     (1.0, 1.189)

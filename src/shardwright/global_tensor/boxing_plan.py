@@ -37,7 +37,7 @@ class BoxingStep:
 
     ``kind`` names the collective, or is "messages". The last two fields matter for a collective only: ``axis`` is the
     placement's axis over which it runs, and ``dims`` are the dims that this axis cuts before and after. If only one of
-    the two layouts cuts a dim along the axis, ``dims`` has that dim twice.
+    the two layouts cuts a dim along the axis, ``dims`` has that dim twice. An all-reduce does not use ``dims``.
     """
 
     shape: tuple[int, ...]
@@ -49,9 +49,9 @@ class BoxingStep:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """The point-to-point messages that do this step.
+        """The point-to-point messages that have the effect of this step, even if it runs a collective instead.
 
-        A step that runs a collective moves at most as many elements as these.
+        The collective moves at most as many elements as these messages.
         """
         shape, source, destination = self.shape, self.source, self.destination
         held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
@@ -68,7 +68,7 @@ class BoxingStep:
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:
-        """Maps each rank that needs no messages to the slices of its old local tensor that are its new local tensor."""
+        """Maps each rank that sends and receives nothing to the slices of its local tensor that it keeps."""
         found = {}
         for rank in self.destination.placement.ranks:
             messages = self.transfer.messages_to(rank)

@@ -1,4 +1,4 @@
-"""Computes which box of a global tensor each rank holds and, under ``partial_sum``, which term of the sum."""
+"""Computes which box (a range of every dim) of a global tensor each rank holds and, for partial sums, which term."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _box_at(shape: tuple[int, ...], layout: GlobalLayout, coord: Coord) -> Box:
 
 
 def whole_piece(box: Box) -> Piece:
-    """Returns the :class:`Piece` for a local tensor that holds exactly ``box`` of the global tensor."""
+    """Returns a :class:`Piece` (a box, and its offset in a local tensor) for a local tensor that holds just ``box``."""
     return Piece(box, (0,) * len(box.start))
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def with_lists(x: GlobalTensor, index: Any) -> Any:
     """Returns ``index``, the index of ``x[index]``, with its lists replaced by replicated global tensors of integers.
 
-    A list of booleans is a mask, and is replaced by one index tensor for each dim that it covers. An index without
-    lists, and an outer list that contains lists, are returned unchanged.
+    A list of booleans is a mask, and is replaced by one index tensor for each dim that it covers. Lists of anything but
+    integers and booleans stay as they are, and so does an index that is itself a list of lists.
 
     Raises: IndexError: a list that does not fit its dim. It is raised on every rank, so that no rank waits for another.
     """

@@ -55,7 +55,7 @@ class Placement:
         return rank in self._coord_of
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that differ from ``rank`` only along ``axis``, itself included, in the order of the axis.
+        """Returns ``rank`` and the ranks that differ from it only in the grid coordinate ``axis``, sorted by it.
 
         >>> placement("cpu", [[0, 1], [2, 3]]).group(0, 3)
         (1, 3)

@@ -61,7 +61,8 @@ class GlobalTensor(DTensor):
     ) -> GlobalTensor:
         """Returns the tensor redistributed to ``placement`` and ``sbp``; an argument left out keeps its value.
 
-        If nothing changes, the tensor itself is returned, unless it is a partial-sum leaf that requires a gradient.
+        If nothing changes and ``grad_sbp`` is None, the tensor itself is returned, unless it is a partial-sum leaf that
+        requires a gradient.
         Every rank of either placement must call the method; other ranks may. The gradient is redistributed back to this
         tensor's placement with the sbp ``grad_sbp``. By default that is this tensor's sbp, with ``broadcast`` in place
         of ``partial_sum`` if the tensor is no leaf.
@@ -130,8 +131,8 @@ class GlobalTensor(DTensor):
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
         """Sets ``requires_grad`` in place, and returns this tensor.
 
-        On a leaf it also adds a hook: where the leaf is split and its gradient arrives replicated, each rank keeps only
-        its own slice of the gradient.
+        If it sets True on a leaf without hooks, it also adds one: where the leaf is split and its gradient arrives
+        replicated, each rank keeps only its own slice of the gradient.
         """
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._backward_hooks:

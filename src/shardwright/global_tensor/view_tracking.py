@@ -23,7 +23,7 @@ class WriteCount:
 
 
 class GatheredView(NamedTuple):
-    """The mark of a view that is a gathered copy: a text about its base, and the base's write count at the copy."""
+    """What a view that is a gathered copy stores: a description of its base, and the base's write count at the copy."""
 
     base: str
     num_writes: int
@@ -37,7 +37,7 @@ def writes_of(x: Any) -> WriteCount:
 
 
 def is_gathered_view(x: Any) -> bool:
-    """Returns whether ``x`` is a copy made by communication, by an operator that in torch returns a view."""
+    """Returns whether ``x`` is a copy that an operator made by communication, where in torch it returns a view."""
     return hasattr(x, "_gathered")
 
 

@@ -25,10 +25,10 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from shardwright.initial_values.recorded_writes import RecordedValues, numbers_from, view_of
+from shardwright.initial_values.recorded_writes import RecordedValues, view_of
 from shardwright.initial_values.write_recorder import RECORDED, WriteRecorder
 
-__all__ = ["ModuleRecorder", "RecordedValues", "WriteRecorder", "keep_record", "numbers_from", "recorded_values"]
+__all__ = ["ModuleRecorder", "keep_record", "recorded_values"]
 
 _OF_THREAD = threading.local()
 

@@ -38,6 +38,7 @@ from shardwright.plan.schedule import Action
 from shardwright.rng import with_names
 from shardwright.runtime.executor import Events, Microbatch
 from shardwright.strategies import choose
+from shardwright.strategies.pipeline.messages import connected_stages
 from shardwright.strategy import Strategy
 
 
@@ -80,9 +81,21 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer
         tracker.mark()
     if tracker.memory is None:
         return tracker.account()
-    groups = {frozenset(axis.ranks) for axis in run.axes.values() if axis.size > 1}
-    num_communicators = len(groups) if run.world.transport.blocks is None else 0
+    num_communicators = _num_communicators(run) if run.world.transport.blocks is None else 0
     return tracker.account(beside_tensors(tracker.memory, kind, num_communicators))
+
+
+def _num_communicators(run: Run) -> int:
+    """Returns the number of NCCL communicators that this rank is a member of.
+
+    Each group of an axis has one, and each pair of pipeline stages that exchange messages has two, one a direction.
+    """
+    num_groups = len({frozenset(axis.ranks) for axis in run.axes.values() if axis.size > 1})
+    schedule, stages = run.plan.schedule, run.plan.stages
+    if schedule is None or stages is None:
+        return num_groups
+    pairs = connected_stages(schedule, stages.chunked.edges)
+    return num_groups + 2 * sum(run.coord["pp"] in pair for pair in pairs)
 
 
 def predict_memory(
@@ -112,7 +125,7 @@ def predict_memory(
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The plan of a job and the strategies that made it, reused for the rehearsals of several ranks."""
+    """The plan of a job and the strategies that made it, reused to run steps of several ranks on the meta device."""
 
     plan: Plan
     strategies: Sequence[Strategy]
@@ -126,11 +139,11 @@ def rehearsed(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", device: str = "cpu", planned: JobPlan | None = None, **options: Any,
 ) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
-    """A context that rehearses one rank's steps on the meta device; yields its run, part of the batch and optimizer.
+    """A context in which one rank's training steps are rehearsed: run on the meta device, without values or messages.
 
-    One step has been taken when the context begins, so that optimizer state exists. Steps that are taken inside the
-    context are rehearsed too. The arguments are those of :func:`predict_memory`, and ``planned``, the plan of the job
-    if it was made before.
+    It yields the rank's :class:`Run`, its part of the batch and the optimizer. One step has been taken when the context
+    begins, so that optimizer state exists. The arguments are those of :func:`predict_memory`, and ``planned``, the plan
+    of the job if it was made before.
     """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout

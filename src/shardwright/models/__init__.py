@@ -113,7 +113,7 @@ def entry_of(config: object) -> ModelEntry | None:
 def configure(name: str, settings: Mapping[str, object]) -> Any:
     """Returns the config of a built-in model from settings, whose values may be text, as on a command line.
 
-    Raises: PlanError: no such model or setting, or a value of the wrong type.
+    Raises: PlanError: no such model or setting, or a value of the wrong type or out of range.
 
     >>> configure("gpt", {"num_layers": "2", "width": 64}).num_layers
     2
@@ -124,8 +124,8 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     """Returns a built-in model by name, or the model that ``package.module:factory`` makes of the settings.
 
-    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that fails or
-        returns something else.
+    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type or out of range; a factory
+        that fails or returns something else.
 
     >>> build("convnet", {"channels": "4,8"}).conv2.conv
     Conv2d(4, 8, kernel_size=(5, 5), stride=(1, 1))

@@ -35,8 +35,8 @@ class SumLoss(nn.Module):
     ignored, or the sum of their classes' weights. The scores of the classes may be in dim 1 of the output, as in torch,
     or in the last dim, as in language models.
 
-    Raises: PlanError: the loss has another ``reduction`` than "mean"; output or targets are no tensors; both dims could
-        be that of the classes.
+    Raises: PlanError: the loss has another ``reduction`` than "mean"; output or targets are no tensors; torch would
+        broadcast them to a larger shape; both dims could be that of the classes.
 
     >>> logits, targets = torch.zeros(2, 5, 4), torch.tensor([[0, 1, -100, 3, 0], [2, 3, 0, 1, 1]])
     >>> loss_sum, count = SumLoss(nn.CrossEntropyLoss())(logits, targets)
@@ -94,7 +94,8 @@ def as_loss(loss: Any) -> nn.Module:
     None means cross entropy. Functions, and torch's losses that return the mean, are wrapped; other modules are
     returned as they are.
 
-    Raises: PlanError: ``loss`` is no loss, such as a class without its call, or is one of torch's that takes no mean.
+    Raises: PlanError: ``loss`` is a class instead of an instance, cannot be called, or is one of torch's losses with
+        another ``reduction`` than "mean".
 
     >>> loss_sum, count = as_loss(lambda output, targets: ((output - targets).abs().sum(), 3))(torch.ones(3), 0)
     >>> loss_sum.item(), count

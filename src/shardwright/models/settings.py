@@ -134,7 +134,7 @@ def _describe(hint: Any) -> tuple[str, str]:
 def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
     """Returns a config built from settings, whose values may be text; all other fields have their defaults.
 
-    Raises: PlanError: a key that the config does not have, or a value of the wrong type.
+    Raises: PlanError: a key that the config does not have, or a value of the wrong type or out of range.
 
     >>> from shardwright.models.mlp import MLPConfig
     >>> read_config(MLPConfig, {"widths": "8,16,4", "dropout": 0.1})

@@ -208,9 +208,9 @@ def share_statistics(
 ) -> None:
     """Makes each BatchNorm normalize by statistics over all ranks of ``axes``, besides the axes of earlier calls.
 
-    ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm whose attributes are guarded,
-    or whose weights are narrower than its statistics. ``nn.SyncBatchNorm`` is always replaced, because it would use
-    every process of the run. ``by`` is the name of the strategy, for ``run.explain``.
+    ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm that refuses reads of its
+    parameters, or whose weights have a narrower dtype than its statistics. ``nn.SyncBatchNorm`` is always replaced,
+    because it would use every process of the run. ``by`` is the name of the strategy, for ``run.explain``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def mean(axes):

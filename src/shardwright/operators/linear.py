@@ -156,9 +156,9 @@ class GridProduct:
     ``take`` all-gathers X, rows before features; ``give`` sums Y, features before rows; ``fetch`` all-gathers W.
     ``bias_here`` is true on the one member that adds the bias, of those that hold terms of the same output. ``keep``
     saves gathered operands for the backward, which otherwise re-gathers them. ``overlap`` lets messages overlap with
-    products. ``prefetch``, which a model's layers share, gathers this layer's ``weight()`` while the layer before
-    multiplies. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward.
-    ``traced`` stands for it in compiled code.
+    matrix products. ``prefetch``, which a model's layers share, gathers this layer's ``weight()`` while the layer
+    before multiplies. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward.
+    ``traced`` is the call that compiled code makes instead.
     """
 
     take: tuple[OperandMove, ...] = ()
@@ -262,7 +262,9 @@ class _GridLinear(Function):
 
 
 def compilable(layer: nn.Module, product: GridProduct) -> GridProduct:
-    """Returns a layer's product in a form that compiled code can call, or unchanged if it gathers or cuts features.
+    """Returns a layer's matrix product and collectives in a form that compiled code can call.
+
+    It is returned unchanged if it gathers features or reduce-scatters over them.
 
     The calls that compiled code makes are registered on ``layer`` (:func:`~.traced.note_traced`).
     """

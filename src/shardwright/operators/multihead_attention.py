@@ -43,12 +43,15 @@ class HeadShard:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that share a head; it alone contributes their common terms."""
+        """Whether this rank is the first of those that share a head, or shares none.
+
+        Of several ranks with equal attention weights, only the first adds them to the returned sum.
+        """
         return self.shares is None or self.shares.index == 0
 
     @property
     def rows(self) -> tuple[OperandMove, ...]:
-        """The all-gathers of samples among ``take``, through which masks that differ by sample are gathered too."""
+        """The all-gathers of samples among the input's collectives, by which masks of each sample are gathered too."""
         return tuple(move for move in self.take if move.layout == "rows")
 
 
@@ -67,9 +70,10 @@ def multihead(
     """Computes ``nn.MultiheadAttention`` with weights sharded by heads; arguments and results are those of its forward.
 
     Shapes: query (B, L, E) or another that the module accepts; in_proj_weight (3 n d, E), out_proj.weight (E, n d).
-    Traffic: ``take`` of each distinct input, and of each sample's masks where it gathers samples; ``fetch`` of each
-        projection; the out-projection's own; ``give`` of the weights, if they are wanted: B*L*S elements, or N times
-        as many; over ``shares`` an all-reduce of the scores, B*L*S elements, forward, and one of their gradient.
+    Traffic: the collectives of ``part``: ``take`` of each distinct input, and of each sample's masks where it gathers
+        samples; ``fetch`` of each projection; ``together`` in place of both for self-attention, if it is set; ``give``
+        of the weights, if they are wanted: B*L*S elements, or N times as many; over ``shares`` an all-reduce of the
+        scores, B*L*S elements, forward, and one of their gradient. The out-projection adds its own.
     Raises: PlanError: unbatched inputs where the layout cuts samples. RuntimeError: ``is_causal`` without
         ``attn_mask``, as in torch.
     """

@@ -135,7 +135,8 @@ def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: in
 def cut_norm(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
     """Runs an ``nn.LayerNorm`` or ``nn.RMSNorm`` whose ``size`` features are sharded; ``input`` is this rank's shard.
 
-    Returns the normalized shard. ``splits`` are as in :func:`cut_layer_norm`.
+    Returns the normalized shard. ``splits`` are the axes that shard the features, each with the number of features of
+    every member.
     """
     weight = module._parameters["weight"]  # past the class that refuses to let other code read it
     if isinstance(module, nn.LayerNorm):

@@ -38,7 +38,7 @@ class OperandMove(NamedTuple):
 
 
 class MoveStep(NamedTuple):
-    """An :class:`OperandMove` for an operand of known shape: ``sizes`` are matrix rows, or features, of each rank."""
+    """One collective for an operand of known shape: ``sizes`` has the matrix rows or features of each rank."""
 
     axis: Axis
     layout: str

@@ -75,7 +75,7 @@ class SlidingWindow:
         return first * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns 0: a window that runs on the span of ``outputs`` computes these rows and none before them."""
+        """Returns 0: run on the input rows that ``outputs`` read, the operator computes no rows before ``outputs``."""
         return 0
 
 
@@ -100,7 +100,7 @@ class Upsampling:
         return first // self.factor - self.margin, (stop - 1) // self.factor + 1 + self.margin
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows."""
+        """Returns how many rows to drop before ``outputs`` if the operator runs on the input rows that they read."""
         return outputs[0] - self.span(outputs)[0] * self.factor
 
 
@@ -124,9 +124,9 @@ class TransposedWindow:
         return (size - 1) * self.stride - 2 * self.padding + self.dilation * (self.kernel - 1) + self.more + 1
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """Returns the input rows (first, stop) that add to the rows ``outputs``.
+        """Returns the input rows (first, stop) that add to the output rows ``outputs``.
 
-        If none does it is one row, because an operator needs an input; for an empty range it is (0, 0).
+        If no input row does, one row is returned, because an operator needs an input. For no outputs it is (0, 0).
         """
         first, stop = outputs
         if first == stop:
@@ -136,7 +136,7 @@ class TransposedWindow:
         return low, max(low + 1, min((stop - 1 + self.padding) // self.stride + 1, size))
 
     def skip(self, outputs: Range, size: int) -> int:
-        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows.
+        """Returns how many rows to drop before ``outputs`` if the operator runs on the input rows that add to them.
 
         A negative number says how many rows of zeros to add there instead.
         """
@@ -184,9 +184,9 @@ def output_sizes(sizes: Sequence[int], resize: Resize) -> tuple[int, ...]:
 
 
 def runs_of(span: Range, size: int, border: Border) -> Runs:
-    """Returns the ranges of picture rows that a span reads; a border row counts as the row that it repeats.
+    """Returns the ranges of picture rows that are read for the rows ``span``, which may reach outside the picture.
 
-    Constant border rows are left out.
+    A row outside counts as the row that the border repeats there; rows of a constant border are left out.
 
     >>> runs_of((-1, 3), 5, "constant"), runs_of((-2, 3), 5, "reflect"), runs_of((-2, 3), 5, "circular")
     (((0, 3),), ((2, 3), (1, 2), (0, 3)), ((3, 5), (0, 3)))

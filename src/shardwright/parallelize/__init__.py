@@ -137,8 +137,8 @@ def parallelize(
 def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -> Run:
     """Returns one rank's :class:`Run` for a plan that was made before from ``job`` (the model, its loss, the sizes).
 
-    Rehearsals use it, which make one plan for several ranks. ``chosen`` are the strategies that refined the plan. The
-    seed is 0 and the other options are the defaults of :func:`parallelize`. The job's model and loss are left alone.
+    It is used to simulate several ranks of one plan. ``chosen`` are the strategies that refined the plan. The seed is 0
+    and the other options are the defaults of :func:`parallelize`. The job's model and loss are left alone.
 
     Raises: LayoutError: the world has another number of ranks than the plan; and as :func:`parallelize`.
     """

@@ -28,8 +28,8 @@ AUTO = "auto"
 def candidates(factor: Factor) -> Iterator[Factor]:
     """Yields the layout factors that ``auto`` tries in place of ``tp8/auto``, simplest first.
 
-    They are 1D, 1D with sequence parallelism (``tp8/sp``), and every 2D and 3D grid of as many ranks. All of them shard
-    weights over all ranks.
+    They are 1D, 1D with sequence parallelism (``tp8/sp``), every 2D grid of as many ranks, and every 3D grid with a
+    first side of 2 or more. All of them shard weights over all ranks.
 
     2.5D grids are left out: they copy weights along their depth, so with enough tokens the grid whose depth is all
     ranks would always send the fewest bytes, and each rank would hold the whole model.

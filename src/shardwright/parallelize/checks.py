@@ -229,7 +229,7 @@ def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) 
 
     Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
     are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
-    sparse tensors by shape and dtype only.
+    sparse tensors by shape and dtype only. On a single rank, and if ranks are on the meta device, nothing is compared.
 
     Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
     """

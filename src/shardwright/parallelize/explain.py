@@ -1,4 +1,4 @@
-"""Describes one module of a run, for ``Run.explain`` and ``show --explain``: role, parameters, forward, messages."""
+"""Describes one module of a run, for ``Run.explain`` and ``show --explain``: how it is parallelized, what it sends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwright.analysis.structure import kind_of
+from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError, nearest
 from shardwright.formatting import format_bytes
 from shardwright.forward_stack import stack_of
@@ -24,10 +25,11 @@ DEFAULT_ROLE = LayerRole("copied", "", "no strategy cuts it: every rank computes
 
 
 def explained(run: Run, path: str) -> dict[str, Any]:
-    """Returns the description of one module on this rank as plain data for JSON: role, parameters, wrappers, messages.
+    """Returns how one module is parallelized on this rank, as plain data for JSON.
 
-    ``path`` is the module's name, "" for the model or "(loss)" for the loss. :func:`explain_text` makes text of the
-    description.
+    The data has the module's role (such as column-parallel) and the reason for it, its parameters, the wrappers of its
+    forward, and the messages of a step. ``path`` is the module's name, "" for the model or "(loss)" for the loss.
+    :func:`explain_text` makes text of the data.
 
     Raises: PlanError: the model has no such module.
     """
@@ -55,9 +57,10 @@ def explained(run: Run, path: str) -> dict[str, Any]:
 
 
 def why_with_stages(plan: Plan, path: str, why: str) -> str:
-    """Returns ``why``, the reason for a module's role, with "every rank" replaced by the stages that call the module.
+    """Returns ``why``, text on why a module is parallelized as it is, with the pipeline stages that call the module.
 
-    It is unchanged without a pipeline, or if all stages call the module or none does.
+    In the text "every rank computes" becomes, for instance, "the ranks of stage 1 compute". The text is unchanged
+    without a pipeline, or if all stages call the module or none does.
     """
     if plan.schedule is None or plan.stages is None:
         return why
@@ -75,7 +78,7 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
 
 
 def explain_text(found: Mapping[str, Any]) -> str:
-    """Returns the description that :func:`explained` gave as text of several lines, ready to print."""
+    """Returns the result of :func:`explained`, how one module is parallelized, as text of several lines."""
     role, rank = found["role"], found["rank"]
     by = f" by {role['strategy']}" if role["strategy"] else ""
     lines = [
@@ -107,7 +110,7 @@ def first_rank_with(plan: Plan, path: str) -> int:
     a module without parameters in a layout without pipeline stages. ``path`` is the module's name.
     """
     inside = [use.parameter for use in plan.uses if path == "" or f"{use.module}.".startswith(f"{path}.")]
-    for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis == "pp"]):
+    for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]):
         at = {**dict.fromkeys(plan.mesh.axes, 0), **coord}
         if any(plan.compute[name].num_elements(at) for name in inside) or (not inside and _calls(plan, at, path)):
             return plan.mesh.rank(at)

@@ -13,12 +13,19 @@ from torch import Tensor
 
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import PlanError, nearest
-from shardwright.global_tensor import GlobalTensor, Placement
 from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.boxing import run_transfer
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, whole_piece
+from shardwright.global_tensor.placement import Placement
 from shardwright.global_tensor.sbp import Sbp
-from shardwright.global_tensor.tensor import everywhere, global_layout_of, redistributed_local, without_sums, wrap
+from shardwright.global_tensor.tensor import (
+    GlobalTensor,
+    everywhere,
+    global_layout_of,
+    redistributed_local,
+    without_sums,
+    wrap,
+)
 from shardwright.global_tensor.view_tracking import check_fresh
 from shardwright.parallelize.run import Run
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -57,8 +64,8 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
     Parameters that ``tensors`` does not name keep their values. Values are cast to the dtype in which the run stores
     the parameter. All ranks call it.
 
-    Raises: PlanError: ranks are threads, a value is not a global tensor or is out of date, or the run has no parameter
-        of that name and shape.
+    Raises: PlanError: ranks are threads, a value is not a global tensor or is the gathered copy of a view whose base
+        was written to since, or the run has no parameter of that name and shape.
     """
     _check_processes(run)
     layouts = {name: state.parameter for name, state in run.plan.state.items()}

@@ -18,7 +18,9 @@ from torch.nn.parameter import is_lazy
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import owners
 from shardwright.errors import PlanError
-from shardwright.initial_values import RecordedValues, WriteRecorder, numbers_from, recorded_values
+from shardwright.initial_values import recorded_values
+from shardwright.initial_values.recorded_writes import RecordedValues, numbers_from
+from shardwright.initial_values.write_recorder import WriteRecorder
 from shardwright.mesh import Coord
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout

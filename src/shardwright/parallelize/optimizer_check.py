@@ -59,7 +59,9 @@ def is_elementwise(
     ``flat``, ranges of elements that end inside a row. Each split is tried twice: with one optimizer over all parts,
     and with an optimizer for each part. With ``in_turn`` the optimizer over all parts makes a step for each of them,
     while the others have no gradient. ``groups`` are the options of parameter groups; each group is tried on a copy of
-    the tensor. An optimizer whose constructor or step raises, such as one that needs a closure, gives False.
+    the tensor. An optimizer whose step raises, such as one that needs a closure, gives False.
+
+    Raises: what the constructor raises for these options, such as a ValueError for a negative learning rate.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)
@@ -67,12 +69,16 @@ def is_elementwise(
     start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
     gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
 
-    def stepped(parts: Split) -> Sequence[Sequence[Tensor]]:
-        """Returns each part after three steps, once for each of the groups."""
+    def made(parts: Split) -> tuple[list[list[nn.Parameter]], torch.optim.Optimizer]:
+        """Returns each part as parameters, one for each of the groups, and an optimizer over all of them."""
         parameters = [[nn.Parameter(part.clone()) for _ in groups] for part in parts(start)]
         by_group = zip(groups, zip(*parameters, strict=True), strict=True)
         in_groups = [{**group, "params": list(members)} for group, members in by_group]
-        optimizer = kind(in_groups if any(groups) else in_groups[0]["params"], **options)
+        return parameters, kind(in_groups if any(groups) else in_groups[0]["params"], **options)
+
+    def stepped(parts: Split) -> Sequence[Sequence[Tensor]]:
+        """Returns each part after three steps, once for each of the groups."""
+        parameters, optimizer = made(parts)
         for gradient in gradients:
             for copies, part in zip(parameters, parts(gradient), strict=True):
                 for parameter in copies:
@@ -96,8 +102,9 @@ def is_elementwise(
 
     splits: list[Split] = [lambda t: t.split([2, 4]), lambda t: t.split([1, 3], dim=1)]
     splits += [lambda t: t.reshape(-1).split([5, 1, 11, 7])] if flat else []
+    made(lambda tensor: (tensor,))
     try:
         (whole,) = stepped(lambda tensor: (tensor,))
         return all(same(parts, whole) for parts in splits)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # it needs a closure, or tensors of another shape
+    except Exception:  # any optimizer's code runs here: it may need a closure, or tensors of another shape
+        return False

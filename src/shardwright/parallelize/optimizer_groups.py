@@ -70,12 +70,12 @@ def check_groups(
     *,
     states_decay: bool = False,
 ) -> None:
-    """Raises PlanError if parameter groups were chosen by the dims of a rank's tensors that are flat shards of one dim.
+    """Raises PlanError if parameter groups were chosen by the dims of a rank's tensors where those are flat shards.
 
-    A rule such as ``p.dim() > 1`` finds no matrix among flat shards, so a group is left without parameters, or all
-    groups have a weight decay of 0. The second counts only with ``states_decay``, which says that every group that the
-    user gave has a ``weight_decay`` of its own. If one group decays more than another and has a matrix, the groups were
-    chosen otherwise, and there is no error.
+    A rule such as ``p.dim() > 1`` finds no matrix among shards of one dim, so a group is left without parameters, or
+    all groups have a weight decay of 0. The second counts only with ``states_decay``, which says that every group that
+    the user gave has a ``weight_decay`` of its own. If one group decays more than another and has a matrix, the groups
+    were chosen otherwise, and there is no error.
 
     On a pipeline stage a group may be empty anyway. With stages, the error is therefore raised, on every rank, only if
     ``everyone``, the axis of all ranks, is given, a rank finds such groups, and no rank has a matrix in the group with

@@ -24,11 +24,11 @@ from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
-from shardwright.axes import mesh_axes
+from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.initial_values import keep_record
-from shardwright.layout import Layout
+from shardwright.layout import Layout, has_stages
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
@@ -94,7 +94,7 @@ def make_plan(
     try:
         plan = _placed(on_meta, layout, strategies)
     except UnknownCodeError:
-        if job.example is None or layout.factor("pp") is None:
+        if job.example is None or not has_stages(layout):
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
     check_renormed(on_meta.model, plan)
@@ -116,9 +116,9 @@ def make_plan(
 def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
     """Returns the share of parameters and FLOPs that each factor of the layout shards.
 
-    If the plan does not have the work of the model's operators yet and the layout has ``tp``, a forward on the job's
-    example is recorded for it. Without an example, or if the forward does not run on the meta device, shares of FLOPs
-    may be None.
+    If the layout has ``tp`` and the plan does not count the FLOPs of operators yet, a forward on the job's example is
+    recorded on the meta device to count them. Without an example, or if that forward fails, shares of FLOPs may be
+    None.
     """
     if not plan.work and job.graph is not None and plan.layout.factor("tp") is not None:
         try:
@@ -141,12 +141,13 @@ def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
 
 
 def _sent_bytes(job: Job, layout: Layout) -> float:
-    """Returns the bytes that rank 0, which has the largest shards, sends in a step of the layout without ``pp``.
+    """Returns the bytes that rank 0, which has the largest shards, sends in a step of the layout without stages.
 
     Without an example a batch is known by its tokens only: then it returns the elements that linear layers send.
     """
     # without stages: their messages are small beside those of layers, and cutting the model for each mode is slow
-    layout = replace(layout, factors=tuple(factor for factor in layout.factors if factor.axis != "pp"))
+    factors = tuple(factor for factor in layout.factors if layout_axes()[factor.axis].kind != "stages")
+    layout = replace(layout, factors=factors)
     plan, strategies = make_plan(job, layout)
     if job.example is None:
         return sent(plan)
@@ -166,7 +167,7 @@ def job_for(
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
     Only the shapes and dtypes of ``inputs`` are read. ``num_tokens`` is the number of tokens in one microbatch of one
-    model copy, and ``roles`` are the user's roles for single layers, by patterns of names.
+    model copy. ``roles`` are the user's choices of "column", "row" or "copied" for layers, by patterns of names.
 
     >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2 mb2"), torch.zeros(8, 3)).example.shape
     torch.Size([2, 3])
@@ -176,7 +177,7 @@ def job_for(
         on_meta = on_device(inputs, torch.device("meta"))
         example = rows(on_meta, 0, -(-num_rows(inputs) // num_shares(layout)))
         graph = ModelGraph(model, example)
-    stages = stages_by_device(model) if layout.factor("pp") is not None else ()
+    stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 
 
@@ -289,9 +290,10 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
 
 
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
-    """Returns which samples and tokens of each microbatch of a global batch the rank at ``coord`` has in hand.
+    """Returns which samples and tokens of each microbatch the rank at ``coord`` gets.
 
-    The batch has ``num_global`` samples of ``num_tokens`` tokens; 0 if the layout does not cut sequences.
+    ``num_global`` is the number of samples of the global batch, and ``num_tokens`` the number of tokens of each sample,
+    or 0 if the layout does not cut sequences.
     """
     found = tuple(plan.batch_shard(coord) for _ in range(plan.layout.num_microbatches))
     for number, shard in enumerate(found):
@@ -301,10 +303,10 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
-    """Returns the number of targets in one sample: the product of the dims of the first tensor after dim 0.
+    """Returns the number of targets in one sample: the elements of the first tensor in ``targets``, per index of dim 0.
 
-    Without a tensor it is 1. ``num_tokens``, if not 0, stands for the size of dim 1, of which a rank holds only a part
-    if sequences are cut.
+    Without a tensor it is 1. ``num_tokens``, if not 0, replaces the size of dim 1: where sequences are cut, a rank
+    holds only a part of that dim.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
     (10, 10)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import gather_json, tensor_digest, text_digest
 from shardwright.comm.axis import Axis
-from shardwright.errors import PlanError
+from shardwright.errors import RankDifferenceError
 from shardwright.plan.plan import Plan
 from shardwright.plan.traffic import Traffic
 from shardwright.runtime.executor import Microbatch
@@ -81,11 +81,11 @@ def check_ranks(
     earlier: str,
     updates: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> None:
-    """Raises PlanError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
+    """Raises RankDifferenceError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
 
-    Copies along a tensor-parallel axis may differ by 1/1000 of the largest element, for rounding. What differs in a
-    mesh of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as 0.999 for two axes;
-    what goes on to differ is seen in a later one.
+    Copies along a tensor-parallel axis may differ, for rounding, by 1/1000 of the tensor's largest absolute element.
+    What differs in a mesh of n axes is seen with a probability of 1 - 2**-(63 // (n + 4)) in each comparison, such as
+    0.999 for two axes; what goes on to differ is seen in a later one.
 
     ``values`` are the parameters' :func:`bit_sums`, ``number`` is the number of the step, and ``earlier`` a digest of
     the numbers of samples of all steps so far. ``updates`` describes updates as text: those of this rank's optimizers,
@@ -168,7 +168,7 @@ def _differs(plan: Plan, each: RankText, digests: Sequence[int]) -> bool:
 
 
 def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], number: int) -> None:
-    """Raises PlanError that names the ranks that differ and the line in which they do; does nothing if none differ."""
+    """Raises RankDifferenceError that names the ranks that differ and the line in which they do, if any differ."""
     for group in plan.mesh.groups(each.axes):
         for key in sorted({key for rank in group for key in every[rank]}):
             texts = {rank: every[rank].get(key, "nothing") for rank in group}
@@ -177,7 +177,7 @@ def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], nu
             ((usual, _),) = Counter(texts.values()).most_common(1)
             odd = [rank for rank in group if texts[rank] != usual]
             others = [rank for rank in group if texts[rank] == usual]
-            raise PlanError(
+            raise RankDifferenceError(
                 f"rank {_listed(odd)} differs from rank {_listed(others)} in {each.what}: {key}",
                 given=f"{texts[odd[0]]} on rank {odd[0]}, {usual} on rank {others[0]}, before step {number}, "
                 f"under {plan.layout}",

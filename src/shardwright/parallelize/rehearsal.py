@@ -46,7 +46,7 @@ Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 class MicrobatchRehearsal(NamedTuple):
     """The tensors of one microbatch that pipeline chunks send each other, by name, as meta tensors.
 
-    ``sent`` counts the collectives of each chunk by source, kind, axis and bytes, if the stages were cut from a
+    ``sent`` counts the collectives of each chunk by strategy, kind, axis and bytes, if the stages were cut from a
     recorded forward and run on tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the
     recorded calls of modules.
     """

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -42,8 +43,9 @@ from shardwright.runtime.timeline import Span, Timeline
 from shardwright.strategies.pipeline.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
-    from shardwright.global_tensor import GlobalTensor, Placement
+    from shardwright.global_tensor.placement import Placement
     from shardwright.global_tensor.sbp import Sbp
+    from shardwright.global_tensor.tensor import GlobalTensor
 
 
 class Run:
@@ -131,7 +133,8 @@ class Run:
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
         Raises: LayoutError: the layout cuts sequences and the samples are not sequences; PlanError: the sequences are
-            too short, or a value is an array or an object with tensors instead of a tensor.
+            too short, or a value is an array or an object with tensors instead of a tensor, or contains a tensor
+            without dims.
         """
         return self._from_samples(inputs, targets, num_global, None)
 
@@ -253,7 +256,8 @@ class Run:
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
         Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
             is sent from the last stage to the others.
-        Raises: LayoutError: the layout cuts sequences and the inputs are not sequences.
+        Raises: LayoutError: the layout cuts sequences and the inputs are not sequences; PlanError: an input is an array
+            or an object with tensors instead of a tensor, or contains a tensor without dims.
         """
         return self._step.predict(as_tensors(inputs))
 
@@ -303,7 +307,7 @@ class Run:
         >>> sw.launch(work, 2, ranks="threads")[0]
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
         """
-        stages = self.axes["pp"].for_strategy("core") if "pp" in self.axes else None
+        stages = next((self.axes[name].for_strategy("core") for name in mesh_axes("stages") if name in self.axes), None)
         if stages is not None:
             stages.barrier()
         self._executor.clock = lambda: moment(self.world.device)
@@ -319,7 +323,7 @@ class Run:
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
     def explain(self, path: str) -> str:
-        """Returns text on one module under the layout: its role and why, parameters, forward stack and traffic.
+        """Returns text on how one module is parallelized and why, with its parameters, forward stack and traffic.
 
         ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)".
 
@@ -461,8 +465,8 @@ class Run:
         All ranks call it. Other parameters keep their values. It is the inverse of :meth:`global_parameters`.
 
         Traffic: each element that a rank stores and whose value it does not hold.
-        Raises: PlanError: ranks are threads, a value is not a global tensor or is out of date, or the run has no
-            parameter of that name and shape.
+        Raises: PlanError: ranks are threads, a value is not a global tensor or is the gathered copy of a view whose
+            base was written to since, or the run has no parameter of that name and shape.
         """
         from shardwright.parallelize import global_parameters
 

@@ -36,10 +36,10 @@ class StepGuard:
     """Watches a run's steps and every optimizer step and gradient clipping of torch, and raises an error for misuse.
 
     ``parameters`` are the tensors that the run's optimizer updates. ``others`` are tensors that a user may confuse with
-    these and that no step of the run reads: the plain model's parameters, and the parameters of the run's model where
-    a strategy stores them in another form. If ranks ``are_compared``, the learning rates of every update are noted.
-    ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and ``num_updates`` the steps of
-    optimizers that update the run's parameters.
+    these and that no step of the run reads: the plain model's parameters, and the parameters of the run's model where a
+    strategy stores them in another form. If ranks ``are_compared``, the learning rates of every update are recorded for
+    the comparison. ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and ``num_updates`` the
+    steps of optimizers that update the run's parameters.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class StepGuard:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises PlanError if a step of ``optimizer``, which is about to run, would be wrong for this run.
 
-        That is so if it would update only tensors that no step of the run reads, if its parameter groups were chosen by
-        the dims of flat shards, or if it would use the gradients of the last of several steps only.
+        That is so if, after a step of the run, it has tensors that the run does not read, such as the plain model's,
+        and no other code has given it gradients; if its parameter groups were chosen by the dims of flattened shards;
+        or if it would use the gradients of the last of several steps only.
         """
         kind, tensors = type(optimizer).__name__, _tensors_of(optimizer)
         line = f"optimizer = run.optimizer(torch.optim.{kind}, lr=...)"
@@ -111,9 +112,10 @@ class StepGuard:
             )
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts a step of ``optimizer`` as an update, if it updates the run's parameters; called after the step.
+        """Counts a step of ``optimizer`` if it updates the run's parameters; called after the step.
 
-        ``num_waiting`` becomes 0. If ranks are compared, the update and its learning rates are noted.
+        Then ``num_waiting`` becomes 0. If ranks are compared, the step and its learning rates are recorded for the
+        comparison.
         """
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
@@ -124,12 +126,12 @@ class StepGuard:
             self.updates_of_all.add(optimizer)
 
     def count_samples(self, num_samples: int | None) -> str:
-        """Notes the number of samples of a step; returns a digest of the numbers of all steps so far, as text."""
+        """Adds a step's number of samples to a digest of those of all steps so far; returns the digest as text."""
         self._past_samples = crc32(f"{num_samples} ".encode(), self._past_samples)
         return f"numbers of digest {self._past_samples:08x}"
 
     def warn_if_unchanged(self, values: Mapping[str, str], num_steps: int) -> None:
-        """Warns if no parameter of the run has changed in ``MOST_UNCHANGED`` steps or more, nor any optimizer stepped.
+        """Warns if no parameter of the run has changed in 20 steps or more, nor any optimizer stepped.
 
         A user's own update code that writes to the plain model's tensors instead of the run's has this effect.
         ``values`` are digests of the run's parameters, by name, before the step of number ``num_steps``. Without any,

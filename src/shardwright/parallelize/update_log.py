@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 class UpdateLog:
-    """Counts the steps of the optimizers given to :meth:`add`, and notes the learning rates of each step.
+    """Counts the steps of the optimizers given to :meth:`add`, and records the learning rates of each step.
 
     Optimizers are numbered in the order of their first steps, so that the same code gives the same text on all ranks.
+    The value of a learning rate that is a tensor is not read.
 
     >>> log, weight = UpdateLog(), torch.nn.Parameter(torch.ones(1))
     >>> log.add(torch.optim.SGD([weight], lr=0.5))
@@ -29,7 +30,7 @@ class UpdateLog:
         self._recent_rates: dict[int, str] = {}  # by number, of each optimizer that has made a step since lines()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes one step of an optimizer, with the learning rates of its groups."""
+        """Records one step of an optimizer, with the learning rates of its groups."""
         self.num_updates += 1
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._count)

@@ -1,4 +1,4 @@
-"""``EventStages``: a model cut into pipeline chunks by the events (module calls) of a recorded forward."""
+"""``EventStages``: a model cut into pipeline chunks at module calls of a recorded forward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNEVEN = 1.25
 class EventStages:
     """A model whose recorded forward is cut into pipeline chunks, with the forward cost of each chunk.
 
-    ``model`` is the plain model on the meta device. ``units`` are the modules whose calls are one recorded event each,
-    and ``opened`` are the modules whose own code calls the units.
+    ``model`` is the plain model on the meta device. ``units`` are the modules that the record has as single calls, and
+    ``opened`` the modules around them, of which it has the inner calls instead.
     """
 
     model: nn.Module
@@ -40,7 +40,7 @@ class EventStages:
         return self.chunked.num_chunks
 
     def costliest(self, chunks: Collection[int]) -> str:
-        """Returns a phrase that names the most expensive module call in ``chunks``, and its share of all work."""
+        """Returns a phrase that names the most expensive call in ``chunks``, and its share of all work."""
         record, total = self.chunked.record, sum(cost.work for cost in self.costs) or 1.0
         mine = [event for event, chunk in zip(record.events, self.chunked.chunk_of, strict=False) if chunk in chunks]
         most = max(mine, key=lambda event: event.cost.work)
@@ -57,7 +57,8 @@ class EventStages:
     def with_inputs(self, inputs: Any, draw: Draw | None = None) -> EventsChunked:
         """Records the forward again with other inputs, and returns it cut into chunks at the same module calls.
 
-        If this forward skips the first call of a chunk, the chunk begins at its next call. ``draw`` gives the random
+        If this forward skips the first call of a chunk, the chunk begins at the next call of its own or of a later
+        chunk. ``draw`` gives the random
         numbers by which the code skips calls, as in :func:`record_events`.
         """
         record = record_events(self.model, inputs, self.units, draw)

@@ -38,7 +38,7 @@ ROLES = ("column", "row", "copied")
 
 
 class Override(NamedTuple):
-    """The role that the user gave to one module, and the name pattern by which the module was matched."""
+    """The tensor-parallel role that the user gave to one module, and the name pattern that matched the module."""
 
     role: str
     pattern: str
@@ -101,7 +101,10 @@ class Overrides:
                 yield chain
 
     def speak_of(self, paths: Collection[str]) -> bool:
-        """Returns whether the user gave a role to one of the modules at ``paths``."""
+        """Returns whether the user gave a tensor-parallel role to one of the modules at ``paths``.
+
+        The role "copied" counts for the children of its module too.
+        """
         return any(path in self.by_module or path in self.copied for path in paths)
 
     def whole_parameters(self, model: nn.Module) -> set[str]:
@@ -139,9 +142,10 @@ class Overrides:
 
 
 def overrides_of(job: Job) -> Overrides:
-    """Returns the roles that the user gave to layers of the job's model, matched to its modules.
+    """Returns the tensor-parallel roles that the user gave to layers of the job's model, by module.
 
-    Raises: LayoutError: as :meth:`Overrides.of`.
+    Raises: LayoutError: a role is unknown or cannot be that of the module, a pattern matches no module, or column and
+        row layers make no pair.
     """
     return Overrides.of(job.model, job.roles)
 

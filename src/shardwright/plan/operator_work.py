@@ -18,7 +18,7 @@ from shardwright.plan.plan import OperatorWork, Plan
 def operator_work(plan: Plan, recording: Recording, axes: RunAxes) -> tuple[OperatorWork, ...]:
     """Returns the FLOPs of each matrix product, convolution and attention of a forward, with the axes that divide them.
 
-    ``recording`` is a recorded forward of the model, and ``axes`` relates the dims of its tensors.
+    ``recording`` is a recorded forward of the model, and ``axes`` says which dims of its tensors must be sharded alike.
 
     >>> import torch
     >>> from torch import nn

@@ -13,7 +13,7 @@ class StrategyOption:
         text: what the option does; it names a value if the option takes one.
         examples: spellings that tests try, with values and other options; by default the name alone. ``()`` if tests
             must supply the value, such as a path.
-        pins: further values of the option that tests try, on grids whose sizes are written out.
+        pins: further values of the option that tests try, after written-out axis sizes such as ``tp2x2``.
         sizes: further axis sizes, such as "2x2", after which tests write the option.
         searched: spellings that a search of layouts tries; by default that of the first example. ``()`` for an option
             that does not change the prediction, or that chooses among other options itself.

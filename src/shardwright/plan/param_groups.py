@@ -84,10 +84,11 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups with those that have parameters inside one of ``modules`` joined into one group.
+    """Returns the param groups, with those that have parameters inside the same one of ``modules`` joined into one.
 
-    The joined group is marked ``is_selected``. A module is left alone if its groups have more than half of all
-    parameter tensors, because one group would hold most of the model.
+    ``is_selected`` is set for a joined group: the samples decide which of its parameters a forward uses. A module is
+    left alone if its groups have more than half of all parameter tensors, because one group would hold most of the
+    model.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
     >>> [group.parameters for group in merge_groups(groups, ["m"])]
@@ -118,13 +119,13 @@ def count_gathers(
     groups: Sequence[ParamGroup], forwards: Iterable[Iterable[UseEvent]], num_bytes: Mapping[str, int], *,
     shared: Collection[str] = (), holds: bool = False,
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
-    """Returns the param groups with ``num_gathers`` and ``is_held`` set from how forwards use their parameters.
+    """Returns the param groups with ``num_gathers`` set: how often ZeRO-3 all-gathers each of them in a forward.
 
-    ``forwards`` lists, for each part of the model, its uses of parameters in order; ``num_bytes`` gives the bytes of
-    each parameter. A group stays unsharded until the forward ends if one of its parameters is in ``shared``, the
-    parameters used by several modules. A group that is used again after other groups also stays unsharded if a module
-    holds it meanwhile, if all such groups together have at most twice the bytes of the largest group, or if ``holds``
-    is set; otherwise it is all-gathered again for each use.
+    ``is_held`` is set for groups that stay unsharded until the forward ends: those with a parameter in ``shared``, the
+    parameters used by several modules; those that a module may still use (``hold``) while another group is gathered;
+    and those used again after other groups, if all of these together have at most twice the bytes of the largest group
+    or if ``holds`` is set. ``forwards`` lists, for each part of the model, its uses of parameters in order;
+    ``num_bytes`` gives the bytes of each parameter.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
     >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]

@@ -74,7 +74,7 @@ class Use(NamedTuple):
         """Returns the axes along which this use gives each rank only a partial sum of the parameter's gradient.
 
         A weight's gradient sums over all dims of the input and of the output gradient but the last one, the features.
-        So these are the axes that cut one of the other dims.
+        So these are the axes that cut one of the other dims, or along which one of the two is itself a partial sum.
         """
         return frozenset(
             axis
@@ -129,14 +129,14 @@ class ForwardFrame(Protocol):
         ...
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Tells the frame that earlier chunks have made ``times`` of the ``total`` calls of a module in this forward.
+        """Counts a module's calls in this forward that earlier chunks have made: ``times`` of ``total``.
 
         ``path`` is the module's name.
         """
         ...
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the frame's present state in this forward; a recomputation calls it."""
+        """Returns a function that restores this object's present state in the forward, for recomputing a block."""
         ...
 
 
@@ -159,8 +159,8 @@ class Job(NamedTuple):
         recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
 
     The other fields are set on each rank before ``apply``: ``batch_shard`` (this rank's samples and tokens),
-    ``deferred`` (weight gradients to compute later), ``rng`` (the RNG tracker), and ``frame`` (the frame of the
-    strategy applied before).
+    ``deferred`` (weight gradients to compute later), ``rng`` (the RNG tracker), and ``frame`` (the
+    :class:`ForwardFrame` of the strategy applied before).
     """
 
     model: nn.Module
@@ -358,12 +358,11 @@ class Plan:
         return replace(self, token_dims={**self.token_dims, module: dims})
 
     def note(self, module: str, note: Any, *, by: str, rung: Rung = Rung.OPERATOR) -> Plan:
-        """Returns the plan with a strategy's note about a module added, and with the module's ``rung`` claimed.
+        """Returns the plan with ``note``, data on a module that strategy ``by`` reads in its ``apply`` and ``traffic``.
 
-        The strategy named ``by`` reads the note in its ``apply`` and ``traffic``. A rung is a fixed place for a wrapper
-        of a module's forward.
+        It also reserves ``rung``, one of the fixed places for wrappers of a module's forward, for the strategy.
 
-        Raises: LayoutError: another strategy has a note on the module, or the rung.
+        Raises: LayoutError: another strategy has a note on the module, or has the rung, which takes only one wrapper.
         """
         plan = self.wraps(module, rung, by)
         other = plan.noted_by.get(module, by)
@@ -372,9 +371,9 @@ class Plan:
         return replace(plan, notes={**plan.notes, module: note}, noted_by={**plan.noted_by, module: by})
 
     def without_note(self, module: str) -> Plan:
-        """Returns the plan without the note and the rungs that :meth:`note` stored under ``module``.
+        """Returns the plan without the note under ``module``, and without any wrappers reserved there.
 
-        It is for a stand-in name under which a strategy planned a part of a module, and which names no real module.
+        It is for a temporary name under which a strategy planned a part of a module, and which names no real module.
         """
         notes, noted_by, wrapped = dict(self.notes), dict(self.noted_by), dict(self.wrapped)
         for kept in (notes, noted_by, wrapped):
@@ -382,11 +381,11 @@ class Plan:
         return replace(self, notes=notes, noted_by=noted_by, wrapped=wrapped)
 
     def wraps(self, module: str, rung: Rung, by: str) -> Plan:
-        """Returns the plan with a rung of a module's forward claimed for the strategy ``by``, or for "core".
+        """Returns the plan with a place for a wrapper of a module's forward reserved for ``by``, a strategy or "core".
 
-        A rung is a fixed place for a wrapper of the module's forward.
+        ``rung`` is the place: its position in the fixed order of the wrappers of a forward.
 
-        Raises: LayoutError: another strategy has claimed the rung, and the rung takes only one wrapper.
+        Raises: LayoutError: another strategy has reserved the place, which takes only one wrapper.
 
         >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
         >>> plan.wraps("", Rung.OPERATOR, "tensor_1d").wraps("", Rung.OPERATOR, "toy")
@@ -405,9 +404,9 @@ class Plan:
         return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
     def allow_callers(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
-        """Returns the plan with the callers noted that may call modules with sharded inputs or outputs, by module.
+        """Returns the plan with, for each module with sharded inputs or outputs, the code that may call it.
 
-        The code of these callers was analyzed. A call by other code raises an error when the model runs.
+        That code was analyzed. A call by other code raises an error when the model runs.
         """
         return replace(self, allowed_callers={**self.allowed_callers, **allowed_callers})
 
@@ -415,7 +414,7 @@ class Plan:
         """Returns the bytes of a parameter in device memory on the rank at ``coord`` between steps.
 
         These are its stored shard, unless that is offloaded, and, if the rank keeps one, its unsharded copy in the
-        compute dtype.
+        compute dtype, which contains a shard of the same dtype.
         """
         stored = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
         whole = self.compute[name].num_elements(coord) * self.compute_dtypes[name].itemsize

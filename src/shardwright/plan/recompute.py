@@ -102,7 +102,7 @@ def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> Lay
 
 
 def called_modules(model: nn.Module, paths: Sequence[str], called: Collection[str]) -> tuple[str, ...]:
-    """Returns the modules at ``paths``, with each one whose inner modules the pipeline stages call replaced by these.
+    """Returns the modules at ``paths``, with each one that pipeline stages call only in parts replaced by its children.
 
     ``called`` has the modules that the stages call.
 

@@ -1,7 +1,7 @@
 """Derives gradient sync from how parameters are used, and states the collective calls of a step.
 
-A parameter's gradient is a partial sum over exactly those axes that cut the contraction in one of its uses
-(:func:`partial_axes`). A strategy that shards gradients over such an axis, as ZeRO does, sums over it itself.
+A parameter's gradient is a partial sum along exactly those axes that, in one of its uses, cut a dim which the gradient
+sums over (:func:`partial_axes`). A strategy that shards gradients over such an axis, as ZeRO does, sums over it itself.
 ``runtime/gradient_sync.py`` sums over the others, with one message for each param group and set of ranks
 (:func:`sync_groups`).
 """
@@ -56,7 +56,7 @@ def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes along which the ranks differ that sum a parameter's gradient together.
+    """Returns the axes that span the ranks which sum a parameter's gradient together.
 
     These are the axes that :func:`summed_axes` returns. If one of them also cuts the parameter into parts that overlap,
     ranks with the same elements may store them in different shards of the gradient; the axes of these shards are then
@@ -70,10 +70,10 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
-    """Returns the uses of parameters that give a whole gradient along axes where another use gives a partial sum.
+    """Returns uses of parameters whose gradient is whole on every rank, while another use's is a partial sum.
 
-    Each comes with these axes. Along them only index 0 contributes the gradient of such a use, and the other indices
-    contribute zero, so that one sum is right for all uses.
+    Each use comes with the axes along which this is so. Along them only index 0 contributes the use's gradient, and the
+    other indices contribute zero, so that one sum is right for all uses.
     """
     found = []
     for use in plan.uses:
@@ -185,9 +185,9 @@ def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
 
 
 def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """Returns the all-reduces of gradient sync in one step, on the rank at ``coord``, whose slowest axis is ``axis``.
+    """Returns the gradient all-reduces of one step, on the rank at ``coord``, over ``axis`` alone or with faster axes.
 
-    There is one for each message of a param group, or two if the ranks of the message hold some parameters alike and
+    A param group has one for each set of ranks and dtype, or two if the ranks hold some parameters alike and
     overlapping parts of others.
     """
     found = []

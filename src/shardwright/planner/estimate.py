@@ -1,9 +1,9 @@
 """Estimates a layout's step time and memory by closed formulas, so that a search can rank thousands of layouts.
 
-The formulas start from one rehearsal for each way to cut operators, and from plans of a model with few blocks. No axis
-and no option is named here. What an option saves of the memory at rest is read from the plan that its strategy makes of
-a short model; how long stages stand idle under a schedule, and how many microbatches they hold, from the schedule that
-the plan of a toy model has.
+The formulas start from one rehearsal (a step on the meta device) for each way to cut operators, and from plans of a
+model with few blocks. The code names no axis and no option: the memory that an option saves between steps is read from
+the plan that its strategy makes of that model; a schedule's idle time and its microbatches in flight are simulated for
+a toy model.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Estimate(NamedTuple):
 
 
 class StateShares(NamedTuple):
-    """What one rank stores between steps and moves in a step, in bytes, or as shares of the same without options.
+    """The training state that one rank stores, updates, gathers and offloads under options such as a ZeRO stage.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are stored on the device. ``updated`` counts elements instead of
-    bytes. The defaults are the shares without options.
+    The values are shares of the state without options, which is the default, or those of :func:`state_of`: bytes, and
+    elements for ``updated``. ``parameters``, ``gradients`` and ``optimizer`` are stored on the device.
     """
 
     parameters: float = 1.0
@@ -77,11 +77,11 @@ class StateShares(NamedTuple):
 
 
 class ScheduleCost(NamedTuple):
-    """The cost of a pipeline schedule, as coefficients of formulas in the numbers of stages and of microbatches.
+    """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
 
-    ``idle`` is the time that a stage stands idle for each stage but one, in units of a microbatch's forward and
-    backward on a stage. ``held_by_stage`` and ``held_by_microbatch`` give the microbatches whose activations the
-    fullest stage holds, and ``waits_by_stage`` and ``waits_by_microbatch`` the transfers that a step waits for.
+    A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. The fullest stage
+    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches. A step waits for
+    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages.
     """
 
     idle: float = 1.0
@@ -100,11 +100,11 @@ class ScheduleCost(NamedTuple):
 
 
 def state_of(plan: Plan) -> StateShares:
-    """Returns the bytes of state that the first rank of a plan stores between steps, gathers at each use, and offloads.
+    """Returns the bytes of training state that the first rank of a plan stores, all-gathers at each use, and offloads.
 
-    Stored state are trained and frozen parameters, gradients, and the fp32 moments of an optimizer such as Adam.
+    The state is parameters, frozen ones included, gradients, and the two fp32 moments of an optimizer such as Adam.
     ``moved`` has the moments that are offloaded, and ``updated`` the number of elements that the optimizer updates.
-    ``repeated`` is not computed.
+    ``repeated`` is left at 0.
 
     >>> job = job_for(nn.Linear(4, 4, bias=False), CrossEntropy(), Layout.parse("dp2"))
     >>> state_of(make_plan(job, Layout.parse("dp2"))[0])[:3]
@@ -183,8 +183,8 @@ class Estimator:
         pricing: the prices of operators and messages on the cluster.
         batch: the number of samples of the global batch.
         precision: the precision in which all layouts compute.
-        alone: returns the price of a layout that has only the given operator factors, for a number of samples; None if
-            the model refuses it.
+        alone: returns the price of a layout that has only the given factors, such as ``tp2``, which cut operators, for
+            a number of samples; None if the model refuses it.
         plan: returns the plan of a model with few blocks; without it, no options of strategies are considered.
         sent_bytes: the bytes that a pipeline stage sends to the next for one sample.
         most_chunks: the most pipeline chunks (stages times chunks on each) that the model can be cut into; 0: unknown.

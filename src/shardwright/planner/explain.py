@@ -41,7 +41,7 @@ def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def name_of_part(name: str) -> str:
-    """Returns the name by which tables call a part of a step.
+    """Returns the name that tables give a part of a step, such as "matrix products" for "matmul".
 
     >>> name_of_part("matmul"), name_of_part("dp"), name_of_part("bubble")
     ('matrix products', 'dp not hidden', 'bubble')
@@ -150,7 +150,7 @@ class PriceDifference(NamedTuple):
     def text(self) -> str:
         """Returns the sentence of :meth:`why`, followed by a table of both steps part by part.
 
-        Parts that take less than 0.05 % of the best step are left out.
+        Parts that take less than 0.05 % of the best step under both layouts are left out.
         """
         rows = [(name_of_part(each.part), each.best_s, each.other_s) for each in self.differences()]
         rows.append(("step", self.best.step_s, self.other.step_s))

@@ -1,4 +1,4 @@
-"""Extrapolates what an action of a pipeline stage does from rehearsals with few blocks to all blocks of the stage."""
+"""Extrapolates the time, memory and bytes of an action from a model with few blocks to all blocks of a stage."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def extended(at: int, fewer: Sequence[float], more: Sequence[float], low: int, h
 
 
 def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Returns numbers for all blocks of a stage, extrapolated from two rehearsals, or those of a single one unchanged.
+    """Returns numbers, such as seconds or bytes, for all blocks of a stage, extrapolated from those for fewer blocks.
 
-    ``span`` gives the blocks of the rehearsal with fewer, of that with more, and of the stage.
+    ``rehearsed`` has the numbers of two steps on the meta device, with fewer and with more blocks, or of a single one,
+    which are returned unchanged. ``span`` has the numbers of blocks of the two, and that of the stage.
     """
     low, high, at = span
     return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)
 
 
 def shapes_of(kind: StageRecords, place: Place | None) -> tuple[ActionShape, ...]:
-    """Returns what one action of a stage does, in the rehearsal with fewer blocks and in that with more.
+    """Returns the operators, messages and memory of one action of a stage, rehearsed with fewer and with more blocks.
 
-    The action is the one at ``place``, or the optimizer's step if that is None. The tuple has one entry if the stage
-    was rehearsed once, as it is.
+    The action is one of the class ``place``, or the optimizer's step if that is None. The tuple has one entry if the
+    stage was rehearsed once, with all its blocks.
     """
     rehearsed = (kind.fewer,) if kind.more is None else (kind.fewer, kind.more)
     if place is None:
@@ -48,11 +49,10 @@ def shapes_of(kind: StageRecords, place: Place | None) -> tuple[ActionShape, ...
 
 
 def span_of(records: LayoutRecords, stage: int, place: Place | None) -> Span:
-    """Returns the numbers of blocks by which an action is extrapolated.
+    """Returns how many blocks an action runs in the rehearsal with fewer, in that with more, and in the stage itself.
 
-    These are the blocks of the rehearsal with fewer, of that with more, and of the stage itself. They are those of the
-    chunk that the action at ``place`` runs, or of all chunks of the stage if that is None. All are 0 if the stage was
-    rehearsed as it is.
+    The blocks are those of the chunk that an action of the class ``place`` runs, or of all chunks of the stage if
+    ``place`` is None. All three are 0 if the stage was rehearsed with all its blocks.
     """
     kind, blocks = records.stages[stage], records.num_blocks[stage]
     if kind.more is None:

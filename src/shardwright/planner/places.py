@@ -42,9 +42,10 @@ def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
 
 
 def like(place: Place, actions: Iterable[Place]) -> Place | None:
-    """Returns the one of the rehearsed places ``actions`` that is most like ``place``, or None if there is none.
+    """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
 
-    It has the same slot and kind, and the same order, except that "between" and "last" may stand for each other.
+    Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "between" and "last"
+    may stand for each other.
     """
     orders = {"between": ("between", "last"), "last": ("last", "between")}.get(place.order, (place.order,))
     known = [each for each in actions if each[:2] == place[:2] and each.order in orders]
@@ -60,16 +61,15 @@ def like(place: Place, actions: Iterable[Place]) -> Place | None:
 
 
 def kind_of(stage: int, num_stages: int, few: int) -> int:
-    """Returns the number of the stage, among ``few``, that stands for ``stage`` among ``num_stages``.
+    """Returns which stage of a pipeline with only ``few`` stages represents ``stage`` of one with ``num_stages``.
 
-    The first and the last stage stand for the first and the last, and the one before the last for all between them that
-    have none of their own.
+    The last represents the last, those before it the stages of their own numbers, and the last but one all others.
     """
     return stage if stage < few - 1 else few - 1 if stage == num_stages - 1 else few - 2
 
 
 def representative(kind: int, num_stages: int, few: int) -> int:
-    """Returns the number of the stage, among ``num_stages``, from which stage ``kind`` of ``few`` stages was taken."""
+    """Returns the first stage, of ``num_stages``, that stage ``kind`` of a pipeline with only ``few`` represents."""
     return num_stages - 1 if kind == few - 1 else kind
 
 
@@ -97,7 +97,7 @@ def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
-    """Returns whether the schedule ``few``, on few stages, has an action like each action of ``schedule``, on many."""
+    """Returns whether ``few``, a schedule on few stages, has an action like (:func:`like`) each one of ``schedule``."""
     known = [set(places(few, stage).values()) for stage in range(few.num_stages)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(

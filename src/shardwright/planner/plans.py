@@ -110,7 +110,7 @@ class Plans:
         return price.flops / (self.cluster.device.peak(price.layout.precision) * price.step_s)
 
     def row(self, price: Price) -> dict[str, Any]:
-        """Returns one layout's price as plain data for JSON: times, memory, traffic, waterfall, and whether it fits."""
+        """Returns one layout's price as plain data for JSON: seconds by part, memory, traffic, and whether it fits."""
         heaviest = max(price.memory, key=lambda each: each.num_bytes)
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
@@ -135,7 +135,7 @@ class Plans:
         return PriceDifference(self.best, price, self.cluster.device.memory_bytes * self.memory_limit)
 
     def limit(self, price: Price) -> str:
-        """Returns which part of the waterfall takes the most of a step, or "memory" if the layout does not fit."""
+        """Returns the longest part of a layout's step, such as "matmul", or "memory" if the layout does not fit."""
         if not self.fits(price):
             return "memory"
         return max(price.waterfall, key=lambda name: price.waterfall[name])
@@ -178,8 +178,8 @@ class Plans:
     def warnings(self) -> list[str]:
         """Returns what to know before trusting the prices, as sentences.
 
-        The warnings are about unlikely figures of the device, layouts that were rehearsed whole, stages with several
-        chunks, and offloading, whose time is not priced.
+        The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
+        stages with several chunks, and offloading, whose time is not priced.
         """
         notes = [each.records.note for each in self.layouts if each.records.note]
         notes += [
@@ -198,8 +198,8 @@ class Plans:
     def text(self) -> str:
         """Returns the prices as text for a terminal.
 
-        The text has a sentence about the best layout, a table of the listed ones, the best one's waterfall, memory,
-        traffic and baseline, the runner-up, what was left out, and warnings.
+        The text has a sentence about the best layout, a table of the listed ones, the best one's seconds by part,
+        memory, traffic and baseline, the runner-up, what was left out, and warnings.
         """
         best = self.best
         nearest = f"nothing that was priced fits {self.memory_limit:.0%} of the memory; the nearest is"

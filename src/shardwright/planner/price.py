@@ -1,9 +1,8 @@
 """Computes the price of a layout on a cluster: the seconds of its step by part, each stage's memory, and bytes sent.
 
-The operators and messages of an action are gone through in program order. A message takes its axis from the moment it
-begins, or from the end of the message before it; time that a rank waits for it without computing is exposed. The
-seconds of each part grow linearly with the blocks, so they are extrapolated to all blocks of the stage, and then the
-schedule is simulated. Nothing is run.
+The operators and messages of an action are gone through in program order. The collectives of one axis are taken to run
+one after the other; time that a rank waits for one without computing is exposed. The seconds of each part grow linearly
+with the blocks, so they are extrapolated to all blocks of the stage; then the schedule is simulated. Nothing is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The records of a layout: what each action of each stage does, from rehearsals of few blocks, extrapolated to all.
+"""The records of a layout: each action's operators, messages and memory, from steps on the meta device with few blocks.
 
 Blocks repeat, stages between the first and the last are alike, and so are the microbatches between the first and the
 last. So a layout of 96 blocks on 64 stages is rehearsed on 3 stages with 5 microbatches, once with one block in each
@@ -43,14 +43,14 @@ Held = tuple[int, ...]
 
 
 class ActionShape(NamedTuple):
-    """What one action does: its operators and messages, and the bytes held at each moment beyond those before it."""
+    """The operators and messages of one action, and the bytes held at each of its moments beyond those before it."""
 
     records: tuple[Record, ...]
     moments: tuple[Held, ...]
 
     @property
     def net(self) -> Held:
-        """The bytes by kind that the action leaves behind."""
+        """The change in bytes held from before the action to its end, by kind of memory."""
         return self.moments[-1] if self.moments else ()
 
 
@@ -69,7 +69,7 @@ class StageRecord(NamedTuple):
 
 
 class StageRecords(NamedTuple):
-    """The rehearsals that stand for a stage, with fewer and with more blocks.
+    """Two rehearsals (steps on the meta device) of a stage, with fewer and with more blocks, to extrapolate from.
 
     ``more`` is None if the stage was rehearsed once, with all its blocks.
     """
@@ -92,7 +92,7 @@ class LayoutRecords:
 
     @cached_property
     def places(self) -> tuple[Mapping[Action, Place], ...]:
-        """For each stage, the :class:`Place` of each of its actions, by which rehearsed actions are found."""
+        """For each stage, the class (:class:`Place`) of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
 
@@ -100,13 +100,14 @@ def record_layout(
     job: Job, layout: Layout, batch: tuple[Any, Any], device_type: str, *, optimizer: Any = torch.optim.AdamW,
     whole: bool = False, most_whole: int | None = None, model_plans: ModelPlans | None = None,
 ) -> LayoutRecords:  # fmt: skip
-    """Returns what each action of each stage does under a layout, from as few rehearsals as possible.
+    """Returns the operators, messages and memory of each stage's actions under a layout.
 
-    ``batch`` is a global batch on the meta device. With ``whole``, every stage is rehearsed as it is. ``model_plans``
-    caches what layouts of one model share.
+    They are from as few steps on the meta device (rehearsals) as possible. ``batch`` is a global batch on that device.
+    With ``whole``, every stage is rehearsed with all its blocks. ``model_plans`` caches what layouts of one model
+    share.
 
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
-        ``most_whole`` stages would have to be rehearsed as they are.
+        ``most_whole`` stages would have to be rehearsed with all their blocks.
     """
     model_plans = ModelPlans(job.model) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)

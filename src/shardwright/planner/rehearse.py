@@ -52,7 +52,7 @@ class ActionRecord:
 
 
 class RankRecord(NamedTuple):
-    """One rank's rehearsed step: what each action of the schedule does, by the action's name.
+    """The operators, messages and memory of one rank's step on the meta device, by the name of the schedule's action.
 
     "begin" is what comes before the actions, and "optimizer" is the optimizer's step after them. ``beside`` are the
     bytes that the device holds beside tensors, by purpose.
@@ -65,7 +65,7 @@ class RankRecord(NamedTuple):
 def rehearse(
     job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
 ) -> RankRecord:
-    """Returns what one rank does in its second training step, which is rehearsed on the meta device.
+    """Returns the operators, messages and memory of one rank's second training step, run on the meta device.
 
     The step is the second so that optimizer state exists. See :func:`shardwright.ledger.account.predict_memory`.
 

@@ -73,7 +73,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The constraints of a search: parts of a line that must be there, words that must not, precision and memory.
+    """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
     ``limit_bytes`` is the memory that a rank may take, and ``most`` the number of layouts to price.
     """
@@ -110,8 +110,8 @@ def _has(item: str, part: str) -> bool:
 def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
     """Returns the best layouts found for a global batch of ``batch`` samples on a cluster.
 
-    It may be that none of them fits the memory. ``record`` returns what a layout does in a step, from rehearsals.
-    ``short`` rehearses and plans a model of few blocks for the estimates; without it the model itself is rehearsed.
+    It may be that none of them fits the memory. ``record`` returns the operators, messages and memory of a layout's
+    step. ``short`` gives those of a model with few blocks, for the estimates; without it they are of the whole model.
     """
     found, pricing = Found(), Pricing(cluster)
 
@@ -233,7 +233,7 @@ def _best(found: Found) -> Price:
 def options_beside(layout: Layout) -> Iterator[Layout]:
     """Yields the layouts that differ from ``layout`` in recomputation, the number of microbatches, or one option.
 
-    An option is added to those of an axis, or replaces one of them; the axes of the layout take turns.
+    An option is added to those of an axis, or replaces one of them; one option of each axis is tried before the next.
 
     >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
     ['dp2 recompute:full', 'mb2 dp2', 'dp2/zero3']

@@ -52,7 +52,8 @@ class ShortModel:
     def most_stages(self) -> int:
         """The most pipeline stages that each have a whole block: the number of repeated blocks.
 
-        It is 0 (unknown) if these have less than 80 % of the parameters, so that other modules could be stages too.
+        It is 0 (unknown) if no blocks are alike, or if these have less than 80 % of the parameters, so that other
+        modules could be stages too.
         """
         if self.blocks is None:
             return 0
@@ -81,11 +82,11 @@ class ShortModel:
         return sizes[0] if sizes else 0
 
     def record(self, layout: Layout, samples: int) -> LayoutRecords:
-        """Returns the records of a layout without pipeline stages on a batch of ``samples`` samples.
+        """Returns the operators, messages and memory of a step of ``samples`` samples, without pipeline stages.
 
-        They are those of the whole model, extrapolated from the short one where that is possible.
+        They are those of the whole model under ``layout``, extrapolated from the short one where that is possible.
 
-        Raises: LayoutError, PlanError: as :func:`record_layout`.
+        Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device.
         """
         rows = first_rows(self.batch, samples)
         records = record_layout(self._job(self._short, layout, rows), layout, rows, self.device_type)

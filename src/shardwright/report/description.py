@@ -1,4 +1,4 @@
-"""Describes a layout as plain data: what each rank stores and sends, each parameter's layout, each layer's role.
+"""Describes a layout as plain data: what each rank stores and sends, and how each layer is parallelized.
 
 ``show``, the report page and the pictures are all drawn from this description. Thousands of ranks are cheap because
 ranks whose shards have the same sizes are computed once (``_state_at``, ``_StepSends``).
@@ -53,15 +53,15 @@ _ADAMW_MOMENTS = 2
 
 
 def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | None = None) -> dict[str, Any]:
-    """Returns the description of a layout: what each rank stores, each layer's role and why.
+    """Returns the description of a layout: what each rank stores, how each layer is parallelized and why.
 
     With ``inputs``, a global batch without targets, the description also says what each rank sends; with ``nodes``,
-    which axes cross between nodes, and what they send there. With more than ``MOST_RANKS`` ranks, an entry stands for
-    as many ranks as its ``alike`` says. The plan is made on the meta device, so that neither values nor other ranks are
-    needed. The optimizer is taken to be AdamW.
+    which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how many bytes they send there. With
+    more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike`` says. The plan is made on the meta
+    device, so that neither values nor other ranks are needed. The optimizer is taken to be AdamW.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
-    Raises: LayoutError: the layout does not fit the model, or has more than ``MOST_IN_ALL`` ranks.
+    Raises: LayoutError: the layout does not fit the model, or has more than 2**20 ranks.
 
     >>> import torch
     >>> from torch import nn

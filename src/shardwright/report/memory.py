@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright import devices
+from shardwright.axes import mesh_axes
 from shardwright.comm.limits import Ranks
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
@@ -35,7 +36,7 @@ Accounts = Mapping[int, Account]
 
 
 def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the ranks whose memory is predicted: all if there are few, else the first rank of each pipeline stage.
+    """Returns the ranks whose memory is predicted: all of up to eight, else the first rank of each pipeline stage.
 
     The first rank's share of an uneven split is the largest.
 
@@ -45,17 +46,17 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
     if mesh.size <= MOST_RANKS:
         return tuple(range(mesh.size))
     first = dict.fromkeys(mesh.axes, 0)
-    coords = mesh.coords([axis for axis in mesh.axes if axis == "pp"])
+    coords = mesh.coords([axis for axis in mesh.axes if axis in mesh_axes("stages")])
     return tuple(mesh.rank({**first, **coord}) for coord in coords)
 
 
 def predicted_accounts(
     job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
 ) -> dict[int, Account]:
-    """Returns the predicted memory over a step, with AdamW, of each rank to list; only shapes of ``batch`` matter.
+    """Returns, by rank, the predicted memory over a step with AdamW; only the shapes of ``batch`` are read.
 
-    Ranks that are processes are predicted for this machine's accelerator, or for the device that SHARDWRIGHT_DEVICE
-    names.
+    Of more than eight ranks, the first of each pipeline stage is predicted. Ranks that are processes are predicted for
+    this machine's accelerator, or for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.
     """
     device = devices.wanted() if ranks == "processes" else "cpu"
     listed = ranks_to_rehearse(layout.mesh)
@@ -65,9 +66,9 @@ def predicted_accounts(
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
     """Returns the peak memory of each rank as plain data for JSON, predicted and, if given, measured.
 
-    An entry has the bytes at the peak, in total and by kind, and the action, such as a microbatch's forward, in which
-    the peak is. Where there are such, it also has the offloaded bytes and an estimate of what an accelerator holds
-    beside tensors.
+    For each it has the bytes at the peak, in total and by kind (parameters, gradients, ...), and the action in which
+    the peak occurs, such as a microbatch's forward. If there are any, it also has the offloaded bytes, and an estimate
+    of what an accelerator holds beside tensors.
     """
 
     def of(account: Account) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def num_grids(description: Description) -> int:
 
 
 def slice_letter(index: int) -> str:
-    """Returns the letters of the slice of parameters with number ``index``: A to Z, then AA, AB and so on.
+    """Returns the letters that stand for slice ``index`` of the parameters in drawings: A to Z, then AA, AB and so on.
 
     >>> slice_letter(0), slice_letter(25), slice_letter(26)
     ('A', 'Z', 'AA')

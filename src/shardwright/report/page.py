@@ -45,7 +45,10 @@ def write_page(
 
 
 def section(heading: str, body: str, note: str = "") -> str:
-    """Returns a section of an HTML page; ``body`` is HTML already, ``heading`` and ``note`` are plain text."""
+    """Returns a section of an HTML page: a heading, the remark ``note`` below it, and ``body``.
+
+    ``body`` is HTML already; ``heading`` and ``note`` are plain text.
+    """
     remark = f'<p class="note">{escape(note)}</p>\n' if note else ""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{remark}{body}\n</section>"
 

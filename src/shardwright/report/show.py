@@ -1,4 +1,4 @@
-"""Draws a layout's description as text for ``shardwright show``: ranks, layers and roles, memory and traffic.
+"""Draws a layout's description as text for ``shardwright show``: its ranks, layers, memory and traffic.
 
 ::
 

@@ -66,7 +66,7 @@ class Outline(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """One line of text: the makespan, the bubble and, if known, the largest memory peak and its stage."""
+        """One line of text: makespan, bubble and, if known, the largest memory peak; or that there are no actions."""
         if not self.makespan_s:
             return NOTHING
         times = f"makespan {precise_time(self.makespan_s)}, bubble {percent(self.bubble)}"
@@ -120,7 +120,7 @@ def digits_of(longest_s: float) -> int:
 
 
 def times_as_long(drawn: Sequence[Outline]) -> str:
-    """Returns a sentence on how the second timeline's makespan compares with the first's; "" unless there are two."""
+    """Returns a sentence that compares two timelines' makespans; "" for another number, or if one has no actions."""
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""
     first, second = drawn
@@ -145,7 +145,7 @@ _UNITS = (
 
 
 def time_unit(longest_s: float) -> TimeUnit:
-    """Returns the largest unit of time that fits at least twice into ``longest_s`` seconds; for 0 it is the second.
+    """Returns the largest unit of time that fits at least twice into ``longest_s`` seconds; ns if none does, s for 0.
 
     >>> [time_unit(seconds).name for seconds in (0, 3e-6, 0.9, 90, 130, 7200)]
     ['s', 'µs', 'ms', 's', 'min', 'h']

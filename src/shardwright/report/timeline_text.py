@@ -1,4 +1,4 @@
-"""Draws pipeline timelines as text for a terminal: a row of cells for each stage; a cell is the action at its middle.
+"""Draws pipeline timelines as text for a terminal: a row for each stage, in which a character is a span of time.
 
 ::
 
@@ -44,7 +44,7 @@ _FEWEST_CELLS = 10
 _LONG_NAME = 60
 
 
-class _Scale(NamedTuple):
+class _CellScale(NamedTuple):
     """The time of a cell, and the number of cells in a row."""
 
     cell_s: float
@@ -81,7 +81,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
     return _written(lines, colour)
 
 
-def _drawing(outline: Outline, scale: _Scale, name_width: int) -> Iterator[Text]:
+def _drawing(outline: Outline, scale: _CellScale, name_width: int) -> Iterator[Text]:
     """Yields the lines of one timeline: its summary, the heads, a row for each stage, the axis of time."""
     name = outline.name if len(outline.name) <= _LONG_NAME else f"{outline.name[: _LONG_NAME - 3]}..."
     yield Text(_printable(f"{name}: {outline.summary}"), style="bold")
@@ -103,24 +103,25 @@ def _row_end(outline: Outline, stage: int) -> str:
     return f" {percent(outline.bubbles[stage]):>7}{peak}"
 
 
-def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
+def _scale(drawn: Sequence[Outline], most_cells: int) -> _CellScale:
     """Returns the scale that fits all timelines into ``most_cells``, or up to a quarter fewer for whole cells."""
     longest = max((outline.makespan_s for outline in drawn), default=0.0)
     lengths = [end - start for outline in drawn for stage in outline.spans for _, start, end in stage if end > start]
     if not longest or not lengths:
-        return _Scale(0.0, 0)
+        return _CellScale(0.0, 0)
     shortest = min(lengths)
     whole = int(most_cells * shortest / longest + 1e-9)  # cells of the shortest action
     num_cells = round(whole * longest / shortest)
     if num_cells >= 0.75 * most_cells:
-        return _Scale(shortest / whole, num_cells)
-    return _Scale(longest / most_cells, most_cells)
+        return _CellScale(shortest / whole, num_cells)
+    return _CellScale(longest / most_cells, most_cells)
 
 
-def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[tuple[Action | None, str]]:
-    """Yields (action, text of its cells) for a stage's row, from left to right; for idle time the action is None.
+def stage_runs(outline: Outline, stage: int, scale: _CellScale) -> Iterator[tuple[Action | None, str]]:
+    """Yields (action, text that shows it) for the row of a stage, from left to right; for idle time the action is None.
 
-    ``scale`` has the seconds of a cell and the number of cells. Actions that cover the middle of no cell are left out.
+    ``scale`` has the seconds that one character of the row stands for, and the number of characters. Actions that cover
+    the middle of no character are left out.
     """
     spans, chunks = outline.spans[stage], outline.chunks[stage]
     at, doing = 0, list[Span | None]()
@@ -141,7 +142,7 @@ def _label(action: Action, chunks: dict[int, int], size: int) -> str:
     return label.ljust(size, _FILLS[action.kind])
 
 
-def _axis(scale: _Scale) -> str:
+def _axis(scale: _CellScale) -> str:
     """Returns the line of the time axis: round times, each below the cell at which it begins."""
     end = scale.cell_s * scale.num_cells
     unit, line = time_unit(end), ""
@@ -160,7 +161,7 @@ def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
         yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."
 
 
-def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
+def _left_out(drawn: Sequence[Outline], scale: _CellScale) -> Iterator[str]:
     """Yields sentences about the stages and actions that the drawing does not show."""
     for outline in drawn:
         stages, name = spread(len(outline.spans), _MOST_STAGES), f"{outline.name}: " * (len(drawn) > 1)

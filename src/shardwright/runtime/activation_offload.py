@@ -50,7 +50,7 @@ def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyo
 
 
 @dataclass(eq=False)
-class _Slot:
+class _StorageCopy:
     """An offloaded storage: its bytes in host memory or on disk, and on the device again after the first use."""
 
     offloaded: Tensor
@@ -63,13 +63,13 @@ class _Copied(NamedTuple):
 
     storage: StorageWeakRef
     version: int
-    slot: _Slot
+    copy: _StorageCopy
 
 
-class _Packed(NamedTuple):
-    """The form in which autograd saves an offloaded tensor: the slot of its storage, and its view of the storage."""
+class _OffloadedView(NamedTuple):
+    """The form in which autograd saves an offloaded tensor: the copy of its storage, and its view of the storage."""
 
-    slot: _Slot
+    copy: _StorageCopy
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -119,15 +119,16 @@ class ActivationOffload:
             if found is None or found.storage.expired() or found.version != tensor._version:
                 storage = StorageWeakRef(tensor.untyped_storage())
                 found = copied[key] = _Copied(storage, tensor._version, self._offload(tensor))
-            return _Packed(found.slot, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            offset = int(tensor.storage_offset())
+            return _OffloadedView(found.copy, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
         copied.clear()
 
     @torch.no_grad()
-    def _offload(self, tensor: Tensor) -> _Slot:
-        """Copies the tensor's whole storage, as bytes, to host memory or disk; returns its slot."""
+    def _offload(self, tensor: Tensor) -> _StorageCopy:
+        """Copies the tensor's whole storage, as bytes, to host memory or disk, and returns the copy."""
         device_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         with self._lock:
             self._num_offloaded += 1
@@ -135,17 +136,17 @@ class ActivationOffload:
             offloaded = free.pop() if free else self.storage.empty(device_bytes.numel(), torch.uint8)
             if self._stream is None and offloaded.is_pinned():
                 self._stream = CopyStream(tensor.device, most_under_way=2)
-        slot = _Slot(offloaded, tensor.device)
+        copy = _StorageCopy(offloaded, tensor.device)
         if self._stream is None:
             offloaded.copy_(device_bytes)
         else:
             self._stream.start(offloaded, device_bytes)
-        weakref.finalize(slot, self._free_memory, offloaded)
+        weakref.finalize(copy, self._free_memory, offloaded)
         self.storage.put_away([offloaded])
-        return slot
+        return copy
 
     def _free_memory(self, offloaded: Tensor) -> None:
-        """Makes a slot's memory available for reuse; autograd may call it from any thread."""
+        """Makes a copy's memory available for reuse; autograd may call it from any thread."""
         with self._lock:
             self._num_offloaded -= 1
             self._free.setdefault(offloaded.numel(), []).append(offloaded)
@@ -155,17 +156,17 @@ class ActivationOffload:
 
     @torch.no_grad()
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, _OffloadedView):
             unpacked: Tensor = packed if self.outer is None else self.outer[1](packed)
             return unpacked
-        slot = packed.slot
-        if slot.restored is None:
-            slot.restored = torch.empty_like(slot.offloaded, device=slot.device)
+        copy = packed.copy
+        if copy.restored is None:
+            copy.restored = torch.empty_like(copy.offloaded, device=copy.device)
             if self._stream is None:
-                slot.restored.copy_(slot.offloaded)
+                copy.restored.copy_(copy.offloaded)
             else:
-                self._stream.start(slot.restored, slot.offloaded)
+                self._stream.start(copy.restored, copy.offloaded)
                 self._stream.wait()
-            self.storage.put_away([slot.offloaded])
-        tensor = torch.empty(0, dtype=packed.dtype, device=slot.device)
-        return tensor.set_(slot.restored.untyped_storage(), packed.offset, packed.size, packed.stride)
+            self.storage.put_away([copy.offloaded])
+        tensor = torch.empty(0, dtype=packed.dtype, device=copy.device)
+        return tensor.set_(copy.restored.untyped_storage(), packed.offset, packed.size, packed.stride)

@@ -180,7 +180,10 @@ class CompiledCode:
         return run
 
     def say(self, path: str, reason: str) -> None:
-        """Logs the reason why these blocks run uncompiled, once for all equal blocks."""
+        """Logs a warning that block ``path`` and those that share its code run uncompiled, with ``reason``.
+
+        Each reason is logged once.
+        """
         with _LOCK:
             if reason in self._said:
                 return

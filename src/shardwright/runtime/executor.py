@@ -139,7 +139,7 @@ class CollectedOutput:
 
 
 class ModelPart(Protocol):
-    """This rank's chunks of the model: the forwards, gradients and p2p messages that the executor calls by action."""
+    """This rank's chunks of the model, with the methods by which the executor runs a schedule's actions on them."""
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares to run a schedule on ``microbatches``; ``last`` takes the model's output on each of them."""
@@ -203,9 +203,9 @@ class Executor:
 
     ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned. A
     microbatch without samples runs like any other, on tensors with no rows: the microbatch of another rank may have
-    samples, and both ranks must make the same collective calls. ``spans`` are the actions of the last run with their
-    start and end, as ``clock`` gives them. The wait for p2p messages before an action is not in its span; waits in
-    collectives are.
+    samples, and both ranks must make the same collective calls. ``spans`` are the actions of the last run, each with
+    its start and end by ``clock``; an action's time includes waits in collectives, but not the wait for p2p messages
+    before the action.
     """
 
     clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device

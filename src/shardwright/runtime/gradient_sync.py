@@ -1,8 +1,9 @@
 """Gradient sync: all-reduces each param group's gradients, during the backward, over the ranks that share parameters.
 
-Which axes are summed is derived from the plan. A group is sent as soon as its gradients are final, in the same order on
-every rank. Each set of ranks that share gradients sends one message of the gradients that they share whole, and one of
-the boxes that they share of other gradients.
+Over which axes gradients are summed is derived from the plan. A group is sent as soon as its gradients are final, in
+the same order on every rank. Each set of ranks with gradients in common makes up to two all-reduces for a group: one of
+gradients that are the same tensors on all of these ranks, and one of the parts of other gradients that all of them
+have.
 
 The sum also shows whether any rank's backward has reached a parameter, by the sign of its zeros::
 
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord
@@ -68,10 +70,10 @@ def is_reached(summed: Tensor) -> bool:
 
 
 @dataclass
-class _Message:
+class _GroupAllReduce:
     """One all-reduce of a param group's gradients over one axis: of whole local gradients, or of boxes of them.
 
-    ``filled``, which all messages share, are the parameters that this rank's backward has not reached and that have
+    ``filled``, which all of them share, are the parameters that this rank's backward has not reached and that have
     boxes: one gradient may have boxes in several messages, so whether any rank reached it is read when all are summed.
     """
 
@@ -160,21 +162,21 @@ class GradientSync:
         self._sent: list[Callable[[], None]] = []
         self._unsent: list[ParamGroup] = []
         self._summed = summed
-        self._sliced: list[tuple[str, _Message]] = []
-        self._across_stages: list[_Message] = []
+        self._sliced: list[tuple[str, _GroupAllReduce]] = []
+        self._across_stages: list[_GroupAllReduce] = []
         _contribute_once(model, plan, coord)
 
     def _messages(
         self, plan: Plan, group: ParamGroup, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
-    ) -> list[_Message]:
+    ) -> list[_GroupAllReduce]:
         messages = []
         for (axes, ranks, _), shares in sync_groups(plan, group, coord).items():
             axis = joined(axes)
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
             names = tuple(shares)
-            whole = _Message(f"{group.name} whole", names, axis, [], [], self._filled)
-            parts = _Message(f"{group.name} parts", names, axis, [], [], self._filled)
+            whole = _GroupAllReduce(f"{group.name} whole", names, axis, [], [], self._filled)
+            parts = _GroupAllReduce(f"{group.name} parts", names, axis, [], [], self._filled)
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
@@ -214,7 +216,7 @@ class GradientSync:
         while self._unsent and not self._num_left[self._unsent[0].name]:
             name = self._unsent.pop(0).name
             for message in self.messages[name]:
-                if "pp" in message.axis.name.split("+"):
+                if any(name in mesh_axes("stages") for name in message.axis.name.split("+")):
                     self._across_stages.append(message)
                 elif self.sliced.intersection(message.names):
                     self._sliced.append((name, message))

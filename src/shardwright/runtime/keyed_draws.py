@@ -64,7 +64,10 @@ class _ModuleDraws:
 
 
 class KeyedDraws(TorchFunctionMode):
-    """A torch function mode in which random functions compute their numbers from keys, so that no layout changes them.
+    """A torch function mode in which random functions give the same numbers under every layout.
+
+    Each number is hashed from the seed, the step, the call of the random function, the sample and the element's index,
+    instead of taken from a generator's sequence.
 
     >>> model, rng = nn.Sequential(nn.AlphaDropout(0.5)), RngTracker(seed=3, samples=range(2))
     >>> key_draws(model, rng, None)

@@ -106,7 +106,7 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
-    """Returns a floating-point tensor in the layout's compute dtype, and tensors of other dtypes as they are.
+    """Returns a floating-point tensor in bf16 or fp16 if the layout computes in that, and any other tensor as it is.
 
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
@@ -120,7 +120,8 @@ def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
 class LossScale:
     """The factor by which the loss is multiplied before backward, so that small gradients are not zero in fp16.
 
-    It is halved when a gradient overflows, and that step is skipped; it is doubled after ``grow_after`` finite steps.
+    When a gradient overflows, the step is skipped and the scale is halved, down to 1 at the least. After ``grow_after``
+    finite steps in a row it is doubled.
     Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 
     >>> scale = LossScale(grow_after=2)
@@ -138,7 +139,10 @@ class LossScale:
     num_skipped: int = 0
 
     def update(self, finite: bool) -> None:
-        """Halves the scale and counts a skipped step unless gradients are ``finite``; doubles it after enough steps."""
+        """Counts a skipped step and halves the scale, down to 1, unless the gradients were ``finite``.
+
+        After ``grow_after`` finite steps in a row the scale is doubled.
+        """
         if not finite:
             self.num_skipped += 1
             self.num_good, self.value = 0, max(self.value / 2, LEAST_SCALE)

@@ -41,10 +41,10 @@ class _File:
 
 
 class OffloadStorage:
-    """Allocates one rank's offloaded tensors in host memory or, for ``disk``, in memory-mapped files in ``folder``.
+    """Allocates one rank's offloaded tensors: in host memory or, if ``target`` is "disk", in memory-mapped files.
 
-    ``folder`` is by default the system's temporary folder. ``tensors`` are all allocated tensors. ``world`` is the axis
-    of all ranks; if its device is the meta device, tensors are meta tensors, without memory.
+    The files are in ``folder``, by default the system's temporary folder. ``tensors`` are all allocated tensors.
+    ``world`` is the axis of all ranks; if its device is the meta device, tensors are meta tensors, without memory.
     """
 
     def __init__(self, target: OffloadTarget, world: Axis, folder: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class OffloadStorage:
         self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new uninitialized tensor of one dim, in host memory or on disk, as ``target`` says.
+        """Returns a new uninitialized tensor of one dim, in host memory or in a file on disk, as set up by ``target``.
 
         On disk it takes reserved space if there is enough left, else the space of a new file. In host memory it is
         pinned if the rank's device is an accelerator.

@@ -20,7 +20,7 @@ _NAME = "_shardwright_part"
 
 
 class TensorPart:
-    """The sharding of a whole tensor over the ranks of one axis. :func:`part_of` returns one object for equal ones.
+    """The sharding of a whole tensor over the ranks of one axis; of equal ones :func:`part_of` returns the same object.
 
     Args:
         shape: the shape of the whole tensor.

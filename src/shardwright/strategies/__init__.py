@@ -74,8 +74,9 @@ def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[N
 
     It is for strategies that are defined outside of this package. Leaving the context removes both again.
 
-    Raises: LayoutError: the strategy's name is taken, no such axis is registered, or the axis and phase have a default
-        already; or ``axis`` has a name or an order that is taken or not allowed.
+    Raises: LayoutError: the strategy's name is taken, no such axis is registered, or its axis has another default
+        strategy in the same phase (operators, stages or state); or ``axis`` has a name or an order that is taken or not
+        allowed.
     """
     if axis is not None:
         register(axis)

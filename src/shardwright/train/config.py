@@ -14,7 +14,8 @@ from torch import nn
 
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.models import MODELS, CrossEntropy, build, configure, describable
+from shardwright.models import MODELS, build, configure, describable
+from shardwright.models.losses import CrossEntropy
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.rank_check import CHECK_EVERY
@@ -111,7 +112,7 @@ class TrainConfig:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step of this run, earlier than ``steps`` if ``stop_at`` is set."""
+        """The number of the last step of this run: ``steps``, or ``stop_at`` if that is set and smaller."""
         return min(self.stop_at or self.steps, self.steps)
 
     def learning_rate(self, step: int) -> float:

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.models import ConvNetConfig, GPTConfig, entry_of
+from shardwright.models import entry_of
+from shardwright.models.convnet import ConvNetConfig
+from shardwright.models.gpt import GPTConfig
 from shardwright.models.settings import check_sizes
 
 Split = Literal["train", "eval"]
@@ -136,7 +138,7 @@ class Cifar10:
     A record is one label byte, then 3 x 32 x 32 pixel bytes. ``data_batch_*.bin`` are the ``train`` split,
     ``test_batch.bin`` is ``eval``. The files are memory-mapped; nothing is ever downloaded.
 
-    Raises: PlanError: a missing folder or file, a file whose size is not a multiple of a record, a label above 9.
+    Raises: PlanError: a missing folder or file, a file that is empty or has a part of a record, a label above 9.
     Source: https://www.cs.toronto.edu/~kriz/cifar.html
     """
 
@@ -202,9 +204,9 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
 
 
 class Synthetic:
-    """A dataset of random samples for the model that ``config`` builds, the same in every run.
+    """A dataset of random samples for the built-in model that ``config`` builds, the same in every run.
 
-    Raises: PlanError: ``config`` is not that of a named model, or there are too few samples for both splits.
+    Raises: PlanError: ``config`` is not that of a built-in model, or ``seq`` is below 1.
     """
 
     def __init__(self, config: object, *, seq: int, split: Split = "train", num_samples: int = 1024) -> None:
@@ -238,7 +240,8 @@ class Synthetic:
 class Order:
     """The sample indices of each step's global batch: every sample once per epoch, reshuffled every epoch.
 
-    The last batch of an epoch holds the remaining samples. The order depends on the three fields and the step only.
+    The last batch of an epoch holds the remaining samples. The order depends only on the fields (number of samples,
+    batch size, seed) and the step.
 
     Raises: PlanError: ``num_samples`` or ``batch_size`` is below 1.
 
@@ -304,8 +307,9 @@ def check_index(index: int, num_samples: int) -> None:
 def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> Dataset:
     """Returns the dataset that ``--data`` names, for the model that the config ``model`` builds.
 
-    ``name`` is ``stdlib``, ``synthetic``, a text file or a CIFAR-10 folder. ``stdlib`` is the default, so for a model
-    that does not read text it gives synthetic samples. A model without a known config takes any data.
+    ``name`` is ``stdlib``, ``synthetic``, a text file or a CIFAR-10 folder. ``stdlib`` is the default, so for a
+    built-in model that does not read text it gives synthetic samples. For a model without a known config, text and
+    pictures are not checked to fit, and there are no synthetic samples.
 
     Raises: PlanError: no such data, data that the model cannot read, or a sequence longer than the model's.
 

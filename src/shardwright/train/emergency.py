@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save_alone
-from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
+from shardwright.errors import CheckpointError, CommunicationError, RankDifferenceError
 from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
@@ -53,12 +53,12 @@ class EmergencyCheckpoint:
     def save(self, failure: BaseException) -> None:
         """Saves the last complete step when ``failure`` ends the run, and prints whether it was saved.
 
-        Nothing is saved if a later step has changed the state, if the step has a checkpoint already, or after a
-        LayoutError, PlanError or CheckpointError: every rank raises these, and they say that the state or a save is
-        wrong. An error while saving is printed and not raised.
+        Nothing is saved if no step is complete, if a later step has changed the state, if the step has a checkpoint
+        already, or after a RankDifferenceError or CheckpointError, which say that the state, or a save, is wrong. An
+        error while saving is printed and not raised.
         """
         step = self._step
-        if isinstance(failure, LayoutError | PlanError | CheckpointError) or step is None:
+        if isinstance(failure, RankDifferenceError | CheckpointError) or step is None:
             return
         said = ""
         try:

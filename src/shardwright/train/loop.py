@@ -7,7 +7,6 @@ import importlib.util
 import signal
 import statistics
 import time
-from array import array
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -43,6 +42,7 @@ from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_file import RUN_FILE, noted_data, options_of, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
+from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.stop import Stop, started_again
 
 
@@ -187,7 +187,7 @@ class _Training:
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
-        self.series = {"step_ms": array("d"), "tokens_per_s": array("d")}
+        self.series = {"step_ms": SpacedValues(), "tokens_per_s": SpacedValues()}
         self.locks = contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
@@ -374,8 +374,7 @@ class _Training:
         write_run(self.out, self.config, self.world.size, self.data_noted, self.seconds)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
-        # the first steps warm up
-        medians = {key: statistics.median(a[2:] if len(a) > 4 else a) for key, a in self.series.items() if a}
+        medians = {key: series.median(num_first=2) for key, series in self.series.items()}  # the first steps warm up
         return {
             "layout": self.config.layout,
             "world_size": self.world.size,
@@ -383,8 +382,8 @@ class _Training:
             "steps": self.run.num_steps,
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
-            "step_ms_median": medians.get("step_ms"),
-            "tokens_per_s_median": medians.get("tokens_per_s"),
+            "step_ms_median": medians["step_ms"],
+            "tokens_per_s_median": medians["tokens_per_s"],
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else peak_bytes(self.everyone),
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,

@@ -19,7 +19,7 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
-from shardwright.layout import Layout
+from shardwright.layout import Layout, has_stages
 from shardwright.ledger.account import measure_memory
 from shardwright.ledger.tracking import Account
 from shardwright.parallelize import parallelize
@@ -46,7 +46,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
     with values on ``device``, by default this machine's accelerator if it has one.
     """
     layout = Layout.parse(config.layout)
-    if not config.measured_costs or layout.factor("pp") is None:
+    if not config.measured_costs or not has_stages(layout):
         return {}
     if device is None:
         device = devices.default()

@@ -13,9 +13,9 @@ from shardwright.train.data import fingerprint
 
 
 def check_regular(out: Path) -> None:
-    """Raises PlanError if a run's folder has a link to a file, a device or a pipe, to which writes would go elsewhere.
+    """Raises PlanError unless a run's folder holds only regular files, folders and links to folders.
 
-    Links to folders are allowed.
+    Writes to a link to a file, a device or a pipe would go elsewhere.
     """
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         mode = path.lstat().st_mode

@@ -13,7 +13,7 @@ from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.models import GPTConfig
+from shardwright.models.gpt import GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite, check_seed
@@ -40,7 +40,7 @@ def sample(
     predictions.
 
     Raises: PlanError: an argument is out of range, the prompt is empty, or the model's targets are not classes;
-        CheckpointError: ``run`` has no checkpoint that fits. An error on a rank comes as RankFailedError.
+        CheckpointError: ``run`` has no checkpoint that fits; RankFailedError: a rank failed in another way.
     """
     check_finite("temperature", temperature)
     if not 0 <= num <= MOST_SAMPLES:

@@ -30,7 +30,7 @@ class Stop:
         self.requested, self.signal = True, number
 
     def request_save(self, *_: Any) -> None:
-        """Requests a checkpoint after the current step, after which the run continues: a scheduler's early warning."""
+        """Requests a checkpoint after the current step, after which the run continues: the handler of SIGUSR1."""
         self.num_saves_requested += 1
 
     @contextlib.contextmanager

@@ -6,13 +6,14 @@ them one after the other and accumulates gradients. Only dropout is the library'
 every other difference. The caller's model must come out as it went in, or the comparison is an error: see
 ``check_untouched``.
 
-The error of a gradient is its largest difference divided by its largest entry, but never by less than FLOOR times the
-model's largest entry: a gradient that is zero in exact arithmetic (an attention's key bias) holds only rounding.
-A gradient on one side alone is a difference, even one of zeros: with it an optimizer applies weight decay.
+The error of a gradient is its largest absolute difference divided by its largest absolute entry, but never by less than
+1e-3 (``FLOOR``) times that of all gradients, or 0.1 (``NARROW_FLOOR``) times for a layout in bf16 or fp16: a gradient
+that is zero in exact arithmetic (an attention's key bias) holds only rounding. A gradient on one side alone is a
+difference, even one of zeros: with it an optimizer applies weight decay.
 
 AdamW amplifies such rounding: it divides each entry by its own size plus an ``eps`` of 1e-8. So both sides step with an
-``eps`` of FLOOR times the model's largest gradient entry. Rounding then stays rounding, no entry is exempt, and a wrong
-factor that AdamW's division would cancel is visible.
+``eps`` of ``FLOOR`` times the largest absolute entry of all gradients. Rounding then stays rounding, no entry is
+exempt, and a wrong factor that AdamW's division would cancel is visible.
 
 On an accelerator, products of float32 round to float32 while ``verify`` runs: TF32 is off on every rank, and as before
 afterwards. Kernels and collectives may add in another order at every run. That is rounding, within the tolerance, and
@@ -24,18 +25,19 @@ layout in bf16 or fp16 is compared with the same reference: the loss and gradien
 A layout with ``compile`` first takes steps that count for nothing, so that all steps that are compared run compiled.
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
 
-The tolerance is TOLERANCE, with one exception. If a tensor differs by more, and the model rounds to a narrower dtype
-inside (norms that compute in float32), the reference is run again to measure by how much one device differs from itself
-(``reference.py`` says how). Each tensor for which that is more than TOLERANCE is allowed SEVERAL times its own such
-difference, at least one rounding of the narrow dtype and at most MOST of them. So is a loss that is a float32 number:
-its own difference is at least one rounding. All other tensors keep TOLERANCE, and a model that rounds to no narrower
-dtype keeps it for all.
+The tolerance (``TOLERANCE``) is 1e-10 in float64 and 1e-5 in float32, with one exception. If a tensor differs by more,
+and the model rounds to a narrower dtype inside (norms that compute in float32), the reference is run again to measure
+by how much one device differs from itself (``reference.py`` says how). Each tensor for which that is more than the
+tolerance is allowed three times (``SEVERAL``) its own such difference, at least one rounding of the narrow dtype and at
+most 1,000 (``MOST``). So is a loss that is a float32 number: its own difference is at least one rounding. All other
+tensors keep the tolerance, and a model that rounds to no narrower dtype keeps it for all.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -123,11 +125,12 @@ def verify(
     compared after the first step. Parameters and buffers are compared after the last, in float64 only: in float32 AdamW
     amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
     that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it,
-    ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher. ``roles`` and
-    ``seconds`` are those of ``parallelize``.
+    ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher. ``roles``,
+    ``seconds`` and ``strategies`` are those of ``parallelize``.
 
     Raises: LayoutError, PlanError: the layout does not fit the model or this machine, there are no batches, ``dtype``
-        is another, or a copy of the model has written to ``model``. A difference is not raised: it is in the verdict.
+        is neither float64 nor float32, or a copy of the model has written to ``model``. A difference is not raised: it
+        is in the verdict.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
@@ -317,6 +320,12 @@ def _presence(name: str, expected: Outcome, found: Mapping[int, Outcome]) -> str
     return ""
 
 
+def _largest(errors: Iterable[float]) -> float:
+    """Returns the largest error, NaN if one is NaN, which ``max`` finds only in the first place; 0 without errors."""
+    every = list(errors)
+    return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
+
+
 def _compare(
     plan: Plan,
     expected: Outcome,
@@ -341,7 +350,7 @@ def _compare(
         parameters = _errors(layouts, mesh, expected.parameters, after)
         buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
     num_losses = len(expected.losses) if exact else 1
-    loss_error = max(
+    loss_error = _largest(
         abs(actual - reference) / max(abs(reference), 1e-30)
         for each in by_rank.values()
         for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
@@ -350,8 +359,10 @@ def _compare(
     differs = not all(error <= tolerance for error in (loss_error, *gradients.values(), *later.values()))
     own = measure() if differs and narrow == dtype else None
     allowed, own_error = _allowed(own, tolerance)
-    errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters} | buffers
-    worst = max(errors, key=lambda name: errors[name])
+    errors = {
+        name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters
+    } | buffers
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     beyond = [name for name, error in gradients.items() if not error <= allowed("gradients", name)]
     beyond += [name for name, error in later.items() if not error <= allowed("later", name) and name not in beyond]
     return Verdict(
@@ -361,9 +372,9 @@ def _compare(
         first_difference=beyond[0] if beyond else "",
         first_error=errors[beyond[0]] if beyond else loss_error,
         loss_error=loss_error,
-        gradients_error=max(gradients.values()),
-        parameters_error=max(parameters.values(), default=0.0),
-        buffers_error=max(buffers.values(), default=0.0),
+        gradients_error=_largest(gradients.values()),
+        parameters_error=_largest(parameters.values()),
+        buffers_error=_largest(buffers.values()),
         tolerance=tolerance,
         parameters=len(gradients),
         world_size=mesh.size,

@@ -41,7 +41,7 @@ from shardwright.rng import RngTracker
 from shardwright.runtime.keyed_draws import key_draws
 
 FLOOR = 1e-3
-"""The least divisor of a tensor's error, as a share of the largest entry of all tensors that are compared."""
+"""The least divisor of a tensor's error, as a share of the largest absolute entry of all tensors compared."""
 
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3

@@ -12,11 +12,11 @@ class Verdict:
     """The result of ``verify``: whether a layout equals one device within ``tolerance``, and the largest errors.
 
     Errors are relative. ``max_relative_error`` is the largest error of any gradient, parameter or buffer, and
-    ``worst_parameter`` is the tensor that has it. ``first_difference`` is the first parameter of the model, or else the
-    first buffer, whose error is beyond what is allowed, and ``first_error`` is its error. If there is none, they are ""
-    and the error of the loss. ``allowed`` is the error allowed for the tensor that the text names first: ``tolerance``
-    or, for a tensor by which runs on one device differ more, several times that difference. ``own_error`` is the
-    largest such difference, 0 if none is beyond ``tolerance``.
+    ``worst_parameter`` is the tensor that has it. ``first_difference`` is the first parameter whose gradient has a
+    larger error than is allowed, or else the first parameter or buffer whose values have one, and ``first_error`` is
+    its error. If there is none, they are "" and the error of the loss. ``allowed`` is the error allowed for the tensor
+    that the text names first: ``tolerance`` or, for a tensor by which runs on one device differ more, several times
+    that difference. ``own_error`` is the largest such difference, 0 if none is beyond ``tolerance``.
 
     ``parameters`` and ``steps`` count what was compared. ``presence`` is text on a gradient that only one side has.
     ``shares`` is the share of the parameters that each factor of the layout cuts, and ``flops`` that of the forward's

@@ -51,6 +51,27 @@ def test_a_large_head_has_a_stage_of_its_own_where_time_does_not_care():
     assert [stages.chunked.calls_of(chunk) for chunk in range(2)] == [("0", "1"), ("2",)]
 
 
+class CallsOneTwice(nn.Module):
+    """The calls are large, middle, large again and last."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.large, self.middle, self.last = nn.Linear(64, 64, bias=False), nn.RMSNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x):
+        return self.last(self.large(self.middle(self.large(x))))
+
+
+def test_weights_of_a_module_that_is_called_twice_count_once():
+    large, small = 4 * 64 * 64, 4 * 64
+    assert [cost.parameter_bytes for cost in cut(CallsOneTwice(), 4).costs] == [large, small, 0, small]
+    # After the first call and after the second, both cuts are equally fast. Only if the second call's weights counted
+    # again would the first cut's chunks be more uneven than the second's.
+    found = cut(CallsOneTwice(), 2, seconds={"large": 1.0, "middle": 0.5, "last": 0.0})
+    assert [cost.parameter_bytes for cost in found.costs] == [large, 2 * small]
+
+
 class AsksValues(nn.Linear):
     def forward(self, x):
         if x.sum() > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from shardwright import verify, without_values
 from shardwright.analysis.structure import find_chains, find_head
@@ -133,3 +134,75 @@ def test_what_is_called_on_a_part_and_on_the_whole_is_only_called_on_the_whole()
     assert not places["norm"].takes_cut
     assert not places["pair.down"].takes_cut
     assert not any(place.kind == "gate" for place in places.values())
+
+
+class Applies(nn.Module):
+    """A module that applies an operation to its input, and then a layer."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.layer = operation, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(self.operation(x))
+
+
+def uses_around(operation):
+    """How features go through a layer, a module that applies the operation to its output, and a layer."""
+    with without_values():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Applies(operation), nn.Linear(WIDTH, WIDTH))
+    return follow(model, 2, [], frozenset(), None).uses
+
+
+NEEDS_WHOLE = {
+    "softmax": lambda x: functional.softmax(x, -1),
+    "layer_norm": lambda x: functional.layer_norm(x, (WIDTH,)),
+    "a mean of features": lambda x: x - x.mean(-1, keepdim=True),
+    "some of the features": lambda x: torch.cat([x[..., :6], x[..., 6:]], -1),
+    "another order": lambda x: x.flip(-1),
+    "a vector of all features": lambda x: x + torch.ones(WIDTH),
+    "heads": lambda x: x.unflatten(-1, (3, 4)).flatten(-2),
+}
+TAKES_CUT = {
+    "a factor": lambda x: 2 * x,
+    "a sum of alike": lambda x: x + x.tanh(),
+    "an activation function": functional.gelu,
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_WHOLE)
+@pytest.mark.sampled(1)
+def test_what_needs_all_features_gets_them_whole_and_so_does_every_layer_beside_it(name):
+    uses = uses_around(NEEDS_WHOLE[name])
+    assert uses["0"].gives_cut
+    assert (uses["1"].kind, uses["1"].sizes) == ("gate", (WIDTH,))
+    assert "1.layer" not in uses, "nothing inside of the module takes or gives a part"
+    assert "2" not in uses, "the last layer takes what the module gives, which is whole, and gives the model's output"
+
+
+@pytest.mark.parametrize("name", TAKES_CUT)
+def test_what_treats_each_feature_alone_takes_a_part(name):
+    uses = uses_around(TAKES_CUT[name])
+    assert "1" not in uses, "the module is no gate"
+    assert uses["1.layer"].takes_cut
+    assert uses["1.layer"].gives_cut
+    assert uses["2"].takes_cut
+
+
+class AsksItsOutputTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        self.second(x)
+        return x
+
+
+def test_an_output_that_another_layer_reads_too_stays_cut_until_the_end():
+    with without_values():
+        flow = follow(AsksItsOutputTwice(), 2, [], frozenset(), None)
+    assert flow.output_size == WIDTH
+    assert flow.uses["first"].gives_cut
+    assert flow.uses["second"].takes_cut

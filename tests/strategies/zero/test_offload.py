@@ -240,6 +240,27 @@ def test_param_groups_are_updated_beside_the_backward_to_the_same_last_bit(line,
         assert (seen and seen[0] >= 2) == beside or "pp" in line
 
 
+@pytest.mark.parametrize("line", ["dp2/zero1/bucket:0/offload:disk", "dp2/zero3/bucket:0/offload:disk"])
+def test_a_frozen_parameter_that_is_given_a_gradient_by_hand_is_updated_though_no_param_group_is_its_own(line):
+    """Only trained parameters are in the groups that an optimizer with offloaded state updates one after the other."""
+
+    def work(world):
+        plain = mlp()
+        plain[1].requires_grad_(False)
+        run = sw.parallelize(plain, line, world)
+        optimizer = run.optimizer(torch.optim.SGD, list(run.parameters.values()), lr=0.5)
+        before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+        run.step(next(run.shard([numbers()])))
+        run.parameters["1.weight"].grad = torch.ones_like(run.parameters["1.weight"])
+        optimizer.step()
+        moved = {name: before[name] - parameter.detach() for name, parameter in run.parameters.items()}
+        assert moved["1.weight"].allclose(torch.tensor(0.5))
+        return {name for name, by in moved.items() if by.any()}
+
+    trained = {f"{layer}.{kind}" for layer in (0, 2, 3) for kind in ("weight", "bias")}
+    assert set().union(*sw.launch(work, 2, ranks="threads")) == {*trained, "1.weight"}
+
+
 def test_a_parameter_that_a_backward_needs_after_its_gradients_are_complete_is_named():
     class Again(nn.Module):
         def __init__(self):

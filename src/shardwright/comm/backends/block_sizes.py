@@ -39,7 +39,7 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all blocks in bytes, of which only the pages count that a message has filled at some time."""
+        """The memory of all blocks in bytes: pages filled by messages so far, or with ``at_most`` an upper bound."""
         filled = self._used
         if self.at_most:
             by_size: dict[int, int] = {}
@@ -68,11 +68,11 @@ class Blocks:
         return place
 
     def hold(self, place: int) -> None:
-        """Adds one to the number of readers that must release a block before it is reused."""
+        """Adds one to the number of readers that must release block number ``place`` before it is reused."""
         self._unread[place] += 1
 
     def release(self, place: int) -> None:
-        """Counts one reader of a block as done; when none are left, the block is free for another message."""
+        """Counts one reader of block number ``place`` as done; after the last one, the block can be reused."""
         self._unread[place] -= 1
         if not self._unread[place]:
             self._free.setdefault(self.sizes[place], []).append(place)

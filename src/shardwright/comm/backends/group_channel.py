@@ -19,14 +19,17 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Watched(Protocol):
-    """A call that a watchdog follows, because over NCCL ``wait`` blocks the GPU's stream and not the host."""
+    """A collective call that a watchdog checks for a timeout, as over NCCL ``wait`` blocks only the GPU's stream."""
 
     def waited(self, device: torch.device) -> None:
-        """Lets go of torch's handles of the call, which keep its tensors alive; the current stream must wait for it."""
+        """Drops torch's handles of the call, which keep its tensors alive.
+
+        Call it once the current stream of ``device`` has been made to wait for the call.
+        """
 
 
 class GroupTransport(Protocol):
-    """What a :class:`GroupChannel` needs of its transport: process groups, keeping sent tensors alive, a watchdog."""
+    """Creates a rank's ``torch.distributed`` groups, keeps tensors of unfinished sends alive and detects timeouts."""
 
     rank: int
 
@@ -86,12 +89,13 @@ class GroupChannel(Channel):
 
 
 def lost_partner(call: CollectiveCall, ranks: Sequence[int], rank: int, failure: object) -> LostPartnerError:
-    """Returns the error to raise for a call that did not complete, because another rank stopped or did not come.
+    """Returns the error to raise for a call that did not complete, because another rank stopped or never made the call.
 
     ``failure`` is torch's error, or a text about the timeout; ``rank`` is this rank, and ``ranks`` are the group's.
     """
     return LostPartnerError(
-        f"{call} did not complete\n  ranks: {', '.join(map(str, ranks))}, this is "
-        f"{rank}\n  torch reports: {first_line(failure)}\n"
-        "  fix:   see which rank stopped first; --debug names ranks that make different calls"
+        f"{call} did not complete",
+        given=f"rank {rank} of ranks {', '.join(map(str, ranks))}; torch reports: {first_line(failure)}",
+        allowed="the same call on each of these ranks",
+        fix="see which rank stopped first; --debug names ranks that make different calls",
     )

@@ -213,7 +213,10 @@ class MessageExchange:
         return self._link_free_ns + int(self.link.latency_s * 1e9)
 
     def receive(self, peer: int, kind: int, channel: int, number: int) -> ReceivedMessage:
-        """Waits for the message of one kind, channel and call number from rank ``peer``, and returns it.
+        """Waits for one message from rank ``peer``, and returns it.
+
+        ``kind`` says what is sent, such as ``POST`` for a tensor's bytes; ``channel`` identifies the process group, and
+        ``number`` the call in it.
 
         Raises: as :meth:`wait_until`.
         """

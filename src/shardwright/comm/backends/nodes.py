@@ -40,9 +40,10 @@ def this_node() -> str:
 
 
 def nodes_of_ranks(store: Any, rank: int, size: int) -> dict[int, str]:
-    """Returns :func:`this_node` of each rank, exchanged through torch's ``store``; every rank must call it.
+    """Returns a text for each rank that identifies its node, equal for ranks that can share memory.
 
-    ``rank`` is this rank's number, and ``size`` the number of ranks.
+    The texts are exchanged through torch's ``store``, so every rank must call it. ``rank`` is this rank's number, and
+    ``size`` the number of ranks.
     """
     store.set(f"host/{rank}", this_node())
     return dict(enumerate(each.decode() for each in store.multi_get([f"host/{other}" for other in range(size)])))

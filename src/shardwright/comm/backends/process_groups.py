@@ -235,9 +235,9 @@ def has_native_group(kind: str) -> bool:
 
 
 def torch_timeout(timeout: timedelta, *, over_nccl: bool) -> timedelta:
-    """Returns the timeout to give torch's process groups: ``timeout``, but twice that over NCCL and its like.
+    """Returns the timeout to give torch's process groups: ``timeout``, or twice that over NCCL and similar backends.
 
-    There the library's own watchdog, whose error names the call, is to report first.
+    So shardwright's watchdog, whose error names the call, reports before that of torch.
     """
     return 2 * timeout if over_nccl else timeout
 

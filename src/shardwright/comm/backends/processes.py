@@ -10,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import process, spawn, util
@@ -70,47 +70,23 @@ def run_here(
     Raises: what ``work`` raises; LostPartnerError: another rank cannot be reached, or has ended early. PlanError: the
         ranks' devices or options do not fit.
     """
-    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_s)
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
-        for name, value in _NETWORK.items():
-            os.environ.setdefault(name, value)
-    else:
-        os.environ.update(bind_sockets(os.environ))
-    nodes: tuple[int, ...] = ()
-    if folder is not None:
-        store = FileStore(f"{folder}/store", size)
-    else:
-        store = _new_store(rank, size, timeout)
-        rank, nodes, hosts = number_by_node(store, rank, size)
-        elsewhere = [host for host, node in zip(hosts, nodes, strict=True) if node != nodes[rank]]
-        # to the first node MASTER_ADDR is itself, and may be a loopback address
-        os.environ.update(bind_sockets(os.environ, *elsewhere[:1]))
-        os.environ["RANK"] = str(rank)  # rank 0 stays what it is
+    store, rank, size, nodes = _met(timeout, folder)
     if bind_cores:
         mine_there = [other for other, node in enumerate(nodes) if node == nodes[rank]] or [*range(size)]
         bind(mine_there.index(rank), len(mine_there))
     mine = rank_devices.found(device, socket.gethostname(), size)
     ranks = rank_devices.exchanged(mine, store, rank, size, forked=folder is not None)
     place, backend = rank_devices.decided(ranks, rank)
-    # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
     recorder = Recorder()
-    try:
+    with _naming_lost_partners(rank, size):
+        # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
+        wait = torch_timeout(timeout, over_nccl=backend in NATIVE)
         dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
         call_checker = CallChecker(rank, timeout_s) if debug else None
         transport = ProcessTransport(
             rank, size, recorder, timeout, call_checker, links, folder, link, device=place, report=report
         )
-    except RuntimeError as failure:
-        if isinstance(failure, CommunicationError | torch.AcceleratorError | NotImplementedError):
-            raise
-        raise LostPartnerError(  # a rank that is connected already may have been killed
-            "this rank could not connect to the others",
-            given=f"rank {rank} of {size}; torch reports: {first_line(failure)}",
-            allowed="ranks that all start, and reach each other",
-            fix="see why another rank ended, and whether a firewall stands between",
-        ) from failure
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
@@ -122,9 +98,55 @@ def run_here(
             time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise
     transport.close()
+    _end_together(rank, [place.index] if backend in NATIVE else None)
+    transport.disconnect()
+    dist.destroy_process_group()
+    return result
+
+
+def _met(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, tuple[int, ...]]:
+    """Returns torch's store of the run, this rank's number, the number of ranks, and the node of each rank.
+
+    Torch's sockets are bound first: to the loopback interface if all ranks are on this machine. If the launcher of
+    ``folder`` has started the ranks, there is one node, and the nodes are empty.
+    """
+    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
+        for name, value in _NETWORK.items():
+            os.environ.setdefault(name, value)
+    else:
+        os.environ.update(bind_sockets(os.environ))
+    if folder is not None:
+        return FileStore(f"{folder}/store", size), rank, size, ()
+    store = _new_store(rank, size, timeout)
+    rank, nodes, hosts = number_by_node(store, rank, size)
+    elsewhere = [host for host, node in zip(hosts, nodes, strict=True) if node != nodes[rank]]
+    # to the first node MASTER_ADDR is itself, and may be a loopback address
+    os.environ.update(bind_sockets(os.environ, *elsewhere[:1]))
+    os.environ["RANK"] = str(rank)  # rank 0 stays what it is
+    return store, rank, size, nodes
+
+
+@contextmanager
+def _naming_lost_partners(rank: int, size: int) -> Iterator[None]:
+    """Returns a context that raises LostPartnerError for errors of torch while ranks connect to each other."""
     try:
-        # no rank closes its connections while another still reads
-        dist.barrier(device_ids=[place.index] if backend in NATIVE else None)
+        yield
+    except RuntimeError as failure:
+        if isinstance(failure, CommunicationError | torch.AcceleratorError | NotImplementedError):
+            raise  # these name what is wrong on this rank itself
+        raise LostPartnerError(  # a rank that is connected already may have been killed
+            "this rank could not connect to the others",
+            given=f"rank {rank} of {size}; torch reports: {first_line(failure)}",
+            allowed="ranks that all start, and reach each other",
+            fix="see why another rank ended, and whether a firewall stands between",
+        ) from failure
+
+
+def _end_together(rank: int, device_ids: list[int | None] | None) -> None:
+    """Waits until all ranks have done their work, so that none closes its connections while another still reads."""
+    try:
+        dist.barrier(device_ids=device_ids)
     except RuntimeError as failure:
         time.sleep(2 * failures.GRACE_S)  # lets a rank that waits in a call report first, with the call
         raise LostPartnerError(
@@ -133,9 +155,6 @@ def run_here(
             allowed="ranks that make the same calls, and end together",
             fix="look for a call that only some ranks make: 'if rank == 0: x.sum().item()'",
         ) from failure
-    transport.disconnect()
-    dist.destroy_process_group()
-    return result
 
 
 def run_processes(
@@ -184,10 +203,10 @@ def _environment(rank: int, num_ranks: int) -> dict[str, str]:
 
 
 def rank_main(task: int, answer: int) -> None:
-    """Runs one rank in a process that the fork server has forked; it ends the process and does not return.
+    """Runs one rank in a newly forked process, and then ends the process: this function does not return.
 
-    The rank's work is read from the pipe ``task``, and its result, or a note of its failure, is written to the pipe
-    ``answer``; both are file descriptors.
+    The pickled function to run is read from the file descriptor ``task``, and its result, or a report of its failure,
+    is written to the file descriptor ``answer``.
     """
     code = 1
     try:

@@ -94,7 +94,8 @@ def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: boo
 def decided(ranks: Sequence[RankDevice], rank: int) -> tuple[torch.device, str]:
     """Returns the device of ``rank`` and the name of the backend of all ranks, from the devices that all ranks found.
 
-    The backend is gloo on the CPU, and for a device type with ``/gloo``; then rank 0 warns if ranks share a GPU.
+    The backend is gloo on the CPU and if the option ``device`` ends in ``/gloo``, and otherwise the device type's own,
+    such as NCCL. With ``/gloo`` ranks may share a GPU, of which rank 0 warns.
 
     Raises: PlanError, with the same text on every rank: a wanted device type is missing; only some ranks have an
         accelerator; a rank cannot tell which device is its own, or has none; ranks share a device without ``/gloo``; or

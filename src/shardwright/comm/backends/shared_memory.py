@@ -236,9 +236,10 @@ class SharedChannel(Channel):
             yield
         except (LostError, LateError) as failure:
             raise LostPartnerError(
-                f"{call} did not complete: {failure}\n  ranks: {', '.join(map(str, self.ranks))}, this is "
-                f"{self.exchange.rank}\n"
-                "  fix:   see why that rank stopped; --debug names ranks that make different calls"
+                f"{call} did not complete",
+                given=f"rank {self.exchange.rank} of ranks {', '.join(map(str, self.ranks))}; {failure}",
+                allowed="the same call on each of these ranks",
+                fix="see why that rank stopped; --debug names ranks that make different calls",
             ) from failure
         except OtherSizeError as failure:
             raise CommunicationError(

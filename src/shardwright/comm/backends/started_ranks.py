@@ -1,8 +1,8 @@
-"""The launcher's view of the processes that it started: their tasks, answers and exits, and which of them failed.
+"""The launcher's side of the rank processes that it started: sends their work, reads their results, finds what failed.
 
-A failure has a cause: a rank that raised, or ended without an answer. Ranks that then lose their connection to it fail
-only as a consequence. Once the cause is known, the other ranks have a second to end, and then they are killed: a rank
-inside a long computation runs no Python signal handler, and a suspended rank reacts to no signal but SIGKILL.
+A failure has a cause: a rank that raised, or ended without a result or report. Ranks that then lose their connection to
+it fail only as a consequence. Once the cause is known, the other ranks have a second to end, and then they are killed:
+a rank inside a long computation runs no Python signal handler, and a suspended rank reacts to no signal but SIGKILL.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def answer_of(kind: bytes, pickled: bytes) -> bytes:
 
 @dataclass(eq=False)
 class RankProcess:
-    """The launcher's handle on one rank's process: its pipes, its answer as read so far, and how it ended.
+    """The launcher's handle on one rank's process: its pipes, what it has sent so far, and how it ended.
 
-    ``number`` is the rank, ``task`` the bytes still to be sent to it, and ``code`` its exit code once known.
+    ``number`` is the rank, ``task`` the bytes still to be sent to it, ``answer`` the bytes read of its result or
+    failure report, and ``code`` its exit code once known.
     """
 
     number: int
@@ -105,7 +106,7 @@ class RankProcess:
         self.signal(signal.SIGKILL)
 
     def send(self) -> bool:
-        """Writes as much of the task as the pipe takes without blocking, and returns whether more must be sent later.
+        """Sends as much of the rank's pickled work as the pipe takes without blocking; returns whether more is left.
 
         Returns False if the process has ended.
         """
@@ -118,7 +119,7 @@ class RankProcess:
         return bool(self.task)
 
     def hear(self) -> bool:
-        """Reads what has come of the answer; returns False once the rank has closed the pipe, else True."""
+        """Reads what the rank has sent of its result or failure report, and returns whether its pipe is still open."""
         with suppress(BlockingIOError):
             while data := os.read(self.pipes.answer, 2**20):
                 self.answer += data

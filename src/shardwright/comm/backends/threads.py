@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending, disagreement
+from shardwright.comm.axis import FIX_CALLS, SAME_CALLS, Channel, CollectiveCall, Pending, disagreement
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
-from shardwright.errors import CommunicationError
+from shardwright.errors import CommunicationError, aligned
 
 Contribution = dict[str, Any]
 Work = Callable[[list[Contribution]], None]
@@ -53,10 +53,10 @@ class ThreadWorld:
     def arrive(
         self, key: object, members: tuple[int, ...], rank: int, call: CollectiveCall, given: Contribution, work: Work
     ) -> _Rendezvous:
-        """Hands over a rank's tensors to a collective (a meeting of ranks) without waiting, and returns the meeting.
+        """Hands over a rank's tensors ``given`` to a collective, and returns the collective's state without waiting.
 
-        ``key`` is equal on all ``members`` of the meeting. ``given`` are the rank's tensors. The last member to arrive
-        runs ``work``, on the tensors of all members in their order.
+        ``key`` identifies the collective, and is equal on all its ``members``. The last member that calls this runs
+        ``work`` on the tensors of all members, in their order.
 
         Raises: CommunicationError: a member that came before makes a different call, or the run has failed.
         """
@@ -65,7 +65,7 @@ class ThreadWorld:
             meeting = self.meetings.setdefault(key, _Rendezvous(members))
             for other, theirs in meeting.calls.items():
                 if not call.agrees(theirs):
-                    self.fail(None, CommunicationError(disagreement(call.axis, rank, call, other, theirs)))
+                    self.fail(None, disagreement(call.axis, rank, call, other, theirs))
                     self._check()
             meeting.calls[rank] = call
             meeting.contributions[rank] = given
@@ -76,7 +76,7 @@ class ThreadWorld:
         return meeting
 
     def wait(self, rank: int, meeting: _Rendezvous, result: Any) -> Any:
-        """Blocks until a collective (meeting) is complete, and returns ``result``.
+        """Blocks until the collective ``meeting``, which :meth:`arrive` returned, is complete; returns ``result``.
 
         Raises: CommunicationError: the run fails before that, also because every rank waits and none can go on.
         """
@@ -132,24 +132,29 @@ class ThreadWorld:
     def _find_deadlock(self) -> None:
         if self.failure is not None or not self.live or len(self.waiting) < len(self.live):
             return
-        lines = ["every rank waits and none can continue"]
+        lines = []
         for rank, meeting in sorted(self.waiting.items()):
             absent = [member for member in meeting.members if member not in meeting.contributions]
-            lines.append(f"  rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}")
+            lines.append(f"rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}")
         gone = sorted({m for w in self.waiting.values() for m in w.members} - self.live)
         if gone:
-            lines.append(f"  rank {', '.join(map(str, gone))} has returned already")
-        self.fail(None, CommunicationError("\n".join(lines)))
+            lines.append(f"rank {', '.join(map(str, gone))} has returned already")
+        failure = CommunicationError(
+            "every rank waits and none can continue", given=aligned(lines), allowed=SAME_CALLS, fix=FIX_CALLS
+        )
+        self.fail(None, failure)
 
 
 def _disagreement_on_part(
     ranks: tuple[int, ...], call: CollectiveCall, to: int, out: Tensor, source: int, part: Tensor
-) -> str:
-    return (
+) -> CommunicationError:
+    gives, takes = f"rank {ranks[source]}: gives {list(part.shape)}", f"rank {ranks[to]}: takes {list(out.shape)}"
+    return CommunicationError(
         f"ranks {ranks[source]} and {ranks[to]} disagree on a part of {call.kind} over axis '{call.axis}' "
-        f"for {call.source}\n"
-        f"  rank {ranks[source]}: gives {list(part.shape)}\n  rank {ranks[to]}: takes {list(out.shape)}\n"
-        "  fix:    compute the shapes from the same cut on every rank"
+        f"for {call.source}",
+        given=aligned([gives, takes]),
+        allowed="a part of the shape that its member takes",
+        fix="compute the shapes from the same cut on every rank",
     )
 
 
@@ -252,7 +257,7 @@ class ThreadChannel(Channel):
                 for j, source in enumerate(contributions):
                     out, part = each["outs"][j], source["parts"][i]
                     if out.shape != part.shape:  # copying would repeat the part where it fits
-                        raise CommunicationError(_disagreement_on_part(self.ranks, call, i, out, j, part))
+                        raise _disagreement_on_part(self.ranks, call, i, out, j, part)
                     out.copy_(part)
 
         return self._meet(call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs)

@@ -1,14 +1,14 @@
-"""An all-reduce in two levels: through shared memory inside of a node, over sockets between nodes.
+"""An all-reduce in two levels: through shared memory inside a node, over sockets between nodes.
 
-Each rank sums one part of the tensor over its node, all-reduces it with the ranks that have its place on the other
-nodes, and shares it with its node again::
+Each rank sums one part of the tensor over its node, all-reduces this part with one rank of each other node, and shares
+the result with its node::
 
     ranks 0 1 on one node, 2 3 on another; A B: the halves of the tensor
     reduce-scatter in memory        0: A of 0+1     1: B of 0+1     2: A of 2+3     3: B of 2+3
     all-reduce over sockets         0 and 2: A of all               1 and 3: B of all
     all-gather in memory            0 1: A B                        2 3: A B
 
-So each part crosses between nodes once, however many ranks a node has, and nothing inside of a node goes through its
+So each part crosses between nodes once, however many ranks a node has, and messages inside a node do not use its
 network. Sums are taken in the order of the members inside, and by gloo between: they are equal on all ranks, and repeat
 bit for bit.
 """

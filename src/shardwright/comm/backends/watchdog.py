@@ -42,7 +42,7 @@ def end_with(failure: LostPartnerError) -> None:
 
 @dataclass(eq=False)
 class WatchedCall:
-    """A collective call that has begun, with torch's handles of it or an event in the stream that waits for it."""
+    """A collective call under way, with torch's handles of it or a device event on the stream that waits for it."""
 
     call: CollectiveCall
     ranks: tuple[int, ...]

@@ -62,12 +62,12 @@ _FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator on global tensors and returns its results, as global tensors where they are tensors.
 
-    ``func`` is the aten operator, called with ``args`` and ``kwargs``. Plain tensors of one number are taken as
-    broadcast.
+    ``func`` is the aten operator, called with ``args`` and ``kwargs``. Plain tensors are taken as broadcast if they are
+    0-d without a gradient, or such as torch's own functions create.
 
     Raises: PlanError: the operator has no rule for inputs that are sharded as these are, draws random numbers that
-        would depend on the layout, changes a tensor's shape in place, or reads or writes a gathered view that it must
-        not (see ``view_tracking``). LayoutError: inputs are on several placements, or some are plain tensors.
+        would depend on the layout, changes a tensor's shape in place, writes to a gathered view, or reads one whose
+        base was written to since. LayoutError: inputs are on several placements, or are other plain tensors.
     """
     if (handler := lists.handler(func)) is not None:
         return handler(func, args, kwargs)

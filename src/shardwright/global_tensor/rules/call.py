@@ -137,7 +137,8 @@ Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 class Decision:
     """How an operator call is sharded: the sbp that each input must have (``ins``) and each output gets (``outs``).
 
-    If ``run`` is given, it is called on the local tensors in place of the operator.
+    An sbp says for each axis of the placement whether the tensor is split, broadcast or a partial sum. If ``run`` is
+    given, it is called on the local tensors in place of the operator.
     """
 
     ins: list[tuple[Sbp, ...]]
@@ -164,11 +165,12 @@ def to_letter(one: Sbp) -> Letter:
 
 
 def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
-    """Returns how to shard an operator: for each axis, the way that moves the fewest elements of the inputs.
+    """Returns how to shard an operator: for each axis, the choice that moves the fewest elements of the inputs.
 
-    The candidates are ``ways`` and the way in which all inputs are broadcast; of equal ones the broadcast way, then the
-    first of ``ways``, is chosen. ``run`` is called in place of the operator. ``in_place`` says that the first input is
-    written to, so that only ways that keep its layout are candidates, if there are any.
+    A choice says how each input and output is sharded along the axis. The candidates are ``ways`` and broadcasting all
+    tensors; among equals, the latter is preferred, then the first of ``ways``. ``run`` is called in place of the
+    operator. With ``in_place`` the first input is written to, so choices that keep its layout are the only candidates,
+    if there are any.
     """
     num_outputs = max(len(call.outputs), 1)
     ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # always right: every member computes everything
@@ -201,8 +203,8 @@ def empty_results(call: OperatorCall, decision: Decision) -> Any:
     """Returns empty or zero local results if this rank need not run the operator, and None if it must run it.
 
     A rank outside the placement need not. Nor need a rank with an empty slice of an input, since not every operator
-    takes empty tensors; but it must run the operator if ``decision.run`` calls collectives, or if an output has
-    elements there and is not a zero term of a partial sum.
+    takes empty tensors; but it must run the operator if ``decision.run`` calls collectives, or if its slice of an
+    output has elements, unless these are the zeros of a partial sum.
     """
     if here().rank not in call.placement:
         return _zero_results(call, decision)

@@ -36,7 +36,7 @@ def is_in_place(call: OperatorCall) -> bool:
 
 
 def is_pointwise(call: OperatorCall) -> bool:
-    """Returns whether an operator is elementwise: an output element depends only on inputs at the same place."""
+    """Returns whether an operator is elementwise: an output element depends only on input elements at its position."""
     if _base(call) in _UNTAGGED and not _is_reduced_loss(call):
         return True
     if is_in_place(call):  # torch tags only the operator that returns a new tensor
@@ -51,7 +51,7 @@ def _is_reduced_loss(call: OperatorCall) -> bool:
 
 
 def rule(call: OperatorCall) -> Decision:
-    """Returns how to shard a pointwise operator: the allowed way that moves the fewest elements of its inputs.
+    """Returns how to shard a pointwise operator, so that the fewest elements of its inputs are moved.
 
     A dim may be split in all inputs that are not broadcast along it; linear operators also take partial sums.
 

@@ -28,8 +28,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     and if code that cannot be traced leaves over three quarters of the work in one chunk and the record leaves less.
     ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as the ``names`` of modules to begin chunks at.
 
-    Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where it may help to plan
-        again with ``job.recorded``.
+    Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where planning
+        again with ``job.recorded`` set may help.
     """
     if runs_on_parts(plan):
         return cut_events(job.model, num_chunks, job.example, **asked)

@@ -36,16 +36,16 @@ _DEVICE = Tensor.device.__get__
 
 
 class ChunkStoppedError(Exception):
-    """Raised to leave the user's forward once a chunk's last event has run."""
+    """Raised to leave the user's forward once the last recorded call of a chunk has run."""
 
 
 class GhostMode(TorchFunctionMode):
-    """A context that runs one chunk's part of the forward for one microbatch; calls of other chunks return ghosts.
+    """A context that runs one chunk's calls of the forward for one microbatch; other chunks' calls return meta tensors.
 
-    ``chunk`` is its number; None runs no event and only compares the forward with the record. ``plain`` is the model
-    that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters. ``received`` are the
-    values that other chunks have sent, by name. ``made`` collects this chunk's values that other chunks take.
-    ``before`` is called with each event's number before it runs.
+    ``chunk`` is its number; with None no call is run, and the forward is only compared with the record. ``plain`` is
+    the model that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters. ``received``
+    are the values that other chunks have sent, by name. ``made`` collects this chunk's values that other chunks take.
+    ``before`` is called with the number of each recorded call before the call runs.
     """
 
     takes_draws = True
@@ -70,11 +70,12 @@ class GhostMode(TorchFunctionMode):
         self.made: dict[ValueName, Tensor] = {}
 
     def run(self, model: nn.Module, units: Mapping[nn.Module, str], opened: Sequence[nn.Module], inputs: Any) -> Any:
-        """Runs the forward up to this chunk's last event; returns the model's output on the last chunk, else None.
+        """Runs the forward up to this chunk's last call; returns the model's output on the last chunk, else None.
 
-        ``units`` are the modules whose call is one event, by path; hooks on ``opened`` modules do not run.
+        ``units`` are the modules that the record has as single calls, with their paths. Hooks on ``opened`` modules do
+        not run.
 
-        Raises: PlanError: the forward makes other calls than the record.
+        Raises: PlanError: the forward makes other calls than the recorded one.
         """
         callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
         callers.update((module, self._caller(path, module)) for module, path in units.items())

@@ -19,7 +19,7 @@ class GhostParameters:
 
     Code between modules runs on every stage, and finds all parameters here without a collective. A strategy such as
     ZeRO-3 may all-gather a parameter when a module's attribute is read: only :meth:`fetch` reads it in this way, before
-    an event of this stage that needs it.
+    a call on this stage that needs it.
     """
 
     def __init__(self, model: nn.Module, stages: EventStages) -> None:
@@ -68,7 +68,7 @@ class GhostParameters:
                 dict.__setitem__(store, name, held)
 
     def fetch(self, event: ForwardEvent) -> None:
-        """Reads the parameters that ``event`` takes, so that ZeRO-3, for instance, unshards them before it runs.
+        """Reads the parameters that a recorded function call takes, so that ZeRO-3, for instance, unshards them first.
 
         For the call of a module it does nothing: the module's own forward reads them.
         """

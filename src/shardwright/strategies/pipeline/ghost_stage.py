@@ -1,4 +1,4 @@
-"""A pipeline stage for models that cannot be traced: it runs the whole forward on ghosts of other stages' values."""
+"""A pipeline stage that runs the whole forward, with meta tensors (ghosts) in place of other stages' values."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ KEPT_PATHS = 8
 
 @dataclass
 class GhostStage(PipelineStage[EventStages]):
-    """This rank's pipeline chunks of a model whose forward was recorded, which the executor runs.
+    """This rank's pipeline chunks of a model whose forward was recorded; the executor runs the chunks.
 
-    ``rng`` numbers the random draws of each microbatch; None in a rehearsal.
+    ``rng`` numbers the random draws of each microbatch; it is None in a step on the meta device.
     """
 
     rng: RngTracker | None = None
@@ -52,8 +52,8 @@ class GhostStage(PipelineStage[EventStages]):
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
-        between chunks, by name.
+        It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
+        cross between chunks, by name.
         """
         self._prepare()
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
@@ -84,10 +84,10 @@ class GhostStage(PipelineStage[EventStages]):
         self.p2p.begin(self._route.arrivals, keys)
 
     def crossing(self, planned: Sequence[Edge]) -> dict[str, Tensor]:
-        """Returns meta tensors like the values of the first microbatch that crossed between chunks, by name.
+        """Returns meta tensors like the values that chunks sent each other for the first microbatch, by name.
 
-        A name is that of the ``planned`` edge between the same chunks if that edge has as many values, else that of the
-        record of the forward that ran.
+        The values that one chunk sent another have their names in ``planned`` if it lists as many for the two chunks,
+        else those in the record of the forward that ran.
         """
         found: dict[str, Tensor] = {}
         names = {edge[:2]: edge.values for edge in planned}

@@ -59,6 +59,17 @@ def receiver(message: StageMessage, stage_of: Sequence[int]) -> int:
     return stage_of[message.target if message.kind == "F" else message.source]
 
 
+def connected_stages(schedule: Schedule, edges: Sequence[Edge]) -> frozenset[tuple[int, int]]:
+    """Returns the pairs of stages, each as (lower, higher), that exchange messages under a schedule.
+
+    >>> schedule = Schedule("by hand", ((), ()), (0, 1, 0), 1)
+    >>> sorted(connected_stages(schedule, (Edge(0, 1, ("x",)), Edge(1, 2, ("y",)), Edge(0, 2, ("z",)))))
+    [(0, 1)]
+    """
+    ends = ((schedule.stage_of[edge.source], schedule.stage_of[edge.target]) for edge in edges)
+    return frozenset((min(pair), max(pair)) for pair in ends if len(set(pair)) == 2)
+
+
 def arrivals(schedule: Schedule, edges: Sequence[Edge], stage: int) -> dict[int, tuple[StageMessage, ...]]:
     """Returns the messages that ``stage`` receives under a schedule, by sending stage, in order of sending.
 

@@ -51,7 +51,7 @@ from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
-from shardwright.strategies.pipeline.messages import coming, leaving
+from shardwright.strategies.pipeline.messages import coming, connected_stages, leaving
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
@@ -168,8 +168,7 @@ class Pipeline:
             if job.frame is not None:
                 job.frame.repeat(path, times, total)
 
-        edges = stages.chunked.edges
-        axes["pp"].connect([(schedule.stage_of[edge.source], schedule.stage_of[edge.target]) for edge in edges])
+        axes["pp"].connect(sorted(connected_stages(schedule, stages.chunked.edges)))
         rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
         if isinstance(stages, EventStages):
             return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))

@@ -117,8 +117,8 @@ class PipelineStage(Generic[StagesT]):
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
-        between chunks, by their names in the model's code. Subclasses implement it.
+        It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
+        cross between chunks, by their names in the model's code. Subclasses implement it.
         """
         raise NotImplementedError
 

@@ -49,7 +49,7 @@ class StageCode:
 
 @dataclass
 class Stage(PipelineStage[Stages]):
-    """This rank's pipeline chunks of a traced model, which the executor runs.
+    """This rank's pipeline chunks of a traced model; the executor runs the chunks.
 
     It implements :class:`~shardwright.runtime.executor.ModelPart`.
     """
@@ -60,8 +60,8 @@ class Stage(PipelineStage[Stages]):
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
-        It is called in rehearsals, where no message arrives. ``values[m]`` are the values of microbatch m that cross
-        between chunks, by their names in the model's code.
+        It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
+        cross between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):

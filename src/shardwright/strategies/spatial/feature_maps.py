@@ -52,10 +52,10 @@ def maps_of(plan: Plan) -> Maps | None:
 
 
 def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
-    """Makes the model's modules run on row-sharded feature maps; hooks shard its input and all-gather its output.
+    """Makes a model's modules run on row-sharded feature maps; hooks shard its input and all-gather its output.
 
-    With ``staged``, pipeline stages run the modules without the model's forward. They call the returned frame, which
-    shards and all-gathers in place of hooks on the model.
+    With ``staged`` there are no such hooks, since pipeline stages never call the model's forward: they call the
+    returned object, which shards and all-gathers in the same way.
     """
     frame = _CutForward(job.model, axis, maps)
     share_statistics((norm for _, norm in batch_norms(job.model)), (), by=SPATIAL)

@@ -93,10 +93,10 @@ class MapStep:
 class Settled:
     """Which feature maps are cut by rows, and which are all-gathered at which step, for pictures of one height.
 
-    ``rows`` are the rows of each step's value; ``cut`` the values that are cut; ``work`` the steps that run on cut
-    maps. ``take`` are the modules that all-gather their inputs, ``give`` those that all-gather their outputs. ``share``
-    are modules that return a whole value of one row, such as weights of channels, which each rank combines with its own
-    rows: the gradient of this value is summed over the ranks.
+    ``rows`` has the rows of the value of each step (traced call); the others are numbers of steps. The values of
+    ``cut`` are cut, and the steps ``work`` run on cut maps. ``take`` all-gather their inputs, ``give`` their outputs.
+    ``share`` return a whole value of one row, such as weights of channels, which each rank combines with its own rows:
+    the gradient of this value is summed over the ranks.
     """
 
     rows: tuple[int | None, ...]
@@ -109,7 +109,7 @@ class Settled:
     """For each value that is all-gathered after its module, the step that needs it whole; for error messages."""
 
     def touches(self, number: int) -> bool:
-        """Returns whether a step differs from one device: it runs on cut maps, all-gathers, or sums a gradient."""
+        """Returns whether a traced call runs otherwise than on one device: on cut maps, or with a collective."""
         return number in self.work or number in self.take or number in self.give or number in self.share
 
 

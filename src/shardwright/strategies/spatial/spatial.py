@@ -105,9 +105,10 @@ class Spatial:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Makes the model's modules run on row-sharded feature maps; returns the frame that pipeline stages call.
+        """Makes the model's modules run on row-sharded feature maps.
 
-        On one rank it changes nothing and returns None.
+        Returns, for pipeline stages, the functions that shard the model's input and all-gather its output. On one rank
+        it changes nothing and returns None.
         """
         maps = maps_of(plan)
         staged = plan.stages is not None

@@ -1,4 +1,4 @@
-"""Replaces the forwards of this rank's modules by tensor-parallel ones, as the modules' notes in the plan describe."""
+"""Replaces the forwards of this rank's modules by tensor-parallel ones, according to how the plan cuts each module."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ from shardwright.strategies.tensor_parallel.plan_draft import own_names
 
 
 def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None) -> Applied:
-    """Replaces the forwards of this rank's modules and loss by tensor-parallel ones, as their notes in ``plan`` say.
+    """Replaces the forwards of this rank's modules and loss by tensor-parallel ones, as ``plan`` cuts each of them.
 
-    Returns the events that finish collectives which overlap with computation, and the names of the weights whose
-    gradients are only then final. ``later`` collects the reduce-scatters of the gradients of weights that are
-    all-gathered before use; ``PendingGradients(limit=0)`` waits for each at once.
+    Returns callbacks of the training step that finish collectives which overlap with computation, and the names of the
+    weights whose gradients are only then final. ``later`` collects the reduce-scatters of the gradients of weights that
+    are all-gathered before use; ``PendingGradients(limit=0)`` waits for each at once.
     """
     assert job.batch_shard is not None, "a job on a rank has its batch shard"
     ahead = WeightPrefetch(always=plan.stages is not None)

@@ -5,8 +5,8 @@
     x, whole --> | conv: some out-channels | --> norm, pool --> | conv: the same in-channels | --> sum --> y, whole
 
 Every axis that does not cut rows between layers cuts the channels of a chain; over an axis that cuts samples, weights
-are copied and BatchNorms share their statistics. Channels are dim 1 of an activation, but the plan's uses write
-``Shard(-1)`` for them as for features.
+are copied and BatchNorms share their statistics. Channels are dim 1 of an activation, but where the plan lists how
+activations are cut it has ``Shard(-1)`` for them, as for features.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class ChannelsNote:
 def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
     """Returns the plan with chains of convolutions cut by channels, where there are enough channels.
 
-    Layers with parameters in ``shared``, the layer ``head`` and layers that have a role already are left out. Chains
-    and GroupNorms with too few channels or groups stay whole, with a reason for ``show``.
+    Layers with parameters in ``shared``, the layer ``head`` and layers for which the plan already has a role, such as
+    column-parallel or copied, are left out. Chains and GroupNorms with too few channels or groups stay whole, with a
+    reason for ``show``.
     """
     over = [axis.name for axis in mode.axes if axis.stream == "T"]
     busy = {*plan.roles, *plan.notes}
@@ -193,7 +194,7 @@ class _ChainCut:
 
 
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
-    """Replaces the forward of a convolution or norm by one on this rank's channels, as its note describes.
+    """Replaces the forward of a convolution or norm by one on this rank's channels; ``note`` says how they are cut.
 
     The numbers of groups and channels of the module are set to those of this rank. ``by`` is the strategy's name.
     """

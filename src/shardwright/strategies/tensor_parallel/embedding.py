@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.models import CrossEntropy
+from shardwright.models.losses import CrossEntropy
 from shardwright.plan.plan import LOSS, OUTPUT, ActivationCut, Replicate, Shard
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse, not_to_cut
 from shardwright.strategies.tensor_parallel.features import Features

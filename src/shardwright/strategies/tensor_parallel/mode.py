@@ -75,11 +75,11 @@ class Mode:
         num_tokens: int,
         rows_end: RowMoves | None = (),
     ) -> Choice | None:
-        """Returns the roles (t, h or k) of consecutive layers on each axis: those that send least, or that are pinned.
+        """Returns how each axis cuts consecutive layers (column-parallel, row-parallel or by rows) to send least.
 
-        Pinned roles are taken where they fit; elsewhere the ``misfit`` of each step says why they do not. The result is
-        None if no roles fit. ``boundaries`` are the activations before, between and after the layers, and ``rows_end``
-        is how rows are cut at the end, None for any cut.
+        A cut that the layout pins is taken where it fits; elsewhere the ``misfit`` of each step says why it does not.
+        The result is None if no cut fits. ``boundaries`` are the activations before, between and after the layers, and
+        ``rows_end`` is how rows are cut at the end, None for any cut.
         """
         if self.pinned is not None:
             inner = [b._replace(states=b.states or self.pinned, sums=False) for b in boundaries[1:-1]]
@@ -141,7 +141,7 @@ class AxisMove(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearNote:
-    """The cut of one ``nn.Linear``: its role on each axis, and the cuts of its features.
+    """The cut of one ``nn.Linear``: on each axis column-parallel, row-parallel or by rows, as ``step`` says.
 
     ``x`` and ``y`` are the cuts of its in- and out-features, ``fetches`` the axes over which its weight is all-gathered
     before use, and ``elements`` the number of elements that a rank sends for it in a microbatch. ``enters``: the layer
@@ -170,7 +170,7 @@ class LinearNote:
 
 @dataclass(frozen=True)
 class EntryNote:
-    """The note of a module whose layers, such as q, k and v, share one input, which is all-gathered once for all."""
+    """The one all-gather of an input that several layers of a module share, such as q, k and v."""
 
     step: RoleStep
     x: Features
@@ -277,7 +277,7 @@ class GatherNote:
 
 
 def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tuple[AxisMove, ...]:
-    """Returns the collectives of a layer's input (:class:`AxisMove`) in order, for its role on each axis (``step``).
+    """Returns the collectives of a layer's input (:class:`AxisMove`) in order; ``step`` says how each axis cuts it.
 
     They are all-gathers of rows, then of features, fastest axis first. Before these come the moves "whole", for axes
     that copy the input: such a move gathers nothing, and all-reduces the input's gradient in the backward.
@@ -300,7 +300,7 @@ def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tupl
 
 
 def output_moves(step: RoleStep, axes: tuple[GridAxis, ...], y: Features) -> tuple[AxisMove, ...]:
-    """Returns the collectives that sum a layer's output, in order, for its role on each axis (``step``).
+    """Returns the collectives that sum a layer's output, in order; ``step`` says how each axis cuts the layer.
 
     They are reduce-scatters over features (slowest axis first), reduce-scatters over rows, then all-reduces.
     """

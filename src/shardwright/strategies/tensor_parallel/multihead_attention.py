@@ -44,7 +44,7 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiheadNote:
-    """The cut of one ``nn.MultiheadAttention`` by heads: the roles of its projections before and after the heads."""
+    """The cut of one ``nn.MultiheadAttention`` by heads: how each axis cuts its projections before and after them."""
 
     before: RoleStep
     after: RoleStep
@@ -87,7 +87,8 @@ class MultiheadNote:
 def place_multiheads(draft: PlanDraft, overrides: Overrides) -> None:
     """Plans in ``draft`` a cut by heads for every ``nn.MultiheadAttention`` that allows it.
 
-    The others stay whole, with a reason for ``show``. Attentions to which the user gave a role are left alone.
+    The others stay whole, with a reason for ``show``. Attentions to which the user gave a role, such as "copied", are
+    left alone.
     """
     for path, module in draft.model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or overrides.speak_of([path, _child(path, "out_proj")]):

@@ -243,7 +243,8 @@ def apply_on_parts(
     """Wraps every module of a rank's model so that it runs on tensor shards; the model's outputs are all-gathered.
 
     With ``stages``, pipeline stages do not call the model itself: a :class:`PartsFrame` is returned that does the same
-    around the calls of a stage, and the ``opened`` modules are not wrapped. Otherwise None is returned.
+    around the calls of a stage, and modules whose code the stages run call by call are not wrapped. Otherwise None is
+    returned.
     """
     if note.rows:
         share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)

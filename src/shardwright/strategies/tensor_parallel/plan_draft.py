@@ -15,8 +15,8 @@ from shardwright.analysis.structure import LayerChain, find_head, is_exactly, ow
 from shardwright.errors import GridError
 from shardwright.formatting import format_bytes, format_count
 from shardwright.forward_stack import Rung
-from shardwright.models import CrossEntropy
 from shardwright.models.attention import Attention
+from shardwright.models.losses import CrossEntropy
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.plan import ActivationCut, Job, Partial, Plan, Replicate, Shard
 from shardwright.sharding.box import Range, Ranges
@@ -44,9 +44,9 @@ class PlanDraft:
     """The plan of one model under one tensor-parallel mode, which each ``place_*`` function refines in turn.
 
     ``names`` gives each parameter's name in the model, by module path and by its name in the module; ``shared`` are the
-    parameters with several users, which stay whole. ``chains`` are the pairs of column- and row-parallel layers, by the
-    row-parallel one; ``head`` is the layer whose output the loss takes cut by classes; ``flow`` says where features
-    stay cut between layers, in ``parts`` parts.
+    parameters that stay whole, because they have several users or the user asked for it. ``chains`` are the pairs of
+    column- and row-parallel layers, by the row-parallel one; ``head`` is the layer whose output the loss takes cut by
+    classes; ``flow`` says where features stay cut between layers, in ``parts`` parts.
     """
 
     job: Job
@@ -76,7 +76,7 @@ class PlanDraft:
         self.plan = self.plan.role(path, self.mode.name, name, why)
 
     def note(self, path: str, note: object, rung: Rung = Rung.OPERATOR) -> None:
-        """Adds to the plan a module's note, from which ``apply`` makes its forward and ``traffic`` its collectives.
+        """Adds to the plan how a module is cut, from which ``apply`` makes its forward and ``traffic`` its collectives.
 
         ``rung`` is the place of the new forward among the wrappers of the module.
         """
@@ -192,7 +192,10 @@ class PlanDraft:
         return Features.balanced(size, self.mode.axes_in(states, "F"))
 
     def linear_role(self, path: str, what: str, step: RoleStep) -> None:
-        """Adds to the plan, for ``show``, a Linear's role on each axis, the reason, and the bytes that it sends."""
+        """Adds to the plan, for ``show``, how each axis cuts a Linear (h, k or t), why, and the bytes that it sends.
+
+        h is column-parallel, k row-parallel, and t cuts samples or tokens.
+        """
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
         assert isinstance(note, LinearNote)
@@ -218,7 +221,7 @@ class PlanDraft:
         return head
 
     def is_tied(self, path: str) -> bool:
-        """Returns whether a parameter of the module at ``path`` has other users too, or is kept whole by a role."""
+        """Returns whether a parameter of the module at ``path`` has several users or is to stay whole by request."""
         return any(name in self.shared for name in self.names.get(path, {}).values())
 
     def users(self, path: str) -> set[str]:
@@ -238,7 +241,7 @@ class PlanDraft:
         """Returns whether the embedding table at ``path`` may be cut.
 
         It may not if a module other than the output head uses it too, if it is registered twice, or if the user gave a
-        role to one of its users.
+        role, such as "copied", to a module that uses it.
         """
         if self.overrides.speak_of(self.users(path)):
             return False

@@ -93,7 +93,7 @@ class RoleStep(NamedTuple):
     misfit: str = ""
 
     def num_fetched(self, axes: Sequence[GridAxis]) -> int:
-        """Returns in how many shards the weight's rows are stored over the axes of role t, which all-gather it."""
+        """Returns in how many shards a weight is stored over the axes that cut samples or tokens and all-gather it."""
         return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
 
     @property
@@ -109,7 +109,7 @@ class RoleStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen roles of consecutive layers, and the number of elements that a rank sends for them in a microbatch."""
+    """How each axis cuts consecutive layers, and the number of elements that a rank sends for them in a microbatch."""
 
     steps: tuple[RoleStep, ...]
     elements: float
@@ -186,7 +186,11 @@ def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
 
 
 def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
-    """Returns whether an activation may have ``states``: each rank gets features, and rows are cut only if allowed."""
+    """Returns whether an activation may be cut as ``states`` says for each axis: T rows, F features, C copied.
+
+    Each rank must get features, and only if ``boundary.rows`` is set may axes that do not cut the model's input cut
+    rows.
+    """
     sizes = [a.size for a, state in zip(axes, states, strict=True) if state == "F"]
     new_rows = any(state == "T" and a.stream != "T" for a, state in zip(axes, states, strict=True))
     enough = prod(sizes) <= boundary.most_parts or (len(sizes) == 1 and sizes[0] <= boundary.most_alone)
@@ -196,10 +200,11 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 def steps_from(
     layer: Layer, before: States, rows: RowMoves, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[RoleStep]:
-    """Yields every choice of roles by which one layer leads from the states ``before`` to states that are allowed.
+    """Yields every way to cut one layer (column-parallel, row-parallel or by rows, by axis) whose output is allowed.
 
-    ``rows`` are the gathers and cuts of rows before the layer, and ``boundary`` says which states its output may have.
-    Without fixed states at the boundary, copied outputs are not tried: every rank would hold the full activation.
+    ``before`` says how each axis cuts the input: T rows, F features, C copied. ``rows`` are the gathers and cuts of
+    rows before the layer, and ``boundary`` says how its output may be cut. Unless it fixes that, copied outputs are
+    not tried: every rank would hold the full activation.
     """
     either: tuple[State, State] = "T", "F"
     targets = [boundary.states] if boundary.states is not None else product(either, repeat=len(axes))
@@ -250,11 +255,12 @@ def cheapest(
     regather: bool = False,
     rows_end: RowMoves | None = (),
 ) -> Choice | None:
-    """Returns the roles of consecutive layers by which a rank sends the fewest elements; None if no roles fit.
+    """Returns how to cut consecutive layers so that a rank sends the fewest elements; None if nothing fits.
 
-    ``boundaries`` are the activations before, between and after the layers; the states of the first are fixed.
-    ``rows_end`` is how rows are cut at the end, None for any cut. ``regather`` is as in :func:`sent_elements`.
-    Ties are broken by the order of the search, so every rank chooses the same.
+    On each axis a layer is column-parallel, row-parallel or cut by rows. ``boundaries`` are the activations before,
+    between and after the layers; how the first is cut is fixed. ``rows_end`` is how rows are cut at the end, None for
+    any cut. ``regather``: operands are all-gathered again in the backward. Ties are broken by the order of the search,
+    so every rank chooses the same.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
     >>> stream = Boundary(1024, ("T", "F"))

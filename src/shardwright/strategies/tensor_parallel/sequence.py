@@ -31,9 +31,9 @@ from shardwright.analysis.structure import (
     trace_once,
 )
 from shardwright.errors import LayoutError
-from shardwright.models import CrossEntropy, MeanSquaredError
 from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
@@ -52,7 +52,8 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
     """Returns the mode with ``dim`` 1 (tokens cut) if the layout has ``/seq``, or if samples are fewer than ranks.
 
     In the second case every layer must treat each token alone, and a sample must have at least as many tokens as there
-    are ranks; otherwise ``mode`` is returned unchanged. Ranks are counted along the axes that cut rows.
+    are ranks; otherwise ``mode`` is returned unchanged. Ranks are counted along the axes that cut rows; if there is
+    only one, ``mode`` is always unchanged.
 
     Raises: LayoutError: the layout has ``/seq``, and some layer or the loss may mix tokens.
     """
@@ -96,7 +97,7 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 def tokens_note(
     attention: Attention, path: str, kv: Features, rows: RowMoves, states: States, job: Job, mode: Mode
 ) -> TokensNote:
-    """Returns the note by which the attention at ``path`` all-gathers the keys and values of all tokens.
+    """Returns the all-gathers by which the attention at ``path`` gets the keys and values of all tokens.
 
     ``kv`` is the cut of the features of its keys; ``rows`` and ``states`` are the cut of its activations after the
     projections.

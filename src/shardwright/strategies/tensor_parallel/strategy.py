@@ -142,8 +142,8 @@ class TensorParallel:
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Replaces the forwards of this rank's modules and loss by tensor-parallel ones.
 
-        Returns the events that finish their collectives; for a model that runs on tensor shards in pipeline stages, the
-        frame that the stages call.
+        Returns the callbacks of the training step that finish their collectives. For a model that runs on tensor shards
+        it returns instead the context in which pipeline stages run their calls, if the layout has stages.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):

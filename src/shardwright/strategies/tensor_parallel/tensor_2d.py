@@ -4,7 +4,7 @@
 
       X (T x k)         W (k x h)         Y (T x h)         each rank holds one block of each; for Y it
     +-----+-----+     +-----+-----+     +-----+-----+       needs the X of its row and the W of its column,
-    | 0,0 | 0,1 |     | 0,0 | 0,1 |     | 0,0 | 0,1 |       or what other roles need if they send less
+    | 0,0 | 0,1 |     | 0,0 | 0,1 |     | 0,0 | 0,1 |       or what another cut needs if it sends less
     +-----+-----+  *  +-----+-----+  =  +-----+-----+
     | 1,0 | 1,1 |     | 1,0 | 1,1 |     | 1,0 | 1,1 |
     +-----+-----+     +-----+-----+     +-----+-----+
@@ -13,9 +13,10 @@ Shapes: between layers an activation (B, ..., H) is (B / rows, ..., H / columns)
     its elements. A side of 1 is left out: 1x4 cuts features alone.
     With ``seq``, or for a batch with too few samples, it is (B, T / rows, H / columns): the tokens of every sample
     are cut, and attention gathers keys and values over the axes that cut its tokens.
-Traffic: roles are chosen for each block so that least is sent; row t and col h, the classic choice, sends
-    2 [(C-1) X + (R-1) W] / (R C) elements for each layer. ``summa`` pins that choice and keeps no gathered operand, as
-    the papers do: its backward re-gathers X and W, a factor of 3 for the 2. ``regather`` adds nothing to it.
+Traffic: each block's layers are cut so that least is sent; the classic cut, of samples by row and output features
+    by col, sends 2 [(C-1) X + (R-1) W] / (R C) elements for each layer. ``summa`` pins that cut and, as the
+    papers do, keeps no gathered operand: its backward re-gathers X and W, a factor of 3 for the 2. ``regather`` adds
+    nothing to it.
 Source: van de Geijn, Watts 1997 (SUMMA); Xu et al. 2021, arXiv:2104.05343 (Optimus).
 """
 

@@ -14,9 +14,9 @@
 Shapes: between blocks an activation (B, ..., H) is (B / (depth rows), ..., H / columns) on a rank; a weight has
     1 / (depth rows columns) of its elements. A side of 1 is left out.
     With ``seq``, or for a batch with too few samples, tokens are cut as in 2D: (B, T / (depth rows), H / columns).
-Traffic: roles are chosen for each block so that least is sent; t, h and k on one axis each, k and h changing places
-    from layer to layer, the classic choice, sends 2 (l-1)/l^3 (X + W + Y) elements for each layer of a cube.
-    ``classic`` pins it where a block's input and output features are cut; elsewhere the cheapest roles run.
+Traffic: each block's layers are cut so that least is sent; the classic cut, of samples, in- and out-features by one
+    axis each, the last two changing places from layer to layer, sends 2 (l-1)/l^3 (X + W + Y) elements for each layer
+    of a cube. ``classic`` pins it where a block's input and output features are cut; elsewhere the cheapest cut runs.
 Source: Agarwal et al. 1995 (3D multiplication); Bian et al. 2021, arXiv:2105.14450.
 """
 

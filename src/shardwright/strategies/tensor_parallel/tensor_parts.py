@@ -15,16 +15,18 @@ from shardwright.sharding.tensor_part import ALL
 
 
 class NotOneLetterError(Exception):
-    """Raised if a dim's cut is not a cut of the indices that make up the dim, or if theirs are not one cut of the dim.
+    """Raised if the cut of a dim is not that of one of the indices (letters, as in einsum) that make up the dim.
 
-    Such an index, like the heads within a dim of heads times features, has a letter, as in einsum.
+    A dim of heads times features, for example, may be cut by heads or by features, but not by both.
     """
 
 
 def letters_of(dim: Dim, cut: bytes, letters: Letters) -> dict[int, bytes]:
-    """Returns, for each letter of a dim that is cut, the rank that holds each of its indices, from the dim's ``cut``.
+    """Returns how the letters (indices, as in einsum) that make up a dim are cut: the rank that holds each index.
 
-    Raises: NotOneLetterError: the cut of the dim is not a cut of its letters.
+    ``cut`` has the rank that holds each index of the dim. A letter that is not cut has no entry.
+
+    Raises: NotOneLetterError: the cut of the dim is not a cut of one of its letters.
 
     >>> letters = Letters()
     >>> heads, size = letters.new(2), letters.new(3)
@@ -56,11 +58,11 @@ def _letters_of_parts(dim: Concat, cut: bytes, letters: Letters) -> dict[int, by
 
 
 def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: Letters) -> bytes | None:
-    """Returns the cut of a dim (the rank that holds each index) from those of its letters; None if the dim is whole.
+    """Returns the rank that holds each index of a dim, or None if the dim is whole.
 
-    ``labels`` gives, for each letter that is cut, the rank that holds each of its indices.
+    ``labels`` has the same for each of the letters (indices, as in einsum) that is cut, by the letter's number.
 
-    Raises: NotOneLetterError: several letters that make up the dim are cut.
+    Raises: NotOneLetterError: several letters that make up the dim as a product are cut.
     """
     if len(dim) == 1 and isinstance(dim[0], Concat):
         parts = [(cut_of(part, labels, letters), letters.size(part)) for part in dim[0].parts]

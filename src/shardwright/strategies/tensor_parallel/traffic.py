@@ -1,4 +1,4 @@
-"""The traffic of a tensor-parallel step: the collectives of each module, computed from its note in the plan."""
+"""The traffic of a tensor-parallel step: the collectives of each module, computed from how the plan cuts it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ which are never trained, have no NaN and get a zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 
@@ -41,7 +41,8 @@ class FlatParameter:
     tensors that the optimizer steps, by name: views of ``ranges`` of ``shard``.
 
     The unsharded buffer has the compute ``dtype``. A wider shard is the master weights, which are rounded before they
-    are gathered. With ``fp32_sums`` gradients are summed in the shard's dtype. With ``storage`` the shard is offloaded.
+    are gathered. With ``fp32_sums`` gradients are summed in the shard's dtype, in one flat buffer that is sent as it
+    is; otherwise they are sent as autograd has left them. With ``storage`` the shard is offloaded.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FlatParameter:
         self.unreached = set(self.parameters)  # parameters that this rank's backward has not reached in this step
         self.update_state = UpdateState.NOT_UPDATED
         self._pending: Pending[Tensor] | None = None
+        self._sums: Tensor | None = None  # the flat buffer of fp32_sums, of which `_accumulated` are views
         self._accumulated: dict[str, Tensor] = {}
         self.reshard()
 
@@ -143,12 +145,22 @@ class FlatParameter:
 
     def accumulate_wide(self) -> None:
         """Moves the parameters' gradients into sums in the shard's dtype; does nothing without ``fp32_sums``."""
-        for name, parameter in self.parameters.items() if self.fp32_sums else ():
-            if parameter.grad is not None:
-                gradient = parameter.grad.to(self.shard.dtype)
-                accumulated = self._accumulated
-                accumulated[name] = accumulated[name].add_(gradient) if name in accumulated else gradient
-                parameter.grad = None
+        if not self.fp32_sums or all(p.grad is None for p in self.parameters.values()):
+            return
+        for (name, parameter), part in zip(self.parameters.items(), self._parts_of_sums(), strict=True):
+            if parameter.grad is None:
+                continue
+            if name in self._accumulated:
+                self._accumulated[name].add_(parameter.grad)
+            else:
+                self._accumulated[name] = part.view(parameter.shape).copy_(parameter.grad)
+            parameter.grad = None
+
+    def _parts_of_sums(self) -> list[Tensor]:
+        """Returns the parameters' parts of the buffer for ``fp32_sums``, which is allocated on the ranks' device."""
+        if self._sums is None:
+            self._sums = self._placeholder.new_empty(sum(self.sizes), dtype=self.shard.dtype)
+        return list(self._sums.split(self.sizes))
 
     def reduce_scatter(self) -> Pending[Tensor]:
         """Starts the reduce-scatter of the parameters' gradients; returns a handle that waits for this rank's result.
@@ -158,7 +170,8 @@ class FlatParameter:
         """
         gradients, reached = [], []
         self.accumulate_wide()
-        for (name, parameter), marked in zip(self.parameters.items(), self._marked, strict=True):
+        parts: Sequence[Tensor | None] = self._parts_of_sums() if self.fp32_sums else [None] * len(self.sizes)
+        for (name, parameter), marked, part in zip(self.parameters.items(), self._marked, parts, strict=True):
             gradient = self._accumulated.pop(name, parameter.grad)
             if gradient is not None:
                 self.unreached.discard(name)
@@ -166,9 +179,11 @@ class FlatParameter:
                 reached.append((gradients[-1], marked))
                 parameter.grad = None
             else:
-                like = self.shard if self.fp32_sums else self._placeholder
-                gradients.append(like.new_full((parameter.numel(),), UNREACHED))
+                empty = self._placeholder.new_empty(parameter.numel()) if part is None else part
+                gradients.append(empty.fill_(UNREACHED))
         mark_reached(reached)
+        if self._sums is not None:
+            gradients, self._sums = [self._sums], None
         return self.axis.reduce_scatter_together_async(gradients, self.shard_sizes)
 
     def accumulate_shard(self, gradient: Tensor) -> None:
@@ -180,6 +195,7 @@ class FlatParameter:
         """Drops all gradients of the parameters and of the shard; called after a step that failed."""
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
+        self._sums = None
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -59,7 +59,8 @@ class Hold(IntEnum):
 class ShardedGroup:
     """The flat parameters of one param group, which are unsharded and resharded together.
 
-    ``hold`` and ``num_readers`` say whether it stays unsharded while other groups are used.
+    The group stays unsharded while others are used if ``hold`` says so, or while forwards run that have read one of its
+    parameters: ``num_readers`` counts these.
     """
 
     name: str
@@ -106,7 +107,7 @@ class ShardedGroup:
             self.hold = Hold.NONE
 
 
-class _Packed(NamedTuple):
+class _FlatView(NamedTuple):
     """A view of an unsharded buffer in the form that autograd saves: the view's position, not the view."""
 
     group: ShardedGroup
@@ -282,12 +283,12 @@ class Prefetcher:
             if group.state is UnshardStatus.UNSHARDED:
                 for flat in group.flats:
                     if flat.unsharded is not None and flat.unsharded.untyped_storage()._cdata == key:
-                        return _Packed(group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                        return _FlatView(group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:
         """Returns the tensor that was given to :meth:`pack`; its group is unsharded again if need be."""
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, _FlatView):
             tensor: Tensor = packed
             return tensor
         self.ensure_unsharded(packed.group)

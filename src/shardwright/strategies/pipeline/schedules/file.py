@@ -31,7 +31,7 @@ _CELL = re.compile(r"([0-9]{1,9})?([FBIW])([0-9]{1,9})")
 _FIX = "write chunk, kind, microbatch, like 0F3; leave a cell empty where the stage waits"
 
 
-class _Place(NamedTuple):
+class _CellPosition(NamedTuple):
     """A cell's position in a schedule file: row and column, counted from one as in editors."""
 
     path: Path
@@ -46,7 +46,7 @@ class _Cell(NamedTuple):
     """An action of a schedule file, and its position."""
 
     action: Action
-    place: _Place
+    position: _CellPosition
 
 
 def read_schedule(path: str | Path) -> Schedule:
@@ -68,16 +68,16 @@ def read_schedule(path: str | Path) -> Schedule:
     while rows and not any(rows[-1]):
         rows.pop()
     cells = [
-        _Cell(_action(cell, place), place)
+        _Cell(_action(cell, position), position)
         for row, of_row in enumerate(rows, start=1)
         for column, cell in enumerate(of_row, start=1)
-        if cell and (place := _Place(path, row, column))
+        if cell and (position := _CellPosition(path, row, column))
     ]
     if not cells:
         _refuse(f"no actions in the schedule file {path}", given="an empty file, or only empty cells")
     lists: list[list[Action]] = [[] for _ in rows]
-    for action, place in cells:
-        lists[place.row - 1].append(action)
+    for action, position in cells:
+        lists[position.row - 1].append(action)
     if [] in lists:
         empty = lists.index([])
         _refuse(f"no actions in {path}, row {empty + 1} (stage {empty})", given="only empty cells")
@@ -132,21 +132,21 @@ def _json_rows(path: Path, text: str) -> tuple[str, list[list[str]]]:
             _refuse(what, given=f"row {row} (stage {row - 1}) is {json.dumps(cells)}, no list")
         for column, cell in enumerate(cells, start=1):
             if not isinstance(cell, str | None):
-                _refuse(f"a bad cell in {_Place(path, row, column)}", given=json.dumps(cell))
+                _refuse(f"a bad cell in {_CellPosition(path, row, column)}", given=json.dumps(cell))
         rows.append([(cell or "").strip() for cell in cells])
     return str(value.get("name", path.stem)), rows
 
 
-def _action(cell: str, place: _Place) -> Action:
+def _action(cell: str, position: _CellPosition) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         _refuse(
-            f"a bad cell in {place}",
+            f"a bad cell in {position}",
             given=repr(cell),
             allowed="chunk (by default the row's own), F, B, I or W, microbatch",
         )
     chunk, kind, microbatch = match.groups()
-    return Action(cast(Kind, kind), int(microbatch), place.row - 1 if chunk is None else int(chunk))
+    return Action(cast(Kind, kind), int(microbatch), position.row - 1 if chunk is None else int(chunk))
 
 
 def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:
@@ -157,7 +157,7 @@ def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell])
         last = max(cells, key=lambda cell: getattr(cell.action, what))
         _refuse(
             f"{what} {missing} is missing in the schedule file {path}",
-            given=f"{last.action} in row {last.place.row}, column {last.place.column}, but no {what} {missing}",
+            given=f"{last.action} in row {last.position.row}, column {last.position.column}, but no {what} {missing}",
             allowed=f"every {what} from 0 to the last",
             fix=f"add the actions of {what} {missing}, or count from 0 without a gap",
         )
@@ -169,11 +169,13 @@ def _stages(path: Path, cells: list[_Cell]) -> tuple[int, ...]:
     first: dict[int, _Cell] = {}
     for cell in cells:
         before = first.setdefault(cell.action.chunk, cell)
-        if before.place.row != cell.place.row:
+        if before.position.row != cell.position.row:
             _refuse(
                 f"chunk {cell.action.chunk} is on two stages in the schedule file {path}",
-                given=" and ".join(f"{c.action} in row {c.place.row}, column {c.place.column}" for c in (before, cell)),
+                given=" and ".join(
+                    f"{c.action} in row {c.position.row}, column {c.position.column}" for c in (before, cell)
+                ),
                 allowed="every chunk on one stage",
-                fix=f"move one of the two, or give it the number of a chunk of stage {cell.place.row - 1}",
+                fix=f"move one of the two, or give it the number of a chunk of stage {cell.position.row - 1}",
             )
-    return tuple(first[chunk].place.row - 1 for chunk in range(_count("chunk", path, cells)))
+    return tuple(first[chunk].position.row - 1 for chunk in range(_count("chunk", path, cells)))

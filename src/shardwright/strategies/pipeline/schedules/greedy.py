@@ -29,7 +29,7 @@ class Preferences:
     patient: bool = False
 
 
-class _Pipeline:
+class _ScheduleState:
     """The state of the simulated stages: actions run, microbatches and bytes in memory, arrival times of inputs."""
 
     def __init__(
@@ -145,20 +145,20 @@ def greedy(
     >>> [" ".join(map(str, actions)) for actions in found.actions]
     ['0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2', '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2']
     """
-    pipeline = _Pipeline(stage_of, num_microbatches, times, preferences, memory, limit_bytes)
-    num_stages = len(pipeline.lists)
+    state = _ScheduleState(stage_of, num_microbatches, times, preferences, memory, limit_bytes)
+    num_stages = len(state.lists)
     free_at: list[float] = [0] * num_stages
     events: list[tuple[float, int]] = [(0, stage) for stage in range(num_stages)]
     while events:
         now, stage = heapq.heappop(events)
         if free_at[stage] > now:
             continue
-        action = pipeline.pick(stage, now)
+        action = state.pick(stage, now)
         if action is not None:
-            free_at[stage], arrival = pipeline.run(stage, action, now)
+            free_at[stage], arrival = state.run(stage, action, now)
             heapq.heappush(events, (free_at[stage], stage))
             if arrival is not None and arrival[1] != stage:
                 heapq.heappush(events, arrival)
-    if min(pipeline.num_backwards) < num_microbatches:
+    if min(state.num_backwards) < num_microbatches:
         return None
-    return Schedule("auto", tuple(map(tuple, pipeline.lists)), stage_of, num_microbatches)
+    return Schedule("auto", tuple(map(tuple, state.lists)), stage_of, num_microbatches)
