@@ -1,6 +1,7 @@
 """``Nodes``: the number of nodes (machines, containers) and of ranks on each, and which axes cross between nodes.
 
-Ranks are numbered node by node, and the mesh has its slowest axis first, so the axes that send most stay inside a node.
+Ranks are numbered node by node, and the mesh has its slowest axis first, so the axes that send most stay inside a node
+if their sizes fit it.
 Here each node holds one index of ``pp`` and all indices of the other axes::
 
     pp2 dp2 tp2 on 2x4      ranks      pp    dp    tp

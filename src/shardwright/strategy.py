@@ -56,7 +56,7 @@ class Strategy(Protocol):
     def options(self) -> Mapping[str, StrategyOption]:
         """The layout options that the strategy declares, by name.
 
-        The text of an option that takes a value has an example, such as ``auto:8GiB``.
+        An option that takes a value shows one in its description, such as ``auto:8GiB``, as an example to type.
         """
         ...
 

@@ -50,15 +50,28 @@ def test_only_the_launcher_pickles_and_it_reads_from_inherited_pipes_alone():
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "import pickle as safe", "from pickle import loads", "import marshal", "from _pickle import loads",
-        "from torch import load", "torch.load(path)", "from torch.serialization import load",
-        "dist.broadcast_object_list(found)", "dist.all_gather_object(found, mine)", "torch.distributed.gather_object(x)",
-        "dist.scatter_object_list(found, mine)", "dist.recv_object_list(found)",
-        "from torch.distributed import all_gather_object", "import torch.distributed as dist; dist.send_object_list([])",
-        "from multiprocessing import connection", "import multiprocessing.connection",
-        "from multiprocessing.connection import Client", "np.load(path, allow_pickle=True)", "import cloudpickle",
+        "import pickle",
+        "import pickle as safe",
+        "from pickle import loads",
+        "import marshal",
+        "from _pickle import loads",
+        "from torch import load",
+        "torch.load(path)",
+        "from torch.serialization import load",
+        "dist.broadcast_object_list(found)",
+        "dist.all_gather_object(found, mine)",
+        "torch.distributed.gather_object(x)",
+        "dist.scatter_object_list(found, mine)",
+        "dist.recv_object_list(found)",
+        "from torch.distributed import all_gather_object",
+        "import torch.distributed as dist; dist.send_object_list([])",
+        "from multiprocessing import connection",
+        "import multiprocessing.connection",
+        "from multiprocessing.connection import Client",
+        "np.load(path, allow_pickle=True)",
+        "import cloudpickle",
     ],
-)  # fmt: skip
+)
 def test_each_way_of_reading_a_pickle_is_seen(line):
     assert pickles(line)
 

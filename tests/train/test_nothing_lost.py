@@ -20,7 +20,7 @@ from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
-from shardwright.errors import CheckpointError, LayoutError, PlanError, RankFailedError, RankDifferenceError
+from shardwright.errors import CheckpointError, LayoutError, PlanError, RankDifferenceError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.step import TrainStep

@@ -68,7 +68,10 @@ class BoxingStep:
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:
-        """Maps each rank that sends and receives nothing to the slices of its local tensor that it keeps."""
+        """Maps each rank whose new local tensor is one slice of its old one, and that sends nothing, to that slice.
+
+        Ranks whose new tensor is empty are left out, as are all ranks if the destination is a partial sum.
+        """
         found = {}
         for rank in self.destination.placement.ranks:
             messages = self.transfer.messages_to(rank)

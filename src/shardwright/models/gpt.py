@@ -71,9 +71,10 @@ class GPTConfig:
 
     @property
     def feed_forward_width(self) -> int:
-        """The width of the feed-forward network: ``hidden`` or, if that is 0, the style's own width.
+        """The hidden size of the feed-forward network: ``hidden`` or, if that is 0, the default of the style.
 
-        It is 4 widths for ``gpt2``, and 8/3 widths, rounded up to a multiple of 8, for the gated MLP of ``llama``.
+        The default is 4 times ``width``, the model's, for ``gpt2``. For the gated MLP of ``llama`` it is 8/3 times
+        ``width``, rounded up to a multiple of 8.
         """
         if self.hidden or self.style == "gpt2":
             return self.hidden or 4 * self.width

@@ -131,7 +131,7 @@ class StepGuard:
         return f"numbers of digest {self._past_samples:08x}"
 
     def warn_if_unchanged(self, values: Mapping[str, str], num_steps: int) -> None:
-        """Warns if no parameter of the run has changed in 20 steps or more, nor any optimizer stepped.
+        """Warns if in 20 steps or more no parameter of the run has changed, and no optimizer of them has stepped.
 
         A user's own update code that writes to the plain model's tensors instead of the run's has this effect.
         ``values`` are digests of the run's parameters, by name, before the step of number ``num_steps``. Without any,

@@ -47,7 +47,10 @@ class EventStages:
         return f"{most} is {most.cost.work / total:.0%} of the work"
 
     def heaviest(self, chunks: Collection[int]) -> str:
-        """Returns a phrase that names the module called in ``chunks`` with the most parameters, and its share."""
+        """Returns a phrase that names the module with the most parameters, and its share of the model's parameters.
+
+        Only modules that the pipeline chunks of these numbers call are compared.
+        """
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         called = {module for chunk in chunks for module in self.chunked.calls_of(chunk)}
         held = {module: sum(sizes.get(name, 0) for name in self.chunked.names.get(module, ())) for module in called}

@@ -115,9 +115,10 @@ class Settled:
 
 @dataclass(frozen=True)
 class Maps:
-    """The traced calls (steps) of one model in order; the first step is its first input, the last its output.
+    """The traced calls (steps) of a model in order, by which it is decided which feature maps are cut into rows.
 
-    ``parts`` is the number of ranks over which maps are cut, ``inputs`` the names of the forward's arguments.
+    The first step stands for the model's first input, the last for its output. ``parts`` is the number of ranks over
+    which maps are cut, ``inputs`` the names of the forward's arguments.
     """
 
     steps: tuple[MapStep, ...]

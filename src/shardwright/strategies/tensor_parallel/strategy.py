@@ -62,7 +62,7 @@ class TensorParallel:
 
     @property
     def options(self) -> Mapping[str, StrategyOption]:
-        """The layout options of this mode: its own first, then those of every mode."""
+        """The layout options of this tensor-parallel mode (1D to 3D): first its own, then those of all modes."""
         return {**self.own_options, **OPTIONS}
 
     def mode(self, plan: Plan) -> Mode:
@@ -140,10 +140,12 @@ class TensorParallel:
         return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Replaces the forwards of this rank's modules and loss by tensor-parallel ones.
+        """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
 
-        Returns the callbacks of the training step that finish their collectives. For a model that runs on tensor shards
-        it returns instead the context in which pipeline stages run their calls, if the layout has stages.
+        Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
+        gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
+        the modules are wrapped instead and the loss is left as it is: the result then has only the context in which
+        pipeline stages run their calls, or nothing if the layout has no stages.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
