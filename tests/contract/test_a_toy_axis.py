@@ -12,7 +12,21 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from contract.cases import CHECKS, CONVNET, DEEP, GPT2, GPT2_APART, MLP, check_equal, check_traffic, lays_out, line_of
+from contract import test_every_strategy, test_pairs
+from contract.cases import (
+    CHECKS,
+    CONVNET,
+    DEEP,
+    GPT2,
+    GPT2_APART,
+    MLP,
+    check_equal,
+    check_traffic,
+    lays_out,
+    line_of,
+    pairs,
+    spellings,
+)
 from contract.test_checkpoints import check_same_bits
 from ledger.test_ledger import check_close, data, plain
 from shardwright.analysis.batch_norms import batch_norms
@@ -172,6 +186,23 @@ def test_a_strategy_with_an_axis_of_its_own_keeps_the_promises_of_every_strategy
     assert lays_out(line, case)
     for check in CHECKS:
         check(line, case)
+
+
+@pytest.mark.parametrize("name", ["toy_samples", "toy_outputs"])
+def test_the_contract_writes_the_lines_of_a_new_axis_by_itself(name):
+    """What a new file gets without being named anywhere: its options, sizes and pairs, held to all promises."""
+    strategy = STRATEGIES[name]
+    written = {factor for size in (2, 4) for factor in spellings(strategy, size)}
+    assert {f"{strategy.axis}2", *(f"{strategy.axis}2/{option}" for option in strategy.options)} <= written
+    laid_out = test_every_strategy.laid_out(strategy, 2, DEEP)
+    assert [line for line in laid_out if f"{strategy.axis}2" in line]
+    test_every_strategy.test_a_strategy_keeps_its_promises(strategy, 2, DEEP)
+    beside = [pair for pair in pairs() if strategy in pair]
+    assert {other.axis for pair in beside for other in pair} == set(layout_axes()) & {
+        s.axis for s in STRATEGIES.values()
+    }
+    ((one, other),) = [pair for pair in beside if STRATEGIES["data_parallel"] in pair]
+    test_pairs.test_a_strategy_keeps_its_promises_beside_every_other(one, other, DEEP)
 
 
 @pytest.mark.parametrize(("line", "other"), [("xp2", "tp2"), ("xp2 dp2/zero1", "pp2"), ("yp2", "xp3"), ("dp3", "yp2")])
