@@ -13,6 +13,7 @@ from shardwright.errors import CheckpointError, CommunicationError, RankDifferen
 from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
+from shardwright.train.out_folder import OtherRunError
 from shardwright.train.progress import say
 
 _LARGE = 2**16
@@ -53,12 +54,13 @@ class EmergencyCheckpoint:
     def save(self, failure: BaseException) -> None:
         """Saves the last complete step when ``failure`` ends the run, and prints whether it was saved.
 
-        Nothing is saved if no step is complete, if a later step has changed the state, if the step has a checkpoint
-        already, or after a RankDifferenceError or CheckpointError, which say that the state, or a save, is wrong. An
-        error while saving is printed and not raised.
+        Nothing is saved if no step is complete, if a later step has changed the state, or if the step has a checkpoint
+        already. After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an
+        OtherRunError the folder is another run's: nothing is saved then either. An error while saving is printed and
+        not raised.
         """
         step = self._step
-        if isinstance(failure, RankDifferenceError | CheckpointError) or step is None:
+        if isinstance(failure, RankDifferenceError | CheckpointError | OtherRunError) or step is None:
             return
         said = ""
         try:

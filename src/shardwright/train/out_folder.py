@@ -94,9 +94,13 @@ def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: st
     return file if lock(file) else None
 
 
-def in_use(out: Path, why: str = "another run writes to it") -> PlanError:
+class OtherRunError(PlanError):
+    """Raised if another run writes to the folder of this run, so that nothing more may be written to it."""
+
+
+def in_use(out: Path, why: str = "another run writes to it") -> OtherRunError:
     """Returns the error to raise for the folder ``out`` of a run if another run writes to it; ``why`` is the reason."""
-    return PlanError(
+    return OtherRunError(
         f"'{out}' is in use",
         given=why,
         allowed="one run for each folder",
