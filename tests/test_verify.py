@@ -159,6 +159,25 @@ def test_a_loss_that_is_not_a_number_is_seen_on_any_rank_and_in_any_step(rank, w
     assert math.isnan(verdict.loss_error)
 
 
+class Root(nn.Module):
+    """A model whose output is finite, and whose gradients are not, on one device too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y + (y * 0).sqrt()
+
+
+def test_gradients_that_are_not_numbers_on_either_side_prove_nothing():
+    torch.manual_seed(0)
+    verdict = verify(Root(), "dp2", [(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])
+    assert not verdict.equal
+    assert verdict.first_difference == "linear.weight"
+
+
 def test_a_loss_that_is_off_is_seen_where_every_gradient_is_right():
     def alter(run):
         plain = run.loss.forward

@@ -89,7 +89,8 @@ def ranks_in(folder):
 
 def shared_memory():
     """The names in /dev/shm, where shared memory and semaphores stay that a process has made and nobody removed."""
-    return set(os.listdir("/dev/shm")) if sys.platform == "linux" else set()
+    ours = ("sem.mp-", "psm_", "torch_", "shardwright")  # other programs of the machine make names of their own
+    return {name for name in os.listdir("/dev/shm") if name.startswith(ours)} if sys.platform == "linux" else set()
 
 
 @contextmanager

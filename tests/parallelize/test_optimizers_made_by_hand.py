@@ -457,3 +457,31 @@ def test_an_optimizer_that_fails_with_any_error_is_taken_to_need_whole_tensors()
         return refused(lambda: run.optimizer(LooksUp, lr=0.1))
 
     assert all("LooksUp needs whole tensors" in text for text in on_ranks("dp2/zero3", work))
+
+
+def test_an_accumulation_of_many_batches_is_one_step_before_an_update():
+    def work(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            run.accumulate(run.shard([batch()] * (MOST_UNCHANGED + 5)))
+            optimizer.step()
+        return run.num_steps
+
+    assert on_ranks("dp2", work, check_every=5) == [3 * (MOST_UNCHANGED + 5)] * 2
+
+
+class NeedsRates(torch.optim.SGD):
+    """An optimizer whose groups must each name a rate, as torch's own once did."""
+
+    def __init__(self, groups, lr=None, **options):
+        if lr is None and not all("lr" in group for group in groups if isinstance(group, dict)):
+            raise ValueError("parameter group did not specify a value of required parameter lr")
+        super().__init__(groups, lr=lr or 1.0, **options)
+
+
+def test_options_that_only_groups_name_are_those_with_which_an_optimizer_is_tried():
+    def work(run):
+        groups = [{"params": [p], "lr": 0.1} for p in run.parameters.values()]
+        return [group["lr"] for group in run.optimizer(NeedsRates, groups).param_groups]
+
+    assert on_ranks("dp2/zero3", work) == [[0.1] * 4] * 2

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 _PLAIN = (int, float, bool, str, tuple, type(None))
+_TOLD_BY_TEXT = (*_PLAIN, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -45,8 +48,8 @@ def signature(block: nn.Module) -> tuple[str, ...]:
 def likeness(block: nn.Module) -> tuple[object, ...]:
     """Returns a key that is equal for modules with the same :func:`signature` and equal lists, functions and the like.
 
-    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts and sets without tensors
-    are compared by their text (``repr``), any other object by its identity.
+    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts and sets of plain values
+    and functions are compared by their text (``repr``), any other object by its identity.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
@@ -61,9 +64,11 @@ def likeness(block: nn.Module) -> tuple[object, ...]:
 
 
 def _text_of(value: Any) -> str:
-    """Returns the text of a collection without tensors, of whose text torch shows a part only; else nothing."""
-    collected = isinstance(value, list | dict | set)
-    return repr(value) if collected and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) else ""
+    """Returns the text of a collection of plain values and functions; nothing of others, whose texts may hide more."""
+    if type(value) not in (list, dict, set):
+        return ""
+    leaves = value if isinstance(value, set) else tree_leaves(value)
+    return repr(value) if all(isinstance(leaf, _TOLD_BY_TEXT) for leaf in leaves) else ""
 
 
 def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:

@@ -27,7 +27,7 @@ def check_elementwise(
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
     of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
-    groups = [{}, *filter(None, of_groups)]
+    groups = of_groups or [{}]
     if sharded and not is_elementwise(kind, options, groups, flat=flat):
         raise PlanError(
             f"{kind.__name__} needs whole tensors or all of them, and '{sharded[0]}' is not whole on every rank",

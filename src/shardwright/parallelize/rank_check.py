@@ -55,7 +55,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RankText(NamedTuple):
     """Lines of text, by name, that must be equal on ranks whose coordinates differ only along ``axes``.
 
-    ``what`` names the subject of these lines in errors, such as "the batch".
+    ``what`` names the subject of these lines in errors, such as "the batch". A rank without lines is not compared, as
+    one that has stepped no optimizer of all stages: it may train nothing, or by an optimizer of its own.
     """
 
     what: str
@@ -99,7 +100,7 @@ def check_ranks(
     num_bits = 63 // len(found)
     word = 0
     for each in found:
-        word = word << num_bits | text_digest(str(each.lines)) % 2**num_bits
+        word = word << num_bits | (1 + text_digest(str(each.lines)) % (2**num_bits - 1) if each.lines else 0)
     words = everyone.all_gather(torch.tensor([word], device=everyone.device)).tolist()
     differ = []
     for place, each in enumerate(reversed(found)):
@@ -142,7 +143,7 @@ def _lines(
     of_stage, of_all = updates
     yield RankText("the updates", held, dict(of_stage))
     if held != plan.mesh.axes:
-        yield RankText("the updates", plan.mesh.axes, dict(of_all))
+        yield RankText("the updates", plan.mesh.axes, dict(of_all) if int(of_all["number of updates"]) else {})
     alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
@@ -163,13 +164,17 @@ def bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _differs(plan: Plan, each: RankText, digests: Sequence[int]) -> bool:
-    """Returns whether ranks whose coordinates differ only along ``each.axes`` have different digests."""
-    return any(len({digests[rank] for rank in group}) > 1 for group in plan.mesh.groups(each.axes))
+    """Returns whether ranks whose coordinates differ only along ``each.axes`` have different digests.
+
+    A digest of 0, of a rank without lines, differs from no other.
+    """
+    return any(len({digests[rank] for rank in group} - {0}) > 1 for group in plan.mesh.groups(each.axes))
 
 
 def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], number: int) -> None:
     """Raises RankDifferenceError that names the ranks that differ and the line in which they do, if any differ."""
-    for group in plan.mesh.groups(each.axes):
+    for members in plan.mesh.groups(each.axes):
+        group = [rank for rank in members if every[rank]]
         for key in sorted({key for rank in group for key in every[rank]}):
             texts = {rank: every[rank].get(key, "nothing") for rank in group}
             if len(set(texts.values())) == 1:

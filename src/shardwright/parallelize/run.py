@@ -225,7 +225,8 @@ class Run:
         if self.world.device.type == "meta":
             return
         values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
-        self._guard.warn_if_unchanged(values, self.num_steps)
+        trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
+        self._guard.warn_if_unchanged({name: values[name] for name in trained})
         if self.world.size > 1:
             updates = self._guard.updates.lines(), self._guard.updates_of_all.lines()
             check_ranks(self.plan, self.axes, self.parameters, values, batch, self.num_steps, earlier, updates)

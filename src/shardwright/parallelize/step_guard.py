@@ -46,7 +46,7 @@ class StepGuard:
         self, plan: Plan, parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor], *, are_compared: bool
     ) -> None:
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
-        self.num_waiting = self.num_updates = 0
+        self.num_waiting = self.num_updates = self._num_calls = 0
         self._past_samples = 0  # a digest: what differed between two comparisons of the ranks counts
         self.updates, self.updates_of_all = UpdateLog(), UpdateLog()
         self._values: tuple[int, int, dict[str, str]] | None = None  # since which step, after how many updates
@@ -75,7 +75,8 @@ class StepGuard:
             self._of_all.add(optimizer)
 
     def before_step(self) -> None:
-        """Sets ``num_waiting`` to 0 if all gradients were cleared since the last step; called before each step."""
+        """Counts a step, and sets ``num_waiting`` to 0 if all gradients were cleared; called before each step."""
+        self._num_calls += 1
         if all(parameter.grad is None for parameter in self.parameters.values()):
             self.num_waiting = 0
 
@@ -130,26 +131,28 @@ class StepGuard:
         self._past_samples = crc32(f"{num_samples} ".encode(), self._past_samples)
         return f"numbers of digest {self._past_samples:08x}"
 
-    def warn_if_unchanged(self, values: Mapping[str, str], num_steps: int) -> None:
+    def warn_if_unchanged(self, values: Mapping[str, str]) -> None:
         """Warns if in 20 steps or more no parameter of the run has changed, and no optimizer of them has stepped.
 
         A user's own update code that writes to the plain model's tensors instead of the run's has this effect.
-        ``values`` are digests of the run's parameters, by name, before the step of number ``num_steps``. Without any,
-        nothing is checked.
+        ``values`` are digests of the parameters that this rank trains, by name, before a step. Without any, nothing is
+        checked.
         """
         if not values:
             return
-        since, num_updates, before = self._values or (num_steps, 0, {})
+        # accumulate takes several steps in one call, before one update
+        since, num_updates, before = self._values or (self._num_calls, 0, {})
         if before != values or num_updates != self.num_updates:
-            self._values = num_steps, self.num_updates, dict(values)
-        elif num_steps - since >= MOST_UNCHANGED:
+            self._values = self._num_calls, self.num_updates, dict(values)
+        elif (num_calls := self._num_calls - since) >= MOST_UNCHANGED:
             self._values = None
             warnings.warn(
                 explain(
-                    f"no parameter has changed in {num_steps - since} steps",
+                    f"no parameter has changed in {num_calls} steps",
                     given=f"gradients that no optimizer has used, under {self.plan.layout}",
                     allowed="updates of the tensors of run.parameters, which hold what this rank stores",
-                    fix="update run.parameters.values() in place of model.parameters(), or use run.optimizer",
+                    fix="update run.parameters.values() in place of model.parameters(), or use run.optimizer; a run "
+                    "that is to update nothing takes check_every=0",
                 ),
                 stacklevel=2,
             )

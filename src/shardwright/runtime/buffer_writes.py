@@ -49,7 +49,7 @@ class BufferWrites:
             yield
             return
         before = {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
-        values = {name: before[name][0].clone() for name in names or ()}
+        values = {name: before[name][0].clone() for name in names or () if name in before}
         yield
         after = dict(self.model.named_buffers())
         if names is None:  # the first microbatch: version counters show what was written, without copies

@@ -216,7 +216,7 @@ class GradientSync:
         while self._unsent and not self._num_left[self._unsent[0].name]:
             name = self._unsent.pop(0).name
             for message in self.messages[name]:
-                if any(name in mesh_axes("stages") for name in message.axis.name.split("+")):
+                if any(axis in mesh_axes("stages") for axis in message.axis.name.split("+")):
                     self._across_stages.append(message)
                 elif self.sliced.intersection(message.names):
                     self._sliced.append((name, message))

@@ -302,7 +302,7 @@ def _errors(
                 worst = float("inf")
             elif part.numel():
                 difference = (actual - part).abs().max()
-                worst = max(worst, float(difference.nan_to_num(nan=float("inf"))) / scale)
+                worst = _largest((worst, float(difference.nan_to_num(nan=float("inf"))) / scale))
         errors[name] = worst
     return errors
 

@@ -14,6 +14,7 @@ every number before a cast has moved by about a rounding. Its size over sqrt(3) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -122,7 +123,9 @@ def reference(
                     parameter.grad = parameter.grad / divisor  # a new tensor: parameters may share a gradient
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
-            outcome.eps = (FLOOR * _largest(outcome.gradients) or 1e-8) if eps is None else eps
+            largest = FLOOR * _largest(outcome.gradients)
+            usable = largest if 0.0 < largest < math.inf else 1e-8  # NaN is not: the comparison says so then
+            outcome.eps = usable if eps is None else eps
             optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
