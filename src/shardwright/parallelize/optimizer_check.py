@@ -27,7 +27,8 @@ def check_elementwise(
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
     of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
-    groups = of_groups or [{}]
+    # without options of its own a group may miss what the optimizer needs: such a group is tried only if there is one
+    groups = [*([{}] if {} in of_groups or not of_groups else []), *filter(None, of_groups)]
     if sharded and not is_elementwise(kind, options, groups, flat=flat):
         raise PlanError(
             f"{kind.__name__} needs whole tensors or all of them, and '{sharded[0]}' is not whole on every rank",
