@@ -27,8 +27,9 @@ def check_elementwise(
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
     of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
-    # without options of its own a group may miss what the optimizer needs: such a group is tried only if there is one
-    groups = [*([{}] if {} in of_groups or not of_groups else []), *filter(None, of_groups)]
+    groups = [{}, *filter(None, of_groups)]
+    if of_groups and all(of_groups) and not _can_be_made(kind, options):
+        del groups[0]  # what the optimizer needs only its groups name
     if sharded and not is_elementwise(kind, options, groups, flat=flat):
         raise PlanError(
             f"{kind.__name__} needs whole tensors or all of them, and '{sharded[0]}' is not whole on every rank",
@@ -44,6 +45,14 @@ def check_elementwise(
             allowed="optimizers whose state belongs to single parameters: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
             fix="use AdamW, or leave out offload",
         )
+
+
+def _can_be_made(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    try:
+        kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
+    except Exception:  # any optimizer's code runs here
+        return False
+    return True
 
 
 def is_elementwise(
