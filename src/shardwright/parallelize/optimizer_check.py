@@ -50,7 +50,7 @@ def check_elementwise(
 def _can_be_made(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
     try:
         kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
-    except Exception:  # any optimizer's code runs here
+    except Exception:  # any optimizer's code runs here, and refuses what it lacks by an error of its own kind
         return False
     return True
 
@@ -112,7 +112,7 @@ def is_elementwise(
 
     splits: list[Split] = [lambda t: t.split([2, 4]), lambda t: t.split([1, 3], dim=1)]
     splits += [lambda t: t.reshape(-1).split([5, 1, 11, 7])] if flat else []
-    made(lambda tensor: (tensor,))
+    made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
     try:
         (whole,) = stepped(lambda tensor: (tensor,))
         return all(same(parts, whole) for parts in splits)

@@ -71,7 +71,7 @@ def run_here(
         ranks' devices or options do not fit.
     """
     timeout = timedelta(seconds=timeout_s)
-    store, rank, size, nodes = _met(timeout, folder)
+    store, rank, size, nodes = _join_store(timeout, folder)
     if bind_cores:
         mine_there = [other for other, node in enumerate(nodes) if node == nodes[rank]] or [*range(size)]
         bind(mine_there.index(rank), len(mine_there))
@@ -104,7 +104,7 @@ def run_here(
     return result
 
 
-def _met(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, tuple[int, ...]]:
+def _join_store(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, tuple[int, ...]]:
     """Returns torch's store of the run, this rank's number, the number of ranks, and the node of each rank.
 
     Torch's sockets are bound first: to the loopback interface if all ranks are on this machine. If the launcher of
