@@ -148,7 +148,17 @@ def test_an_import_inside_a_function_has_a_reason_and_goes_downward():
 @pytest.fixture(scope="module")
 def imported():
     """The modules that are loaded with the package, and with its reports."""
-    program = "import sys, shardwright; print(*sys.modules); import shardwright.report.timelines; print(*sys.modules)"
+    program = """
+import gc, sys, torch
+passes = []
+gc.callbacks.append(lambda phase, found: passes.append(phase))
+import shardwright
+during_import = len(passes)
+print(*sys.modules)
+import shardwright.report.timelines
+print(*sys.modules)
+print(during_import, gc.isenabled(), gc.get_freeze_count())
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return [line.split() for line in done.stdout.splitlines()]
 
@@ -162,3 +172,9 @@ def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich(imp
     loaded = imported[0]
     assert "shardwright.verify" in loaded
     assert not {"torch.distributed.tensor", "shardwright.global_tensor", "matplotlib", "rich"} & set(loaded)
+
+
+def test_garbage_is_not_collected_while_the_package_is_imported_and_is_afterwards(imported):
+    passes, is_enabled, frozen = imported[2]
+    assert int(passes) <= 4, "before and after the block of imports"
+    assert (is_enabled, frozen) == ("True", "0"), "in the program of somebody else"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -193,6 +194,14 @@ def test_a_folder_of_a_run_that_lives_is_left_alone():
     with run_folder() as first, run_folder() as second:
         assert first.exists()
         assert second.exists()
+
+
+def collection(world):
+    return gc.isenabled(), gc.get_freeze_count() > 100_000
+
+
+def test_ranks_collect_garbage_but_not_among_what_was_imported_before_they_were_forked():
+    assert launch(collection, 2) == [(True, True)] * 2
 
 
 SCRIPT = """

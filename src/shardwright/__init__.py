@@ -2,23 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
-import shardwright.command_start  # noqa: F401  # first: a signal may come while the command imports the rest
-from shardwright.analysis.costs import time_layers
-from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.saving import save
-from shardwright.comm.axis import Axis
-from shardwright.comm.launch import launch, run_on_threads
-from shardwright.comm.world import World
-from shardwright.layout import Layout
-from shardwright.mesh import Mesh
-from shardwright.models.losses import CrossEntropy, MeanSquaredError
-from shardwright.parallelize import parallelize
-from shardwright.parallelize.layer_alone import layer_alone
-from shardwright.parallelize.run import Run
-from shardwright.rng import without_values
-from shardwright.tensor_store import TensorStore, provide_tensor_store
-from shardwright.verify import verify
-from shardwright.verify.verdict import Verdict
+import shardwright.command_start  # first: a signal may come while the command imports the rest
+
+with shardwright.command_start.collection_paused():
+    from shardwright.analysis.costs import time_layers
+    from shardwright.checkpoint.loading import load
+    from shardwright.checkpoint.saving import save
+    from shardwright.comm.axis import Axis
+    from shardwright.comm.launch import launch, run_on_threads
+    from shardwright.comm.world import World
+    from shardwright.layout import Layout
+    from shardwright.mesh import Mesh
+    from shardwright.models.losses import CrossEntropy, MeanSquaredError
+    from shardwright.parallelize import parallelize
+    from shardwright.parallelize.layer_alone import layer_alone
+    from shardwright.parallelize.run import Run
+    from shardwright.rng import without_values
+    from shardwright.tensor_store import TensorStore, provide_tensor_store
+    from shardwright.verify import verify
+    from shardwright.verify.verdict import Verdict
 
 if TYPE_CHECKING:
     from shardwright import global_tensor

@@ -266,9 +266,10 @@ def test_a_stop_signal_while_the_command_imports_ends_it_in_one_line(tmp_path, n
 
 def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):
     signals = code_that_signals("SIGUSR1") + code_that_signals("SIGTERM")
+    runs = f"assert gc.isenabled() and gc.get_freeze_count() > 1e5\n{signals}"
     (tmp_path / "shardwright").write_text(
-        f"import sys, shardwright.cli\nfound = sys.modules['shardwright.cli.main']\n"
-        f"found.app = lambda: exec({signals!r})\nfound.main()\n"
+        f"import gc, sys, shardwright.cli\nfound = sys.modules['shardwright.cli.main']\n"
+        f"found.app = lambda: exec({runs!r})\nassert not gc.isenabled()\nfound.main()\n"
     )
     done = subprocess.run([sys.executable, tmp_path / "shardwright"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
