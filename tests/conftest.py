@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import garbage
 from nccl_rules import Variant
 from one_core import stay_on_one_core
 from one_plan import one_plan_in_verify
@@ -90,6 +91,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "of_threads: about what threads alone tell, so never over NCCL's rules")
     config.addinivalue_line("markers", "sampled(n): `make test` runs the first case and every n-th after it; of 0 none")
+    config.pluginmanager.register(garbage)
     if config.getoption("--tier") == "test":
         settings.load_profile("few")
 

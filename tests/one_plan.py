@@ -31,7 +31,7 @@ def for_one_rank(plan: Plan) -> Plan:
 
 @contextmanager
 def one_plan_in_verify() -> Iterator[None]:
-    """Within it, ranks that ``verify`` starts as threads share its plan, the draws and the optimizer's trial.
+    """Within it, ranks that ``verify`` starts as threads share its plan, shares, draws and trial of the optimizer.
 
     All ranks that are threads share the grids that an error suggests.
     """
@@ -79,6 +79,10 @@ def one_plan_in_verify() -> Iterator[None]:
         with here.shared["lock"]:
             return for_one_rank(plan), chosen
 
+    def shares_of_verify(job: Any, plan: Any) -> Any:
+        shared = shared_by(job.model)
+        return shared["shares_of"] if "shares_of" in shared else shares_of(job, plan)
+
     def suggested(error: Any, job: Any, layout: Any) -> Any:
         shapes = tuple((name, each.shape) for name, each in job.model.named_parameters())
         kinds = tuple(type(module) for module in job.model.modules())
@@ -93,11 +97,14 @@ def one_plan_in_verify() -> Iterator[None]:
         return plain(model, *args, **named)
 
     make_plan, job_for, plain = parallelize.make_plan, parallelize.job_for, parallelize.parallelize
+    shares_of = parallelize.shares_of
     with_suggestions = planning.with_suggestions
     with ExitStack() as stack:
         for module, name, now in (
             (verify, "make_plan", plan_of_verify),
             (verify, "parallelize", of_verify),
+            (verify, "shares_of", shares_of_verify),
+            (parallelize, "shares_of", once(shares_of)),
             (parallelize, "make_plan", plan_of_rank),
             (parallelize, "job_for", job_of_rank),
             (planning, "with_suggestions", suggested),

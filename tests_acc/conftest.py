@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import garbage
 from accelerator import set_up
 from one_core import stay_on_one_core
 from one_plan import one_plan_in_verify
@@ -12,6 +13,7 @@ stay_on_one_core()
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(garbage)
     config.addinivalue_line("markers", "sampled(n): of tests/contract, whose models are used here")
 
 

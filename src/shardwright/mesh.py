@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -73,7 +73,7 @@ class Mesh:
                 raise LayoutError(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
         object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in known if axis in sizes))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The names of the axes, slowest-varying first."""
         return tuple(axis for axis, _ in self.sizes)
@@ -84,7 +84,11 @@ class Mesh:
         return prod(size for _, size in self.sizes)
 
     def __getitem__(self, axis: str) -> int:
-        return dict(self.sizes).get(axis, 1)
+        return self._size_of.get(axis, 1)
+
+    @cached_property
+    def _size_of(self) -> dict[str, int]:
+        return dict(self.sizes)
 
     def coord(self, rank: int) -> dict[str, int]:
         """Returns the coordinate of ``rank``: its index on every axis of the mesh."""

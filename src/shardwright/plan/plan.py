@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -294,6 +295,14 @@ class Plan:
             layout, layout.mesh, compute, state, uses, {}, split_into_param_groups(job.model), frozen=frozen,
             compute_dtypes=dtypes, stored_dtypes=stored, statistics=statistics,
         )  # fmt: skip
+
+    @cached_property
+    def partial_axes(self) -> Mapping[str, frozenset[str]]:
+        """By parameter, the axes along which any of its uses gives each rank only a partial sum of the gradient."""
+        found: dict[str, set[str]] = {}
+        for use in self.uses:
+            found.setdefault(use.parameter, set()).update(use.partial_axes())
+        return {name: frozenset(axes) for name, axes in found.items()}
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Returns the plan with a parameter sharded along ``dim``: index i of ``axis`` holds ``ranges[i]`` of it.

@@ -41,7 +41,7 @@ def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
     Axes of one rank are left out.
     """
-    partial = frozenset[str]().union(*(use.partial_axes() for use in plan.uses if use.parameter == name))
+    partial = plan.partial_axes.get(name, frozenset())
     return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
 
 
@@ -192,9 +192,8 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
     """
     found = []
     for group in plan.param_groups:
-        for (axes, ranks, _), shares in sync_groups(plan, group, coord).items():
-            if axes[0] != axis:
-                continue
+        here = tuple(name for name in group.parameters if sync_axes(plan, name)[:1] == (axis,))
+        for (axes, ranks, _), shares in sync_groups(plan, group._replace(parameters=here), coord).items():
             element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
             sizes = {True: 0, False: 0}  # elements by whether all ranks of the message hold the same part
             for name, boxes in shares.items():

@@ -163,7 +163,7 @@ class TensorLayout:
         assert step.axis in mesh_axes(), f"no such axis: {step.axis}"
         return TensorLayout(self.shape, tuple(sorted((*self.steps, step), key=order)))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes along which the ranks hold different elements, slowest first."""
         named = {step.axis for step in self.steps}
