@@ -59,6 +59,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     options = options_of(parser, smallest={"rounds": 1}, ours={"rounds": 1})
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a person's second start compiles nothing
     facts, rows = machine(), []
     for number in range(options.rounds + WARM_UPS):
         folder = tempfile.mkdtemp()

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-import shardwright.command_start  # first: a signal may come while the command imports the rest
+import shardwright.command_start  # noqa: F401  # first: a signal may come while the command imports the rest
+from shardwright.garbage_collection import collection_paused
 
-with shardwright.command_start.collection_paused():
+with collection_paused():
     from shardwright.analysis.costs import time_layers
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save

@@ -18,8 +18,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,21 +50,6 @@ def _end(*_: Any) -> None:
 
 def _pass(*_: Any) -> None:
     """Has no effect. SIG_IGN would hide from a launcher that its ranks are to be told of the signal."""
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Inside of this context Python collects no garbage.
-
-    Importing makes many objects and no garbage, and a pass over all objects of torch takes some 0.1 s.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def imported() -> None:

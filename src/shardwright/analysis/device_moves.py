@@ -115,7 +115,8 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             if len(args) == 1 and not named and type(args[0]) is Tensor:  # also x.shape and the like: most of all calls
                 return func(*args)
             func = self._instead.get(func, func)
-            devices = {each.device.type for each in tensors_of((args, named))}
+            found = tensors_of((args, named))
+            devices = {each.device.type for each in found} if len(found) > 1 else ()
             if len(devices) > 1 and self._device.type in devices:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return func(*args, **named)

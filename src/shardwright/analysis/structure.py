@@ -53,8 +53,9 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield path, module, own, names[id(parameter)]
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield path, module, own, names[id(parameter)]
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -16,6 +16,7 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_bytes, format_duration
+from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares, tokens_of
@@ -249,6 +250,7 @@ class Plans:
         return lines
 
 
+@collection_paused()
 def plan_layouts(
     model: nn.Module, cluster: Cluster | str, batch: tuple[Any, Any], *, loss: nn.Module | None = None,
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
