@@ -348,6 +348,7 @@ WRITES = {
     "asarray by name": lambda m: m.bias.copy_(torch.asarray(obj=np.arange(4))),
     "new": lambda m: m.weight[0].copy_(m.weight.new([5, 6, 7, 8])),
     "new of sizes": lambda m: m.weight.copy_(m.weight.new(m.weight.shape).fill_(3.0)),
+    "dirac_, then read": lambda m: m.bias.fill_(nn.init.dirac_(m.weight.view(6, 2, 2)).sum().item()),
     "foreach": lambda m: torch._foreach_mul_([m.weight, m.bias], 3.0),
     "foreach by lists": lambda m: torch._foreach_add_([m.weight, m.bias], [m.bias, m.weight[2]]),
     "data": lambda m: setattr(m.weight, "data", torch.from_numpy(np.ones((6, 4), "f")) * 5),

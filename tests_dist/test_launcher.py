@@ -13,6 +13,7 @@ import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,6 +34,7 @@ from tests_dist.command import (
 from shardwright import command_start, fork_server
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.comm.backends.run_folder import run_folder
+from shardwright.comm.backends.started_ranks import StartedRanks
 from shardwright.comm.launch import launch
 from shardwright.errors import RankFailedError
 from shardwright.train.progress import read_metrics
@@ -238,6 +240,18 @@ def test_signals_are_handled_as_before_once_the_ranks_have_ended():
     before = [signal.getsignal(number) for number in handled]
     assert launch(no_work, 1) == [0]
     assert [signal.getsignal(number) for number in handled] == before
+
+
+@pytest.mark.parametrize(
+    ("came", "passed_on"), [(signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (0, None)]
+)
+def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(came, passed_on):
+    told = []
+    ranks = StartedRanks(grace_s=1.0)
+    ranks.signalled = came
+    ranks._listen = lambda _: None
+    ranks.add(SimpleNamespace(signal=told.append))
+    assert told == ([] if passed_on is None else [passed_on])
 
 
 def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_path):

@@ -55,3 +55,22 @@ def test_a_trace_writes_into_nothing():
 def test_code_that_counts_in_a_buffer_of_its_own_is_not_cut_into_stages():
     with pytest.raises(LayoutError, match="writes into 'count'"):
         read_graph(Reads(lambda m: m.count.add_(1)))
+
+
+class Pooled(nn.Module):
+    def __init__(self, *, indices):
+        super().__init__()
+        self.pool = nn.MaxPool2d(2, return_indices=indices)
+
+    def forward(self, x):
+        y = self.pool(x)
+        if isinstance(y, tuple):
+            y = y[0]
+        return y * 2
+
+
+@pytest.mark.parametrize("indices", [False, True])
+def test_a_pooling_that_returns_indices_returns_a_tuple(indices):
+    model, x = Pooled(indices=indices), torch.randn(1, 1, 4, 4)
+    graph = trace(model)
+    assert torch.equal(nn.Module.__call__(torch.fx.GraphModule(model, graph), x), model(x))

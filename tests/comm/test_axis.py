@@ -204,7 +204,7 @@ def test_a_subset_of_all_members_is_the_axis_itself():
 
 def test_only_different_members_make_a_subset_and_only_they_may_call_it():
     def work(axis):
-        for indices in [[1 - axis.index], [axis.index, axis.index], []]:
+        for indices in [[1 - axis.index], [axis.index, axis.index], [], [axis.index, 2], [axis.index, -1]]:
             with pytest.raises(CommunicationError, match=f"on member {axis.index}"):
                 axis.subset(indices)
 

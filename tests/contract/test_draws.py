@@ -162,6 +162,7 @@ DRAWS = {
     "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1) + torch.empty_like(x).exponential_(2.0),
     "normal": normals,
+    "normal, of deviations": lambda x: x + torch.normal(torch.zeros(1, dtype=x.dtype), 0.1 * torch.ones_like(x)),
     "multinomial": picked,
     "skipped at random": lambda x: x if torch.rand(()) < 0.5 else 2 * x,
 }  # fmt: skip

@@ -36,6 +36,13 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
     return (rest, kept) if rest or kept else None
 
 
+def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Returns whether the arguments of a ``Tensor.to`` call name a device, or a tensor whose device to take."""
+    return any(isinstance(each, str | int | torch.device | Tensor) for each in args[:1]) or bool(
+        {"device", "other"} & named.keys()
+    )
+
+
 _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
 
 
@@ -96,7 +103,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     ...     torch.ones(1).to("meta").cuda().device
     device(type='cpu')
     >>> with IgnoresDeviceMoves(torch.device("meta")):
-    ...     torch.arange(3).tolist(), (torch.empty(3, device="meta") + torch.zeros(3)).device
+    ...     torch.arange(3).to(torch.int32).tolist(), (torch.empty(3, device="meta") + torch.zeros(3)).device
     ([0, 1, 2], device(type='meta'))
     """
 
@@ -119,6 +126,8 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             devices = {each.device.type for each in found} if len(found) > 1 else ()
             if len(devices) > 1 and self._device.type in devices:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
+            return func(*args, **named)
+        if func is Tensor.to and not _names_device(args[1:], named):
             return func(*args, **named)
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None
         moved = args[0].to(self._device)

@@ -125,12 +125,14 @@ class DrawCall:
         return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
 
     def drawn(self, result: Any) -> Any:
-        """Returns the tensor for which numbers are drawn: the first tensor among the call's operands, or ``result``.
+        """Returns the tensor for which numbers are drawn: the call's largest operand, or ``result`` if it has none.
 
-        The operands are the arguments ``input`` (a query, for attention), ``mean`` and ``std``.
+        The operands are the arguments ``input`` (a query, for attention), ``mean`` and ``std``; the first of equal size
+        is taken.
         """
-        inputs = (self.given.get(name) for name in ("input", "mean", "std"))
-        return next((each for each in inputs if isinstance(each, Tensor)), result)
+        operands = [self.given.get(name) for name in ("input", "mean", "std")]
+        tensors = [each for each in operands if isinstance(each, Tensor)]
+        return max(tensors, key=Tensor.numel) if tensors else result
 
     def without_numbers(self) -> Any:
         """Runs the call without drawing random numbers and returns a result of the right shape and dtype.
@@ -151,6 +153,8 @@ class DrawCall:
             return x.narrow(-1, 0, 1).expand(*x.shape[:-1], int(self["num_samples"])).to(torch.int64)
         if self.kind == "fill" or self.get("inplace"):
             return x
+        if self.kind == "normal" and isinstance(self["mean"], Tensor) and isinstance(self["std"], Tensor):
+            return torch.broadcast_tensors(self["mean"], self["std"])[0].clone()
         if isinstance(x, Tensor):
             return x.to(self.get("dtype", x.dtype), copy=True)
         made = self.empty()

@@ -131,7 +131,10 @@ def class_of_result(module: nn.Module, read: Callable[[nn.Module], fx.Graph | No
     (<class 'torch.Tensor'>, <class 'tuple'>)
     """
     if type(module).__module__.startswith("torch.nn."):
-        return tuple if isinstance(module, nn.RNNBase | nn.LSTMCell | nn.MultiheadAttention) else Tensor
+        returns_tuple = isinstance(module, nn.RNNBase | nn.LSTMCell | nn.MultiheadAttention)
+        if returns_tuple or getattr(module, "return_indices", False):  # the second of a max pooling
+            return tuple
+        return None if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else Tensor
     graph = read(module)
     if graph is None:
         return None

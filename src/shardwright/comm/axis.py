@@ -211,10 +211,10 @@ class Axis:
 
         Those members all call it, and no others.
 
-        Raises: CommunicationError: this rank is not among the members, or one is given twice.
+        Raises: CommunicationError: this rank is not among the members, or one is given twice or does not exist.
         """
         indices = tuple(indices)
-        if self.index not in indices or len(set(indices)) != len(indices):
+        if self.index not in indices or len(set(indices)) != len(indices) or not set(indices) <= {*range(self.size)}:
             raise CommunicationError(
                 f"cannot take a subset of axis '{self.name}'",
                 given=f"members {list(indices)}, on member {self.index}",

@@ -167,7 +167,8 @@ class WriteRecorder(DispatchMode):
         named = {key: value for key, value in named.items() if key != "tensor"}
         generator = named.pop("generator", None)
         own = generator is not None and _is_own(generator)
-        self._num_draws += not own
+        by_default = not own and name != "dirac_"  # which alone draws nothing
+        self._num_draws += by_default
         if own:
             state = _state_of(generator)
             with torch.device("cpu"):
@@ -175,7 +176,7 @@ class WriteRecorder(DispatchMode):
             named["generator"] = state
         whole = storage if view.is_whole() else frozenset[int]()
         call = WriteCall(f"nn.init.{name}", (view,), named, (None,), storage, whole, frozenset(),
-                         -1 if own else self._num_draws)  # fmt: skip
+                         self._num_draws if by_default else -1)  # fmt: skip
         self._add(call)
 
     def mark(self) -> None:

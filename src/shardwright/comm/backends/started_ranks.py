@@ -127,6 +127,10 @@ class RankProcess:
         return True
 
 
+def _for_ranks(number: int) -> int:
+    return signal.SIGTERM if number == signal.SIGHUP else number  # ranks may end on SIGHUP
+
+
 class StartedRanks:
     """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure."""
 
@@ -144,7 +148,7 @@ class StartedRanks:
         self.ranks.append(rank)
         self._listen(rank)
         if self.signalled:
-            rank.signal(self.signalled)
+            rank.signal(_for_ranks(self.signalled))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -194,7 +198,7 @@ class StartedRanks:
             self.signalled = number
             self._end_within(self.grace_s)
         for rank in self.ranks:
-            rank.signal(signal.SIGTERM if number == signal.SIGHUP else number)  # ranks may end on SIGHUP
+            rank.signal(_for_ranks(number))
 
     def _end_within(self, seconds: float) -> None:
         self._end_s = min(self._end_s, time.monotonic() + seconds)
