@@ -5,10 +5,11 @@ SIGHUP then end it with exit code 130 and the line "stopped" instead of a traceb
 of its time limit, has no effect until there is something to save. Signals that are ignored, as under ``nohup``, stay
 ignored.
 
-Garbage collection is paused until its modules are imported, which takes a quarter less time so.
+Garbage collection is paused until the command's modules are imported, which shortens these imports by a quarter.
 
-For ``shardwright train`` with processes as ranks the module also starts the fork server, the process that forks the
-ranks, so that both import torch at the same time. In every other program none of this is done.
+For a ``shardwright train`` that starts processes as ranks, the module also starts the fork server, the process that
+forks the ranks, so that both import torch at the same time. In every other program the import of this module does none
+of this.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _pass(*_: Any) -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Inside of this context Python collects no garbage.
+    """Returns a context in which Python collects no garbage; at its end, collection is as it was before.
 
     Importing makes many objects and no garbage, and a pass over all objects of torch takes some 0.1 s.
     """
