@@ -21,9 +21,9 @@ def attend_dropping(
     """Returns the output (B, N, T, D) of ``scaled_dot_product_attention`` with a custom dropout of its weights.
 
     ``drop`` takes the attention weights (B, N, T, S) after the softmax, and returns them with dropout applied. ``mask``
-    is a floating-point tensor that is added to the scores before the softmax, not a boolean one. With ``causal``, keys
-    after a query's position are hidden, also where there is a mask. The output of a query whose keys are all hidden is
-    zero, as in torch.
+    is a floating-point tensor, broadcastable to (B, N, T, S), that is added to the scores before the softmax. A boolean
+    mask is not supported. With ``causal``, keys after a query's position are hidden, also where there is a mask. The
+    output of a query whose keys are all hidden is zero, as in torch.
 
     >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]

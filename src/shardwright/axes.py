@@ -25,11 +25,15 @@ Options: TypeAlias = tuple[tuple[str, str | None], ...]
 """The options of an axis in a layout line, as pairs of a name and a value (or None)."""
 
 Kind = Literal["stages", "copies", "operators"]
-"""The work that ranks along an axis divide: pipeline stages, the batch (each has a model or a slice), or operators."""
+"""What the ranks along an axis divide: the model into pipeline stages, the batch ("copies"), or each operator.
+
+Along an axis of the kind "copies", each rank has a copy of the model, or ZeRO's slices of one.
+"""
 
 WORDS = ("mb", "bf", "fp", "single", "recompute", "compile")
+"""The words of a layout line that are not axes; no axis can have one of them as its name."""
 KEYS = ("parallel", "microbatches", "precision", "recompute", "compile", "size", "options")
-"""The words of a layout line, and the keys of the dictionary form, that are not axes."""
+"""The keys of a layout given as a dictionary that are not axes; no axis can have one of them as its ``keyword``."""
 
 
 class MisfitError(Exception):
@@ -132,7 +136,7 @@ def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
 
 
 def unregister(axis: LayoutAxis) -> None:
-    """Removes a registered axis from the registry, so that a layout line cannot name it."""
+    """Removes an axis from the registry, so that a layout line cannot name it. Raises KeyError if it is not there."""
     del _REGISTERED[axis.name]
     _clear_caches()
 

@@ -5,10 +5,11 @@ SIGHUP then end it with exit code 130 and the line "stopped" instead of a traceb
 of its time limit, has no effect until there is something to save. Signals that are ignored, as under ``nohup``, stay
 ignored.
 
-Garbage collection is paused until its modules are imported, which takes a quarter less time so.
+Garbage collection is paused until the command's modules are imported, which shortens these imports by a quarter.
 
-For ``shardwright train`` with processes as ranks the module also starts the fork server, the process that forks the
-ranks, so that both import torch at the same time. In every other program none of this is done.
+For a ``shardwright train`` that starts processes as ranks, the module also starts the fork server, the process that
+forks the ranks, so that both import torch at the same time. In every other program the import of this module does none
+of this.
 """
 
 from __future__ import annotations

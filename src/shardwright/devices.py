@@ -23,7 +23,7 @@ NATIVE = ("nccl", "xccl")
 """torch's backends that send between accelerators directly, and that have the same interface."""
 
 OPTION = "SHARDWRIGHT_DEVICE"
-"""The environment variable for the device of ranks, "cpu", "cuda" or "cuda/gloo", if the caller does not say."""
+"""The environment variable that gives the ranks' device, such as "cpu" or "cuda/gloo", if the caller gives none."""
 
 Moment: TypeAlias = Any
 """A point in time on a device: seconds of the host's clock, or a CUDA-like event in the device's current stream."""
@@ -140,8 +140,8 @@ def moment(device: torch.device) -> Moment:
     """Returns a timestamp on ``device``, from which :func:`seconds_between` computes a duration.
 
     On an accelerator the timestamp is an event recorded in the current stream: it marks when the work queued before it
-    is done, and the host does not wait. On the CPU, and on an accelerator without events, it is the host's clock; in
-    the latter case the host first waits for all queued work.
+    is done, and the host does not wait. On the CPU, the meta device and an accelerator without events, it is the host's
+    clock; in the last case the host first waits for all queued work.
     """
     if device.type in HOST:
         return perf_counter()

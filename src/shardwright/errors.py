@@ -70,7 +70,9 @@ class NoValuesError(PlanError):
 
 
 class RankDifferenceError(PlanError):
-    """Raised on every rank if a comparison finds that ranks, which should be alike, hold or do different things.
+    """Raised on every rank if a comparison during training finds that ranks differ in what they must have alike.
+
+    That is their step, optimizer updates, batches or copies of parameters.
 
     The state of such a run is of no use, so the emergency checkpoint leaves it unsaved.
     """
@@ -85,7 +87,7 @@ class CommunicationError(_ExplainedError, RuntimeError):
 
 
 class RankFailedError(_ExplainedError, RuntimeError):
-    """Raised by the launcher if a rank raised or died, which ends the run.
+    """Raised by the launcher if a rank raised or died, which ends the run, or if ranks could not be started.
 
     As far as the launcher knows them, the message has the rank and its traceback, or how it died.
     """

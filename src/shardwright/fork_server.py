@@ -157,7 +157,8 @@ FORK_SERVER = ForkServer()
 def read_status(handle: int) -> int | None:
     """Waits for the next number from a rank's status pipe and returns it: first its process id, then its exit code.
 
-    An exit code of -N means that signal N killed the rank. Returns None if the fork server has ended.
+    An exit code of -N means that signal N killed the rank. Returns None if the fork server has ended before it sent the
+    number, or has sent both.
     """
     data = os.read(handle, _STATUS.size)
     return _STATUS.unpack(data)[0] if len(data) == _STATUS.size else None
@@ -166,12 +167,12 @@ def read_status(handle: int) -> int | None:
 def serve(line: int, main: Callable[[int, int], None]) -> None:
     """Forks a rank, which runs ``main(task, answer)``, at each request of the launcher on the socket ``line``.
 
-    What has been imported by then is exempt from garbage collection in all ranks: it is never garbage, a pass over it
-    takes some 0.1 s, and would write to memory that the ranks share.
+    This is the main function of the fork server, and does not return. When the launcher has closed its end of the
+    socket, ranks have three seconds to end; the others are killed, and this process ends. ``line``, ``task`` and
+    ``answer`` are file descriptors; the last two are the rank's ends of its pipes.
 
-    It is the main function of the fork server and does not return. When the launcher has closed its end of the socket,
-    ranks have three seconds to end; the others are killed, and this process ends. ``line``, ``task`` and ``answer`` are
-    file descriptors; the last two are the rank's ends of its pipes.
+    Objects that exist when it is called, such as imported modules, are exempt from garbage collection in all ranks.
+    They are never garbage, and a pass over them would take some 0.1 s and write to memory that the ranks share.
     """
     children: dict[int, int] = {}
     gc.freeze()

@@ -47,7 +47,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Returns a count as text with a decimal prefix (k, M, G, T).
+    """Returns a count as text, from 1000 on with one decimal and a decimal prefix (k, M, G, T).
 
     >>> format_count(1234), format_count(3_400_000), format_count(7)
     ('1.2 k', '3.4 M', '7')

@@ -57,7 +57,7 @@ class Rung(IntEnum):
 
 
 SEVERAL = frozenset((Rung.FRAME, Rung.CALLERS, Rung.FOLLOWED, Rung.STATISTICS))
-"""The rungs on which several wrappers are allowed, the later one outside. On any other a second one is an error."""
+"""The rungs that may have several changes, the later one outside; on any other, :func:`wrap` refuses a second one."""
 
 NO_FORWARD = frozenset((Rung.UNSHARD, Rung.GATHER, Rung.FRAME, Rung.ATTEND, Rung.GUARD))
 """The rungs of changes that do not wrap the forward: hooks of torch, replaced functions and replaced classes."""
@@ -220,8 +220,8 @@ def without_partials(module: nn.Module) -> None:
 def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
     """Records a change that does not wrap a module's forward, such as a hook, so that :func:`stack_of` shows it.
 
-    ``rung`` is where the change acts: UNSHARD, GATHER, FRAME, ATTEND or GUARD. ``name`` says what it does, and ``by``
-    which strategy made it.
+    Unlike :func:`wrap`, it allows several records on one rung. ``rung`` is where the change acts: UNSHARD, GATHER,
+    FRAME, ATTEND or GUARD. ``name`` says what it does, and ``by`` which strategy made it.
 
     >>> layer = nn.ReLU()
     >>> record(layer, Rung.UNSHARD, "gathers parameters", by="zero")

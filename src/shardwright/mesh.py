@@ -114,7 +114,8 @@ class Mesh:
 
     def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
         """Returns every combination of indices on ``axes``, by default on all axes of the mesh, in rank order."""
-        names = [axis for axis in self.axes if axes is None or axis in set(axes)]
+        wanted = set(self.axes if axes is None else axes)
+        names = [axis for axis in self.axes if axis in wanted]
         return tuple(dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names)))
 
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:

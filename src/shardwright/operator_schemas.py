@@ -39,7 +39,8 @@ def makes_meta(named: Mapping[str, Any]) -> bool:
 def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device: torch.device | str) -> Any:
     """Returns what a random operator would return, without drawing numbers: a new, uninitialized tensor on ``device``.
 
-    If the operator writes its numbers in place, or into ``out``, the tensor to be written is returned unchanged. On the
+    For an operator with two results (``native_dropout``) it is a pair of such a tensor and a bool mask of its shape. If
+    the operator writes its numbers in place, or into ``out``, the tensor to be written is returned unchanged. On the
     meta device the first draw would make torch import its compiler, which takes longer than importing torch.
 
     >>> undrawn(torch.ops.aten.multinomial.default, (torch.ones(3, 4), 2), {}, "meta")

@@ -62,8 +62,8 @@ def _of_whole(_: Tensor) -> None:
 class RngTracker:
     """The state from which dropout masks are computed: seed, step, samples of the microbatch, and calls of each layer.
 
-    ``step`` and ``samples`` are set for each forward, by the code that runs the steps. Equal states give equal numbers
-    under every layout.
+    The code that runs the steps sets ``step`` for each step, and ``samples`` for each forward. Equal states give equal
+    numbers under every layout. ``layers`` are the names of the model's modules, for :meth:`repeat`.
     """
 
     def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
@@ -150,7 +150,8 @@ class RngTracker:
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the tracker's step, samples and call counts to what they are now.
 
-        Activation checkpointing calls it before it recomputes a forward, so that the same elements are dropped.
+        Activation checkpointing calls that function before it recomputes a forward, so that the same elements are
+        dropped.
         """
         step, moment = self._step, self._moment
         samples, calls, first = self._samples, Counter(self._calls), dict(self._first)
@@ -256,12 +257,13 @@ def dropout_factors(keep: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class KeyedDropout:
-    """Dropout of one layer, whose masks depend on the state of ``rng`` and not on the layout; call it on a tensor.
+    """Dropout of one layer, whose masks depend on the state of ``rng`` and not on the layout of the run.
 
-    ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the samples, by
-    default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose sequences are cut.
-    ``dim``, 0 or 1, is the dim of the samples. ``traced`` replaces :meth:`factors` in code that ``torch.compile``
-    traces.
+    Call it with a tensor and a probability. ``layer`` is the name of the layer, of which :meth:`factors` counts the
+    calls. ``cuts`` are the slices that this rank holds of the layer's input. ``rows()`` returns the indices of the
+    samples, by default ``rng.samples``. ``tokens(shape)`` returns further cuts, for inputs of that shape whose
+    sequences are cut. ``dim``, 0 or 1, is the dim of the samples. ``traced`` replaces :meth:`factors` in code that
+    ``torch.compile`` traces.
     """
 
     rng: RngTracker
@@ -273,7 +275,7 @@ class KeyedDropout:
     traced: Callable[[Tensor, float], Tensor] | None = None
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
-        """Returns the input with dropout applied. Raises PlanError unless its samples are in ``dim``."""
+        """Returns ``input`` with dropout of probability ``p`` applied. Raises PlanError as :meth:`factors` does."""
         if self.traced is not None and torch.compiler.is_dynamo_compiling():
             return input * self.traced(input, p)
         return input * self.factors(input, p)
@@ -281,7 +283,9 @@ class KeyedDropout:
     def factors(self, input: Tensor, p: float) -> Tensor:
         """Returns the factors by which dropout multiplies ``input``: 0, or 1 / (1 - p). Counts one call of the layer.
 
-        Raises: PlanError: dim ``dim`` of the input does not have one entry for each sample.
+        Shapes: the factors have the shape and dtype of ``input``.
+        Raises: PlanError: dim ``dim`` of the input does not have one entry for each sample, or the call is a
+            recomputation and it cannot be known of which call (:meth:`RngTracker.count`).
         """
         samples = self.rng.samples if self.rows is None else self.rows()
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
@@ -350,7 +354,9 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Calla
 
 
 def with_names(function: Any, **names: Any) -> FunctionType:
-    """Returns a copy of a function, in whose code the global names ``names`` have other values.
+    """Returns a copy of a function whose code sees other values for some global names: those in ``names``.
+
+    The function itself is left alone. An assertion fails if its code does not use all of these names.
 
     >>> def count(things):
     ...     return len(things)
@@ -367,7 +373,8 @@ def with_names(function: Any, **names: Any) -> FunctionType:
 def keyed_dropout_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor] | None:
     """Returns the function that applies dropout to a module's attention weights, as :func:`key_dropout` set it up.
 
-    Returns None if it set up none for this module, or if the module is not in training.
+    The function takes and returns weights of shape (samples, heads, queries, keys). Returns None if it set up none for
+    this module, or if the module is not in training.
 
     >>> keyed_dropout_of(nn.MultiheadAttention(4, 2)) is None
     True

@@ -108,10 +108,11 @@ def apply_in_turn(
 def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError if a layer mixes the samples of a batch, which ``factor`` cuts, in an unsupported way.
 
-    torch's own BatchNorms are supported: their statistics are combined over ranks. Errors are subclasses of them,
-    InstanceNorms that track running statistics, and embedding tables that renormalize rows or scale gradients by the
-    tokens in the batch, because a rank has only its own tokens. With a ``graph`` of the model, the code between layers,
-    and in layers that are not registered as submodules, is checked too.
+    torch's own BatchNorms are supported: their statistics are combined over ranks. Errors are subclasses of them, and
+    those with a replaced ``forward``; InstanceNorms that track running statistics; and embedding tables that
+    renormalize rows or scale gradients by the tokens in the batch, because a rank has only its own tokens. With a
+    ``graph`` of the model, the code between layers, and in layers that are not registered as submodules, is checked
+    too.
 
     >>> class Halved(nn.BatchNorm1d):
     ...     def forward(self, input): return super().forward(input) / 2

@@ -15,13 +15,17 @@ class TensorStore(Protocol):
     def save_tensors(
         self, tensors: Mapping[str, Any], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
     ) -> Path:
-        """Saves global tensors as a checkpoint, with the user data ``extra``, and returns its path.
+        """Saves global tensors as a checkpoint, with the user data ``extra``, and returns its path; all ranks call it.
 
-        The path is ``folder/step-00000003`` for step 3.
+        The path is ``folder/step-00000003`` for step 3. Raises: as :func:`shardwright.checkpoint.tensors.save_tensors`.
         """
 
     def load_tensors(self, path: str | Path, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fills ``tensors`` in place from a checkpoint, and returns ``extra``, the user data saved with them."""
+        """Fills ``tensors`` in place from a checkpoint, and returns ``extra``, the user data saved with them.
+
+        All ranks call it. ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Raises: as
+        :func:`shardwright.checkpoint.tensors.load_tensors`.
+        """
 
 
 _PROVIDER: list[Callable[[], TensorStore]] = []

@@ -75,8 +75,9 @@ def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:
     """Returns the ``id`` of each attribute of a module and its submodules that is not a plain value, by (path, name).
 
     Left out are numbers, strings, tuples and None, and what ``nn.Module`` itself stores: registered parameters,
-    buffers, submodules and hooks. Two modules that have one :func:`signature` and hold the same objects, such as the
-    same function, do the same. If this mapping or the signature changes in a call, the call has stored something.
+    buffers, submodules and hooks. Two modules with equal signatures (:func:`signature`) that hold the same objects,
+    such as the same function, compute alike from their tensors. If this mapping or the signature changes in a call, the
+    call has stored something.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.act = nn.functional.gelu

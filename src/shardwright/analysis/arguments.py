@@ -20,8 +20,8 @@ def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
     The result can be passed to :func:`trace` as ``given``. The suffix :data:`IS_NONE` or :data:`IS_NO_TENSOR` is
     appended to a name if its value is None or is not a tensor. A None that equals the argument's default is left out.
 
-    Raises: PlanError: the inputs have more values than the forward has named arguments, or an argument that it does not
-        name, or a required argument is missing.
+    Raises: PlanError: the inputs have more values in order than the forward has positional arguments (``*args`` not
+        counted), have an argument that it does not name, or lack a required one.
 
     >>> import torch
     >>> arguments_given(nn.Linear(1, 1), torch.ones(1))
@@ -56,9 +56,9 @@ def _suffix(value: Any) -> str:
 
 
 def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
-    """Returns a batch's inputs keyed by the names of the graph's placeholder nodes, as :func:`run` takes them.
+    """Returns a batch's inputs by the names of the placeholder nodes in the graph of ``chunked``.
 
-    An input that is None is left out, because the graph has no node for it.
+    ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it.
 
     Raises: KeyError: a dict of inputs lacks an argument of the graph. ValueError: the number of positional inputs that
         are not None differs from the number of placeholders.

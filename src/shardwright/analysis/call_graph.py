@@ -94,7 +94,7 @@ class Chunked:
     def attributes(self) -> tuple[tuple[str, str], ...]:
         """The attributes of modules that the model's code reads, as pairs of module path and attribute name.
 
-        Parameters, buffers, submodules, ``training`` and names that begin with an underscore are not among them.
+        Left out are parameters, buffers, submodules, ``training``, ``forward`` and names that begin with an underscore.
         """
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
@@ -228,6 +228,7 @@ def read_graph(
 
     Raises: UnknownCodeError: the code cannot be traced, for instance because it depends on tensor values.
         LayoutError: code outside of the layers writes into a parameter or buffer.
+        PlanError: the model cannot be copied.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['input_1', '_0', '_1', 'output']

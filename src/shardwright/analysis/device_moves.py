@@ -78,8 +78,8 @@ class OnMeta(TorchFunctionMode):
 def ignore_device_moves(graph: fx.Graph) -> None:
     """Removes from an fx graph all calls of ``cpu``, ``cuda`` and ``to`` that only move a tensor to another device.
 
-    A call that also changes the dtype or memory format keeps that part; ``x.to(other)`` stays, since it may change the
-    dtype. The graph is changed in place.
+    A call that also changes the dtype or memory format keeps that part; ``x.to(other)`` stays if ``other`` is
+    a node, such as a tensor that may have another dtype. The graph is changed in place.
     """
     for node in list(graph.nodes):
         moved = node.args[0] if node.op == "call_method" and node.target in MOVES else None
@@ -96,8 +96,9 @@ def ignore_device_moves(graph: fx.Graph) -> None:
 class IgnoresDeviceMoves(TorchFunctionMode):
     """A torch mode in which every move to a device goes to ``device``, and operators on mixed devices run there.
 
-    A tensor that code makes without naming a device stays on the CPU, with its values, until an operator combines it
-    with a tensor on ``device``. ``instead`` maps torch functions to the functions that run in their place.
+    Every call of ``cpu``, ``cuda`` and ``to`` counts as a move, even a ``to`` that names a dtype alone. A tensor that
+    code makes without naming a device stays on the CPU, with its values, until such a call, or until an operator
+    combines it with a tensor on ``device``. ``instead`` maps torch functions to the functions that run in their place.
 
     >>> with IgnoresDeviceMoves(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device

@@ -90,7 +90,10 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class DrawCall:
-    """One call of a torch function that draws random numbers: the function, its kind, and its arguments by name."""
+    """One call of a torch function that draws random numbers: the function, its kind, and its arguments by name.
+
+    ``given`` includes defaults. The arguments that torch names ``self``, ``query`` or ``logits`` are ``input`` there.
+    """
 
     function: Callable[..., Any]
     kind: Kind

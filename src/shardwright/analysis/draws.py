@@ -66,9 +66,10 @@ class Draws:
     """The random draws of a model's forward, and in which dim each drawn tensor holds the samples of the batch.
 
     Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
-    has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``others`` names the
-    random generators other than torch's from which the forward draws. ``across`` lists modules that reduce the samples
-    of a batch by a function other than a sum, with that function.
+    has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``functions`` names
+    the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
+    draws. ``across`` lists modules that reduce the samples of a batch by a function other than a sum, with that
+    function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -165,7 +166,8 @@ _DRAWING = (
 def other_generators() -> Iterator[list[str]]:
     """Returns a context that finds draws from the generators of Python and NumPy, and restores their state.
 
-    It yields a list, to which the names of the generators that were used inside are appended at the end.
+    It yields a list, to which the names of the generators that were used inside are appended at the end. One thread
+    at a time is inside such a context; others wait.
     """
     numpy = sys.modules.get("numpy")
     found: list[str] = []

@@ -26,7 +26,7 @@ class EventsChunked:
 
     The first chunk begins with the forward. ``names`` gives the parameters and buffers inside each module. ``planned``
     is None for the forward by which the cut was chosen. For another forward of the model, such as one that skips
-    layers, it is the cut of that first one: a chunk whose first call is skipped then begins at its next call that
+    layers, it is the cut of that first one: a chunk whose first call is skipped then begins at the next call that
     belongs to that chunk or to a later one.
     """
 
@@ -94,7 +94,7 @@ class EventsChunked:
 
     @cached_property
     def values(self) -> Mapping[tuple[int, int], tuple[ValueName, ...]]:
-        """The values that chunks send to later chunks, by (source chunk, target chunk)."""
+        """The names of the values that chunks send to later chunks, by (source chunk, target chunk), sorted."""
         crossing: dict[tuple[int, int], dict[ValueName, None]] = {}
         for chunk, value in self._uses():
             source = self.chunk_of[value[0]]

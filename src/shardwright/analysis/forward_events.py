@@ -44,7 +44,10 @@ _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
 
 Draw = Callable[[str, int, int, DrawCall], Tensor]
-"""A function of (module, number of its call, number of the draw in it, the draw) that returns the drawn tensor."""
+"""A function from a module's name, the number of its call, the number of the draw in that call, and the draw.
+
+It returns the result of the draw. Both numbers count from 0.
+"""
 
 
 def below_functions() -> Any:
@@ -301,9 +304,12 @@ def record_events(
 ) -> ForwardRecord:
     """Runs one forward of a model on the meta device and returns a record of its calls of modules and functions.
 
-    ``units`` names the modules of which each call is recorded as one event, without what its code does inside. ``draw``
-    returns the random numbers for draws that read no activation, such as one that decides whether a layer is skipped;
-    without ``draw`` numbers drawn on the CPU are 0.5 (integers 0).
+    ``model`` is on the meta device; inputs on another device keep their values, which code may read. ``units`` names
+    the modules of which each call is recorded as one event, without what its code does inside. ``draw`` returns the
+    random numbers for draws that read no activation, such as one that decides whether a layer is skipped; without
+    ``draw`` numbers drawn on the CPU are 0.5 (integers 0).
+
+    Raises: ValueReadError: the code reads a value that depends on a parameter or on a meta tensor of the inputs.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])

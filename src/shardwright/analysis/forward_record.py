@@ -16,11 +16,17 @@ from shardwright.analysis.costs import Cost
 _TAG = "_made_by_event"
 
 ValueName = tuple[int, int]
-"""The name of an activation: the index of the event that made it, and its place among that event's results."""
+"""The name of an activation: the index of the event that made it, and its place among that event's results.
+
+An operand that the event writes to in place becomes a new value, whose place is counted on after the results.
+"""
 
 
 class GhostSpec(NamedTuple):
-    """The name, shape, strides and dtype of another stage's activation, and whether it needs a gradient."""
+    """The name, shape, strides and dtype of an activation, and whether it needs a gradient.
+
+    A pipeline stage that does not compute the activation makes a ghost (a meta tensor that stands for it) from these.
+    """
 
     name: ValueName
     shape: tuple[int, ...]
@@ -29,7 +35,10 @@ class GhostSpec(NamedTuple):
     needs_gradient: bool
 
     def ghost(self) -> Tensor:
-        """Returns the activation's ghost: a meta tensor of its shape, strides and dtype, marked with its name."""
+        """Returns the activation's ghost: a meta tensor of its shape, strides and dtype, marked with its name.
+
+        The ghost requires a gradient if ``needs_gradient`` is set. :func:`value_name` reads its name.
+        """
         ghost = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         tag_value(ghost.requires_grad_(self.needs_gradient), self.name)
         return ghost
@@ -50,10 +59,11 @@ class ForwardEvent:
 
     ``name`` is a module's path and ``number`` counts its calls; for a function, ``name`` is the function's name and
     ``number`` is None. ``takes`` names the tensors among the arguments: values by :data:`ValueName`, parameters by
-    their names, and None for other tensors. ``plain`` holds the numbers and strings among the arguments. ``results``
-    are the leaves of the returned ``tree``, with a :class:`GhostSpec` or :class:`SharedOperand` for each tensor.
-    ``written`` lists the operands that the call writes to, with their new values. ``reads`` are the names of the
-    weights that the call uses.
+    their names, and None for other tensors. ``plain`` is what :func:`plain_of` returns for the arguments.
+    ``results`` are the leaves of the returned ``tree``, with a :class:`GhostSpec` or :class:`SharedOperand` for each
+    tensor. ``written`` lists, by their index in ``takes``, the operands that the call writes to, with their new values.
+    ``reads`` has the names of the parameters that the call uses and, for a module, of the buffers too. ``cost`` is that
+    of the forward call.
     """
 
     name: str
@@ -71,10 +81,11 @@ class ForwardEvent:
 
 
 class ModuleSpan(NamedTuple):
-    """One module call whose inner calls are recorded as events: the range of these events, and their cost.
+    """One module call whose inner calls are recorded as events: the range of these events, and the cost of the call.
 
     The events are ``first`` to ``stop - 1``. ``caller`` is the index of the :class:`ModuleSpan` around this one, or -1.
-    ``is_free`` says that its results depend on the model's inputs alone.
+    ``cost`` also counts functions of inputs and constants, which are not events. ``is_free`` says that the call's
+    results depend on the model's inputs alone.
     """
 
     path: str
@@ -89,19 +100,20 @@ class ModuleSpan(NamedTuple):
 class ForwardRecord:
     """The events (recorded calls) of one forward in order, their values, and the weights that they use.
 
-    A unit is a module whose call is one event. ``scopes`` lists the calls of modules that are not units. ``calls``
-    gives, for each module, the event that contains each of its calls, or None for a module outside of units. ``inside``
-    lists the modules in each unit, the unit itself included. ``specs`` describes the values, ``outputs`` are those that
-    the model returns, and ``learning`` those that get a gradient.
+    A unit is a module whose call is one event. Events are numbered by their index in ``events``. ``scopes`` lists the
+    calls of modules that are not units. ``calls`` gives, for each module, the event that contains each of its calls, or
+    None for a call outside of units. ``inside`` lists the modules in each unit, the unit itself included. ``specs``
+    describes the values, ``outputs`` names those that the model returns, and ``learning`` those that get a gradient.
 
     ``together`` holds pairs of events that exchange a value otherwise than by arguments and results, as through an
     attribute. ``escaping`` are the events of which code outside of units takes a value in this way. ``shared_buffers``
     are the buffers that code outside of units reads.
 
     ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
-    inputs of the same shapes may give other events. ``deciding`` are the units whose own code has read such values.
-    ``draws`` says whether code has drawn random numbers for no tensor, by which it may skip calls. ``selecting`` are
-    the modules outside of units whose code selects by a condition on values of events, as a mixture of experts does.
+    inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
+    values. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
+    ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
+    code selects by a condition on values of events, as a mixture of experts does.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -141,7 +153,10 @@ def value_name(tensor: Tensor) -> ValueName | None:
 
 
 def plain_of(args: Any, named: Any) -> tuple[str, ...]:
-    """Returns the numbers, strings and slices among a call's arguments as text, equal for equal arguments."""
+    """Returns the numbers, strings, slices, Nones and ellipses among a call's arguments, each as text (``repr``).
+
+    Arguments inside lists, tuples and dicts are included; a slice with a tensor as a bound is left out.
+    """
     return tuple(repr(leaf) for leaf in tree_leaves((args, named)) if _is_plain(leaf))
 
 

@@ -44,7 +44,8 @@ def name_of(node: fx.Node) -> str:
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     """Returns the node into whose value ``node`` writes in place, or None if ``node`` writes to no argument.
 
-    A write is known by the function's name, such as ``add_``, or by ``inplace=True``; it goes to the first argument.
+    A write is known by the name of the function or method, such as ``add_`` or ``iadd``, by :func:`put`, or by
+    ``inplace=True`` of a function or module. It goes to the first argument.
     """
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
@@ -60,7 +61,8 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
     """Changes an fx graph so that reads of a value after an in-place write to it use the result of the write.
 
-    An input of the model is cloned before it is written to. Writes to parameters and buffers are left as they are.
+    An input of the model is cloned before it is written to. Writes to parameters and buffers are left as they are. The
+    graph is changed in place; ``x[i] = y`` becomes a call of :func:`put`.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
@@ -86,7 +88,8 @@ def _read_instead(new: fx.Node, old: fx.Node, graph: fx.Graph) -> None:
 def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
     """Raises LayoutError if one chunk writes to memory that another chunk then reads through another view of it.
 
-    ``chunk_of`` maps each node to its pipeline chunk, or to None if every chunk computes the node.
+    ``chunk_of`` maps each node to its pipeline chunk, or to None if every chunk computes the node. A write by such a
+    node counts as another chunk's.
     """
     # root: the node that allocated a node's memory, as far as names of functions show views
     root: dict[fx.Node, fx.Node] = {}

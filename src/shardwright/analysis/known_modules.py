@@ -51,8 +51,8 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | N
 def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
     """Yields, for each of torch's transformer layers, its two feed-forward layers as a chain, and its ``batch_first``.
 
-    Subclasses are left out, and so are layers whose activation is not elementwise, or whose feed-forward part was
-    replaced or has hooks.
+    Subclasses are left out, and so are layers whose forward was replaced, whose activation is not elementwise, or whose
+    feed-forward part was replaced or has hooks.
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))

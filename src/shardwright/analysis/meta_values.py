@@ -55,11 +55,15 @@ def view_key(tensor: Tensor) -> Key:
 class MetaValues(DispatchMode):
     """A dispatch mode in which small meta tensors that depend on no parameter and no input have values.
 
-    An operator on tensors of both the CPU and the meta device runs on meta. A subclass can override :meth:`ran` to see
-    every operator. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
+    An operator on tensors of both the CPU and the meta device runs on meta. A random operator draws nothing: on the CPU
+    its numbers are 0.5 (integers 0), on meta they have no values. A subclass can override :meth:`ran` to see the
+    operators. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
     in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, masks that are known only in
     a real run count as true everywhere, and so do conditions without a ``guess``: code that selects by them, as the
     loop over the experts of a mixture does, selects everything.
+
+    Raises: ValueReadError: the code reads any other value that is known only in a real run, or makes a tensor whose
+        shape depends on one.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -87,6 +91,7 @@ class MetaValues(DispatchMode):
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
         """A hook for subclasses, called after each operator with its arguments and results; here it does nothing.
 
+        It is not called for reads of values such as ``item``, nor for ``detach``, ``alias`` and ``lift_fresh``.
         ``random`` says whether the operator draws random numbers.
         """
 
@@ -100,9 +105,10 @@ class MetaValues(DispatchMode):
         """
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """Returns a tensor's values, or None if they are known only in a real run.
+        """Returns a tensor's values, or None if they are known only in a real run or were too many to keep.
 
-        A tensor that is not on the meta device is returned itself.
+        A tensor that is not on the meta device is returned itself. Of a result with more than
+        :data:`MOST_ELEMENTS` elements no values are kept.
         """
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
 

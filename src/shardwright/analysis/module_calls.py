@@ -56,6 +56,8 @@ def attention_call(
 ) -> AttentionCall:
     """Returns the tensor sizes of one call of an ``nn.MultiheadAttention`` with these arguments.
 
+    ``weights_learn`` is False, because the call alone does not show whether the returned weights are used.
+
     >>> attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.zeros(3, 5, 4)
     >>> call = attention_call(attention, x, x, x)
     >>> call.num_samples, call.inputs, call.weights, call.scores
@@ -100,8 +102,9 @@ class ModuleCall:
     """One call of a module: the shapes of its first input (``x_shape``) and of its output (``y_shape``).
 
     ``element_bytes`` is the output's bytes per element, and ``needs_gradient`` says whether the input needs a gradient.
-    ``call`` has the sizes of an attention's tensors. ``num_forwards`` is 2 if activation checkpointing recomputes the
-    call in the backward.
+    For an ``nn.MultiheadAttention`` and its output projection, both shapes are (samples, tokens, width) even without
+    ``batch_first``, and ``needs_gradient`` is that of the output. ``call`` has the sizes of the attention's tensors; it
+    is None for other modules. ``num_forwards`` is 2 if activation checkpointing recomputes the call in the backward.
     """
 
     x_shape: tuple[int, ...]

@@ -27,7 +27,9 @@ class Relation:
     operands: list[Dims | None]
     results: list[Dims]
     addend: int | None = None
-    """The index of an operand that is added once to the finished sum, such as a bias, or None."""
+    """The index, among the operands, of one that is added once to the finished sum; None if the operator takes none.
+
+    A call without its optional bias has no operand at that index."""
 
 
 def relation_of(call: RecordedCall) -> Relation:

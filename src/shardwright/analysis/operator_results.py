@@ -95,7 +95,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Runs an operator on meta tensors and returns its results.
 
-    A repeated call with equal shapes skips the meta kernel.
+    A repeated call with equal shapes, strides, dtypes and other arguments skips the meta kernel, if the operator is one
+    of torch's own, returns new tensors, not views, and writes to no argument.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape

@@ -37,8 +37,8 @@ WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_pr
 class TensorUse:
     """One tensor of a recorded run: its shape, its dtype, and where its values come from.
 
-    ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (computed from none of these), or empty for other
-    tensors. ``name`` is the name of a parameter or buffer.
+    ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (computed from none of these, nor from random
+    numbers), or empty for other tensors. ``name`` is the name of a parameter or buffer.
     """
 
     shape: tuple[int, ...]
@@ -92,13 +92,18 @@ class Recording:
     inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
-    """The operators in the backward of the user's own autograd functions, by name."""
+    """The operators in the backward of the user's own autograd functions that lead to the outputs.
+
+    The keys are the names of the backward's nodes: ``SquareBackward`` for a class ``Square``."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
     uses: list[tuple[Literal["use", "hold", "release"], str]] = field(default_factory=list)
-    """The uses of parameters, in order. A call of a module uses all of its own parameters. Code that reads one as an
-    attribute uses it, and holds it until the reading module's forward ends, which releases it."""
+    """The uses of parameters in order, each as the kind of use and the parameter's name.
+
+    A call of a module uses all of its own parameters. Code that reads one as an attribute uses it. If the forward of
+    the module that has the parameter is running then, the read also holds it, and the end of that forward releases it.
+    """
     selecting: set[str] = field(default_factory=set)
     """The modules whose code selects by a condition on values, as a mixture of experts does.
 
@@ -113,7 +118,11 @@ class Recording:
 class Recorded(MetaValues):
     """A dispatch mode that records every operator that runs inside it into ``recording``.
 
-    ``where`` is a function that returns the name of the running module and the number of its call.
+    ``where`` is a function that returns the name of the running module and the number of its call. ``guess`` is as in
+    :class:`MetaValues`; if it is given, ``selects_all`` is set too. A function of :data:`WHOLE_CALLS` is recorded
+    as one operator.
+
+    Raises: NotImplementedError: code inside it calls autograd, such as ``backward``.
     """
 
     def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None) -> None:
@@ -152,7 +161,10 @@ class Recorded(MetaValues):
         self._kept.append(on_meta)
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
-        """Records one operator call, its operands and its results."""
+        """Records one operator call, its operands and its results, unless it runs in a :meth:`quiet` context.
+
+        ``random`` says whether the operator draws random numbers; its results are then not constants.
+        """
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded
@@ -306,12 +318,13 @@ def _end(recorded: Recorded, calls: list[RecordedCall], *gradients: Any) -> None
 def record_forward(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
 ) -> Recording:
-    """Runs one forward of a model on the meta device and returns a record of its operators.
+    """Runs one forward of a model and returns a record of its operators; model and inputs are on the meta device.
 
     The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
     inputs or parameters counts as false, and a mask that selects elements by them as true everywhere. If the code then
     raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
-    that uses more parameters is returned.
+    that uses more parameters is returned. The backward runs too if the user's own autograd functions lead to the
+    outputs, and adds gradients to the parameters.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
         forward takes a gradient itself. If the code raises in both runs, the second exception is raised.

@@ -73,7 +73,7 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
 
 
 GUARDED = "guarded_kind"
-"""The class attribute that keeps a module's original class while a subclass guards its sharded parameters."""
+"""The attribute in which a class that refuses reads of sharded parameters holds the module's original class."""
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
@@ -124,9 +124,9 @@ def registered_twice(model: nn.Module) -> set[int]:
 
 
 IS_NONE = " is None"
-"""A suffix to an argument's name in ``given``: the argument is None, so that ``if x is None`` can be traced."""
+"""A suffix to an argument's name in ``given`` of :func:`trace`: it is None, so that ``if x is None`` can be traced."""
 IS_NO_TENSOR = " is no tensor"
-"""A suffix to an argument's name in ``given``: the argument is neither a tensor nor None, and of unknown class."""
+"""A suffix to an argument's name in ``given`` of :func:`trace`: it is no tensor and not None, and of unknown class."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -141,9 +141,11 @@ class LayerChain(NamedTuple):
     between: tuple[str, ...]
     row: str
     entry: str | None
-    """The module whose only input is the input of all ``columns``; None if there is one column or no such module."""
+    """The module whose first argument is the input of all ``columns`` and is not used otherwise.
+
+    It is None if there is one column or no such module."""
     owner: str | None = None
-    """The module whose forward was traced to find the chain; None if the user named the chain."""
+    """The module in whose forward the chain was found; None if the user named the chain."""
 
 
 def trace(
@@ -166,11 +168,15 @@ def trace(
     Containers in ``whole`` stay single calls too, unless they are opened.
     ``node.meta["within"]`` lists the followed modules that were running at a call, outermost first.
     Optional arguments keep their defaults unless ``given`` names them; :data:`IS_NONE` or :data:`IS_NO_TENSOR` after a
-    name says what is passed. Code that reads the weight of another module is traced only with ``shows_weights``. An
-    exception raised by the traced code is appended to ``failures``.
+    name says what is passed. With ``shows_weights``, a torch function of a parameter or buffer is a node too. Without,
+    code that reads a parameter of a submodule that is a single node cannot be traced if the parameter is that of an
+    ``nn.Linear`` or ``nn.Embedding`` or if ``deep`` is set. An exception raised by the traced code is appended to
+    ``failures``.
 
     torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This one changes only a copy of the module,
     so other threads can run models meanwhile.
+
+    Raises: PlanError: the module cannot be copied (:func:`copied`).
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -236,7 +242,10 @@ def _replace_forwards(
 
 
 def trace_once(module: nn.Module) -> fx.Graph | None:
-    """Returns ``trace(module)``, computed only once while a plan is made; the caller must not change the graph."""
+    """Returns ``trace(module)``, computed only once in a :func:`traces_kept` context, in which a plan is made.
+
+    The caller must not change the graph.
+    """
     return kept(module, trace)
 
 
@@ -331,9 +340,9 @@ def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
     """Returns whether a node of a trace is known to compute each output element from one element of each input.
 
-    Known are common activations, dropout and products; any other node gives False. So does one with a constant tensor
-    that has dims or is trained, because that would have to be sharded, or its gradient summed. ``root`` is the traced
-    module.
+    Known are common activations, dropout, products, negation and copies; any other node gives False. So does one with a
+    constant tensor that has dims or is trained, because that would have to be sharded, or its gradient summed.
+    ``root`` is the traced module.
     """
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):

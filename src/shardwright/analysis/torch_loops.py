@@ -41,11 +41,16 @@ KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoder: _decoder,
 }
-"""Maps torch's transformer encoder and decoder classes to functions that replace their forwards in a trace."""
+"""Maps torch's transformer encoder and decoder classes to functions that replace their forwards in a trace.
+
+Each function takes the module, followed by the arguments of its forward.
+"""
 
 
 def loop_of(module: nn.Module) -> Callable[..., Any]:
     """Returns a module's forward or, for torch's transformer encoder and decoder, the traceable replacement.
+
+    A subclass of these two, or one whose ``forward`` attribute was set, keeps its own forward.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1, enable_nested_tensor=False)
     >>> import torch

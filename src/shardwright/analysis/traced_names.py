@@ -26,7 +26,7 @@ UNKNOWN = frozenset(("item", "tolist", "topk", "sort", "max", "min", "median", "
 """Functions and methods whose results differ in class by their arguments or values."""
 TENSORS_OF_TENSORS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 NO_TENSOR = "no_tensor"
-"""A key of a placeholder's ``meta``: whether the argument is something else than a tensor."""
+"""A key of a placeholder's ``meta``: whether the argument is known to be no tensor."""
 
 ResultClass = Callable[[str], type | None]
 """A function from a module's name to the class of its output, or None if that is unknown."""
@@ -60,7 +60,8 @@ def traceable_forward(
     """Returns a module's forward in which ``torch`` and ``isinstance`` accept proxies, so that it can be traced.
 
     ``result_class`` gives the class of a submodule's result by its name. ``tracer`` is needed if the code makes tensors
-    from sizes that are proxies.
+    from sizes that are proxies. The forward of torch's own modules is returned as it is. In the returned function,
+    ``isinstance`` raises TypeError for a proxy whose class the graph does not show.
     """
     function = getattr(module.forward, "__func__", None)
     if not isinstance(function, FunctionType) or type(module).__module__.startswith("torch."):

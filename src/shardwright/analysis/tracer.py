@@ -38,7 +38,10 @@ class Tracer(fx.proxy.GraphAppendingTracer):
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **named: Any) -> fx.Node:
-        """Appends a node to the graph, notes in its ``meta`` whether gradients are off, and returns it."""
+        """Appends a node to the graph, notes in its ``meta`` whether gradients are off, and returns it.
+
+        Raises: RuntimeError: the code runs under ``torch.autocast``.
+        """
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", devices.accelerator()}):
             raise RuntimeError("a part of the code runs under autocast")
         node = super().create_node(*args, **named)
@@ -53,8 +56,9 @@ ATTRIBUTES = "attributes"
 class AttributeReads:
     """Records which plain attributes of modules a model's code reads, other than those that the code has set itself.
 
-    Parameters, buffers, submodules, ``training`` and names that begin with an underscore are left out. ``model`` must
-    be a copy made for this, because the classes of its modules are replaced.
+    ``found`` has them as (module path, attribute). Parameters, buffers, submodules, ``training``, ``forward`` and names
+    that begin with an underscore are left out. ``model`` must be a copy made for this, because the classes of its
+    modules are replaced.
 
     >>> model = nn.Sequential(nn.Linear(2, 3))
     >>> reads = AttributeReads(model)
@@ -125,7 +129,10 @@ def _to_meta(value: Any) -> Any:
 
 
 def line_of(failure: Exception) -> str:
-    """Returns the last line of user code in an exception's traceback, as the end of an error text, or empty text."""
+    """Returns the last line of user code in an exception's traceback, or empty text if there is none.
+
+    It is the end of an error text, such as ``; here model.py:12: y = x.item()``.
+    """
     libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(failure.__traceback__) if not each.filename.startswith(libraries)]
     return f"; here {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

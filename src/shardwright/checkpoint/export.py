@@ -18,13 +18,13 @@ from shardwright.errors import PlanError
 
 
 def export_model(folder: Path, to: Path) -> tuple[Manifest, int]:
-    """Writes a checkpoint's model, unsharded, into the safetensors file ``to``.
+    """Writes the model of the checkpoint ``folder``, unsharded, into the safetensors file ``to``.
 
-    Returns the checkpoint's manifest and the number of tensors written.
+    Returns the checkpoint's manifest and the number of tensors written: parameters and persistent buffers, without
+    optimizer state. The file is written beside its place and renamed, so that a kill leaves no half file.
 
-    Optimizer state is left out. The file is written beside its place and renamed, so that a kill leaves no half file.
-
-    Raises: CheckpointError: the checkpoint is broken. PlanError: ``to`` is no regular file, or cannot be written.
+    Raises: CheckpointError: ``folder`` is no checkpoint, or a broken one. PlanError: ``to`` is no regular file, or
+        cannot be written.
     """
     _check_target(to)
     manifest = read(folder)

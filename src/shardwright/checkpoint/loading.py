@@ -42,12 +42,15 @@ class _Read:
 def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
     """Fills ``run`` and ``optimizer`` from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
-    ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
-    files that hold parts of its shards. Everything is read before anything is changed: a load that fails leaves run and
-    optimizer unchanged. The call waits for saves that are under way, and all ranks read the step that rank 0 finds.
+    Every rank calls it. ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Beside tensors,
+    the run's step number, seed and loss scale and the options of the optimizer's param groups are set. Each rank reads
+    and verifies only the files that hold parts of its shards. Everything is read before anything is changed: a load
+    that fails leaves run and optimizer unchanged. The call waits for saves that are under way, and all ranks read the
+    step that rank 0 finds.
 
+    Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model, or
-        has no state of the optimizer.
+        has no state with which the optimizer can step; or a save that was under way has failed.
     """
     run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")

@@ -21,7 +21,9 @@ _WAIT_S = 0.02
 
 @contextlib.contextmanager
 def one_save(folder: Path) -> Iterator[None]:
-    """A context in which no other save writes into ``folder``: it waits for a save under way, and locks the folder.
+    """Returns a context in which no other save writes into ``folder``, which is created if it is missing.
+
+    The context waits for a save that is under way, and then locks the folder.
 
     Raises: OSError: the folder cannot be written, or the other save has not ended after five minutes.
     """

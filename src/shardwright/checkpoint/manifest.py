@@ -65,11 +65,13 @@ class StoredBox:
 class Manifest:
     """The content of ``manifest.json``: the tensors of a checkpoint by global name, whatever layout wrote them.
 
-    ``tensors`` maps a name to (dtype, shape, places of the tensor's parts in files); model tensors are named as in the
-    plain model, optimizer state is named ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256).
-    ``scalars`` holds the optimizer state that does not have its parameter's shape, such as step counts, by parameter
-    and key. ``groups`` are the optimizer's param groups, and ``optimizer`` is its class's name, "" without one.
-    ``extra`` is the user's data.
+    ``step`` is the number of steps taken, ``layout`` the line of the layout that wrote the checkpoint ("" for global
+    tensors), and ``seed`` the run's seed of random numbers. ``tensors`` maps a name to (dtype, shape, places of the
+    tensor's parts in files); model tensors are named as in the plain model, optimizer state is named
+    ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds the optimizer state
+    that does not have its parameter's shape, such as step counts, by parameter and key, as pairs (dtype or "", value);
+    the fp16 loss scale is there too. ``groups`` are the optimizer's param groups, and ``optimizer`` is its class's
+    name, "" without one. ``extra`` is the user's data.
     """
 
     step: int
@@ -192,6 +194,7 @@ def find_on_all(everyone: Axis, path: Path) -> Path:
     Every rank calls this function. If each rank searched for itself, a save that renames its folder at that moment
     could make two ranks find different steps.
 
+    Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: there is no complete checkpoint.
     """
     found = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
@@ -235,6 +238,7 @@ def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
 
     ``do`` reads the checkpoint at ``path``, and calls no collective. Every rank of ``everyone`` calls this function.
 
+    Traffic: two all-gathers, of the lengths of error texts and of the texts.
     Raises: CheckpointError, on every rank, if ``do`` raised on any.
     """
     result, problem = None, ""
@@ -250,7 +254,7 @@ def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A context that turns any exception of its block into a CheckpointError about the checkpoint at ``path``."""
+    """Returns a context that turns exceptions of its block into a CheckpointError about the checkpoint at ``path``."""
     try:
         yield
     except CheckpointError:

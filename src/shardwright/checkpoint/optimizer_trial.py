@@ -21,10 +21,10 @@ def check_steps(
     """Raises ValueError if an optimizer could not step a param group with its saved options and state.
 
     Only an optimizer's own code knows which state it needs. So a new optimizer of the same class steps a parameter of
-    one element with the saved state, once for each kind of state; ``optimizer`` itself is not changed. Not checked are
-    optimizers that cannot step such a parameter without state either, such as one that needs a closure; optimizers
-    whose step reads attributes of their own; and state of another shape than its parameter, such as Adafactor's sums of
-    rows and columns.
+    one element with the saved state, once for each kind of state; ``optimizer`` itself is not changed. Three cases are
+    not checked: an optimizer that cannot step such a parameter without state either, such as one that needs a closure;
+    an optimizer whose step reads attributes of its own; and state of another shape than its parameter, such as
+    Adafactor's sums of rows and columns.
 
     ``group`` has the present options, ``options`` the saved ones. ``held`` are the group's parameters by name, each
     with its saved state, of which only shapes, dtypes and scalars are used.

@@ -63,10 +63,10 @@ def save(
 ) -> Path:
     """Saves model and optimizer as the checkpoint ``folder/step-N`` and returns its path. Every rank calls it.
 
-    Every element is written once, by the first rank that holds it. A kill at any moment leaves the last complete
-    checkpoint as it was. ``extra`` is stored as JSON, the same on every rank; ``keep`` > 0 removes all but this
-    checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that are not persistent are left out, as in
-    ``state_dict``. Saves of several runs into one folder wait for each other.
+    N is ``run.num_steps``, in eight digits or more. Every element is written once, by the first rank that holds it. A
+    kill at any moment leaves the last complete checkpoint as it was. ``extra`` is stored as JSON, the same on every
+    rank; ``keep`` > 0 removes all but this checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that
+    are not persistent are left out, as in ``state_dict``. Saves of several runs into one folder wait for each other.
 
     With ``wait=False`` the call returns once each rank's part is copied to host memory. A thread writes the copy while
     training goes on, and the path exists once the checkpoint is complete. The next save waits for it; so do
@@ -88,8 +88,8 @@ def save(
 def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
     """Returns the token of a save and the writer of each buffer, which all ranks must agree on before they save.
 
-    All ranks call it. The token is the random part of the name of the folder that the checkpoint is written to until it
-    is complete. The writers are ranks, by the buffer's name.
+    All ranks call it; it sends two all-gathers of short texts. The token is the random part of the name of the folder
+    that the checkpoint is written to until it is complete. The writers are ranks, by the buffer's name.
     """
     gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
     # stages have different buffers; each is written by the first rank that has it
@@ -104,11 +104,11 @@ def save_alone(
     """Saves a checkpoint of ``step`` without collectives, after a rank has failed.
 
     Returns True on the rank that completes the checkpoint, else False. All ranks call it and must hold the state of
-    ``step``. ``agreed`` is the result of an earlier :func:`agree_on_save`, and ``keep``, if not 0, how many checkpoints
-    stay in the folder. ``failure`` is the exception that ended this rank, and ``most_s`` the most seconds to wait for
-    the other ranks.
+    ``step``, to which ``run.num_steps`` is set. ``agreed`` is the result of an earlier :func:`agree_on_save`, and
+    ``keep``, if not 0, how many checkpoints stay in the folder. ``failure`` is the exception that ended this rank, and
+    ``most_s`` the most seconds to wait for the other ranks.
 
-    Raises: OSError: a rank could not write its part.
+    Raises: OSError: a rank could not write its part, or not all ranks came in time.
     """
     run.num_steps = step
     write, merge, _ = _contents(run, optimizer, agreed[1], {})
@@ -159,7 +159,7 @@ def _contents(
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns ``extra``, the user's data, as it comes back from JSON; an empty dict for None.
 
-    Raises: CheckpointError: it cannot be written as JSON.
+    Raises: CheckpointError: it is no mapping, or cannot be written as JSON.
     """
     try:
         if not isinstance(extra, Mapping | None):

@@ -26,9 +26,9 @@ _PLAIN = (bool, int, float, str, type(None))
 def check_schema(found: Any) -> None:
     """Raises ValueError, naming the wrong entry, unless the parsed JSON ``found`` is a valid manifest.
 
-    It must have exactly a manifest's entries, with values of the right types. The stored parts of each tensor must lie
-    inside its shape and add up to its size, and must fit into their files. The optimizer's options must not be NaN, nor
-    its learning rates negative or infinite.
+    It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
+    each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
+    must not be NaN, nor its learning rates infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):

@@ -29,7 +29,7 @@ def save_tensors(
 ) -> Path:
     """Saves global tensors by name as the checkpoint ``folder/step-N`` and returns its path; all ranks call it.
 
-    N is ``step``, in eight digits, and ``extra`` is stored as JSON. Users call it as
+    N is ``step``, in eight digits or more, and ``extra`` is stored as JSON. Users call it as
     :func:`shardwright.global_tensor.save`.
 
     Raises: CheckpointError: a value is not a global tensor, ``extra`` is not JSON, or the checkpoint cannot be written;

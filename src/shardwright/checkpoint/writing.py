@@ -60,7 +60,9 @@ def write_checkpoint(
     how many checkpoints stay in the folder. With ``snapshot``, a function that copies the state that ``write`` needs,
     this call returns after the copy: a thread writes the files, and ``world.wait_pending`` waits for it.
 
-    Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` does.
+    Traffic: all-gathers of the descriptions and of error texts.
+    Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` raises it
+        for what fails after the copy.
     """
     first, partial, locked = everyone.index == 0, final.with_name(f".tmp-{final.name}-{token}"), ExitStack()
 
@@ -139,9 +141,9 @@ def write_alone(
 
     Every rank calls it, with the exception that ended its own work as ``failure``. A rank that failed by itself, and
     not because it lost a partner, begins: it makes the temporary folder and closes its connections, so that the calls
-    of the other ranks fail and these ranks come here too. Unless all ranks come within two seconds nothing is
-    written. The last rank to write its part completes the checkpoint, for which all wait at most ``most_s`` seconds.
-    The other arguments are those of :func:`write_checkpoint`.
+    of the other ranks fail and these ranks come here too. Another rank returns False at once if none has begun. Unless
+    all ranks come within two seconds nothing is written. The last rank to write its part completes the checkpoint, for
+    which all wait at most ``most_s`` seconds. The other arguments are those of :func:`write_checkpoint`.
 
     Raises: OSError: this rank could not write its part, another rank did not, or not all ranks came in time.
     """
@@ -254,10 +256,10 @@ def _discard(step: Path, token: str) -> None:
 def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partial: Path) -> list[Any]:
     """Runs ``do``, this rank's part of a save, and returns the results of all ranks; every rank calls it.
 
-    A rank that has nothing to do passes None. Errors name the checkpoint ``final``. Traffic: one all-gather of short
-    texts.
+    A rank that has nothing to do passes None. Errors name the checkpoint ``final``. Results are JSON values.
 
-    Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
+    Traffic: two all-gathers, of the lengths of texts and of the texts, which have the results.
+    Raises: CheckpointError, on every rank, if ``do`` failed on any; the folder ``partial`` is then removed.
     """
     result: Any = None
     problem, on_disk = "", True

@@ -64,6 +64,8 @@ def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dic
 
     ``flag``, ``key`` and ``value`` are the flag and the names of its two parts, for errors.
 
+    Of pairs with the same key, the last one counts.
+
     Raises: PlanError: one of ``pairs`` is not of the form key=value.
 
     >>> parse_pairs("--role", "PATTERN", "ROLE", ["layers.*.up=column", "head=copied"])
@@ -93,7 +95,11 @@ def ranks_of(given: str) -> Ranks:
 
 
 def check_one_process(config: Any) -> None:
-    """Raises PlanError if several processes would each time the layers, and so could choose different stages."""
+    """Raises PlanError if ``config`` asks for measured costs and the command runs as several processes.
+
+    Each process would time the layers itself, and so could choose other pipeline stages. The number of processes is
+    read from WORLD_SIZE.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(
@@ -184,8 +190,8 @@ def stops_once() -> Iterator[None]:
 def report_errors(command: F) -> F:
     """Decorates a command so that errors of this library become a message on standard error and an exit code.
 
-    The code is 2 for bad input and files that cannot be used, 1 if ranks failed, and 130 after an interruption. Other
-    exceptions are left as they are.
+    The code is 2 for bad input and files that cannot be used, 1 if ranks or their communication failed, and 130 after
+    an interruption. Other exceptions are left as they are.
     """
 
     @wraps(command)

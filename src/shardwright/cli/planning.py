@@ -141,7 +141,9 @@ def _explained(
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Returns the numbers of ranks in text such as "512,1024". Raises PlanError: the text has something else.
+    """Returns the numbers of ranks in text such as "512,1024".
+
+    Raises: PlanError: the text has something else than numbers from 1 to 2**20 between commas.
 
     >>> ranks_in("512,1024"), ranks_in("")
     ((512, 1024), ())

@@ -30,8 +30,9 @@ def ledger_of(
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the ranks' predicted memory over a step as data and as text; with ``measured``, that of a real run too.
 
-    Of more than eight ranks, the first of each pipeline stage is listed. If ``png`` is given, a picture of the memory
-    is written there. ``width`` is that of the text in characters.
+    Of more than eight ranks, the first of each pipeline stage is predicted. ``ranks`` says whether ranks are processes
+    or threads. If ``png`` is given, a picture of the memory is written there. ``width`` is that of the text in
+    characters.
 
     Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
@@ -84,7 +85,8 @@ def timelines_of(
 def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:
     """Returns what the module named ``path`` holds, runs and sends under a layout, as data and as text.
 
-    It is that of the first rank that holds parameters of the module. ``inputs`` are those of a global batch.
+    It is that of the first rank that holds parameters of the module or, for a module without parameters, that calls
+    it. ``inputs`` are those of a global batch.
 
     Raises: PlanError: the model has no such module.
     """

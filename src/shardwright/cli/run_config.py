@@ -26,11 +26,13 @@ def config_of(
 ) -> TrainConfig:
     """Returns the config of a run from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
 
-    ``shared`` and ``flags`` are the options of the command line, of which None counts as not given. The options of the
-    run in the folder ``resumed`` replace ``base``. With ``fits``, the folder of a run, the layout may be ``auto-fit``,
-    which is replaced by a layout for the ranks available; a change is printed.
+    ``shared`` and ``flags`` are the options of the command line, of which None counts as not given. The pairs of
+    ``--set`` and ``--role`` are added to those of the other sources. The options of the run in the folder ``resumed``
+    replace ``base``. With ``fits``, the folder of a run, the layout may be ``auto-fit``, which is replaced by a layout
+    for the ranks available; rank 0 prints a change.
 
-    Raises: LayoutError, PlanError: an option is wrong; CheckpointError: ``resumed`` has no run.
+    Raises: LayoutError, PlanError: an option is wrong. CheckpointError: ``resumed`` has no run, or :func:`read_run`
+        refuses its model.
     """
     flags |= shared
     config = flags.pop("config", None)

@@ -18,10 +18,10 @@ from shardwright.errors import CommunicationError, PlanError
 from shardwright.formatting import first_line
 
 WAIT_S = 600.0
-"""Seconds that the driver waits for the nodes that the job asks for."""
+"""The seconds that the driver waits until the cluster has the job's nodes free."""
 
 END_S = 10.0
-"""Seconds that torchrun has to end its ranks after their time to save, and that killed processes have to be gone."""
+"""The seconds that torchrun has to end its ranks after their time to save, and that killed processes have to end."""
 
 _TORCHRUN = "shardwright.cluster.torchrun"
 _MARK = "SHARDWRIGHT_RAY_JOB"

@@ -50,8 +50,9 @@ exit "$code"
 def sbatch_script(job: ClusterJob, more: Sequence[str] = ()) -> str:
     """Returns the sbatch script that trains ``job``; ``more`` are options of sbatch, such as ``--partition=gpu``.
 
-    ``job.save_s`` seconds before the time limit the ranks save and end, and the job is requeued. After a failure the
-    script starts the ranks again, up to ``job.restarts`` times, unless their input was refused (exit code 2).
+    ``job.save_s`` seconds before the time limit the ranks save and end, and the job is requeued unless training has
+    ended. After a failure the script starts the ranks again, up to ``job.restarts`` times, unless their input was
+    refused (exit code 2).
     """
     hours, rest = divmod(job.time_s, 3600)
     options = {

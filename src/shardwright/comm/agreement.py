@@ -32,7 +32,9 @@ _NUM_COLUMNS, _NUM_ROWS = 512, 64
 def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
     """All-gathers ``value`` as JSON text and returns every rank's value, in the order of the ranks on the axis.
 
-    Texts shorter than ``room`` bytes need only one message from each rank, of that size.
+    All ranks of the axis call it, with the same ``room``. This rank's own value is read from JSON too, so that a tuple
+    comes back as a list. If all texts are shorter than ``room`` bytes, each rank sends one message of that size;
+    ``room`` is 0, for no such message, or at least 4.
 
     Traffic: two all-gathers, of the texts' lengths and of the texts. With ``room``, one all-gather of ``room`` bytes
         from each rank, followed by the other two if any text is not shorter than that.
@@ -59,8 +61,9 @@ def _gather_bytes(axis: Axis, text: bytes, sizes: Sequence[int]) -> list[bytes]:
 def first_problem(axis: Axis, problem: str) -> tuple[int, str] | None:
     """All-gathers each rank's error text, and returns the first rank with a text, and that text; None if all are empty.
 
-    An error that one rank alone raises leaves its peers waiting. So each rank catches its own error and passes the text
-    here, ``""`` if there was none, and then all ranks raise together. Traffic: as :func:`gather_json`.
+    The returned rank is its number in the run. An error that one rank alone raises leaves its peers waiting. So each
+    rank catches its own error and passes the text here, ``""`` if there was none, and then the callers on all ranks
+    raise together. Traffic: as :func:`gather_json` without ``room``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: first_problem(axes["dp"], "disk full" if axes["dp"].index else ""))
@@ -82,9 +85,9 @@ def text_digest(text: str) -> int:
 def tensor_digest(tensor: Tensor) -> str:
     """Returns a 48-bit hash of a tensor's bytes in order, as hexadecimal text; the shape and dtype do not count.
 
-    It is made for large tensors: the bytes form a matrix of int64, of which only the column sums are hashed, and the
-    row sums are digested in the same way until none are left. A change of one number, or a swap of two, always changes
-    a sum.
+    It is made for large tensors. The bytes form a matrix of int64 with 512 columns; the column sums and the bytes that
+    fill no row are hashed, and the row sums are digested in the same way, until they fill no row. A change of one
+    number, or a swap of two different ones, always changes a sum or the bytes that are hashed themselves.
 
     >>> a, b = torch.arange(2000.0), torch.arange(2000.0)
     >>> b[[0, 1999]] = b[[1999, 0]]
@@ -116,9 +119,10 @@ def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Difference(NamedTuple):
-    """The first line, counted from 1, in which the texts of two ranks differ, with both ranks and both lines.
+    """The first line in which the texts of two ranks differ, with both ranks and both lines.
 
-    A line that one of the ranks does not have is given as "nothing".
+    ``line`` is its number, counted from 1. ``rank`` and ``other`` are the ranks' numbers in the run, and ``text`` and
+    ``other_text`` their lines; a line that a rank does not have is given as "nothing".
     """
 
     line: int
@@ -135,13 +139,16 @@ class PendingDifference(NamedTuple):
     """A comparison of the ranks' lines of text whose all-reduce has been started."""
 
     differs: Callable[[], Tensor]
-    """Waits for the all-reduce, and returns a bool tensor: whether any ranks differ.
+    """Waits for the all-reduce, and returns a bool tensor of shape (): whether the lines of any ranks differ.
 
-    The host can read several at once.
+    The tensor is on the axis's device, so that the host can read the results of several comparisons at once.
     """
 
     find: Callable[[], Difference]
-    """Returns the first difference. All members must call it, and only if ``differs`` is true."""
+    """All-gathers all lines and returns the first difference.
+
+    All members must call it, and only if the tensor that ``differs`` returns is true.
+    """
 
 
 def first_difference_async(
@@ -150,9 +157,11 @@ def first_difference_async(
     """Starts to compare the ranks' ``lines`` of text by all-reduce; the returned function waits for the result.
 
     That function returns the first :class:`Difference`, or None if all lines are equal. All members of the axis call
-    this function and the returned one. With ``groups``, which are lists of ranks, lines must be equal only within each
-    group, and every member gets a difference that is found in any group. On the meta device, which has no values,
-    nothing differs. Traffic: one all-reduce, of two numbers per group; where lines differ, all lines are gathered too.
+    this function and the returned one. With ``groups``, lists of ranks (numbered as in the run) in which each rank of
+    the axis occurs once, lines must be equal only within each group, and every member gets the first difference that is
+    found in any group. On the meta device, which has no values, nothing is compared.
+
+    Traffic: one all-reduce, of two numbers per group; where lines differ, all lines are gathered too.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def compare(axes):
@@ -168,7 +177,8 @@ def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[in
     """Starts to compare the ranks' ``lines`` of text, and returns the comparison, for its result to be read later.
 
     The comparison is that of :func:`first_difference_async`, but the result stays on the device, so that the host can
-    read several at once. Returns None on an axis of one rank and on the meta device, where nothing can differ.
+    read the results of several at once. All members call it. Returns None on an axis of one rank and on the meta
+    device, where nothing is compared.
     """
     if axis.size == 1 or axis.device.type == "meta":
         return None

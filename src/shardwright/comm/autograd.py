@@ -33,9 +33,9 @@ R = TypeVar("R")
 
 
 def once(backward: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a backward that communicates, so that it raises PlanError if it runs with ``create_graph=True``.
+    """Decorates the backward of an autograd function that communicates, to raise PlanError under ``create_graph=True``.
 
-    Its collectives cannot be differentiated again. In code that ``torch.compile`` traces nothing is checked.
+    The collectives cannot be differentiated twice. In code that ``torch.compile`` traces, nothing is checked.
     """
 
     @wraps(backward)
@@ -131,7 +131,7 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
     Use it on a replicated input of column-parallel layers. With ``overwrite`` the gradient is summed in place, not in a
     copy. That is safe only if nothing but matrix products uses the result: then nothing else reads the gradient.
 
-    Traffic: forward, none; backward, one all-reduce of ``x``.
+    Traffic: forward, none; backward, one all-reduce of a gradient of the size of ``x``.
     """
     return _run(_SumGradient, x, axis, overwrite) if axis.size > 1 else x
 
@@ -139,9 +139,9 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
 def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Returns a copy of this rank's slice of a replicated ``x`` along ``dim``; ``sizes`` are the lengths of all slices.
 
-    On an axis of one rank, ``x`` itself is returned.
+    The backward joins the gradients of the ranks' slices. On an axis of one rank, ``x`` itself is returned.
 
-    Traffic: forward, none; backward, one all-gather of ``x``.
+    Traffic: forward, none; backward, one all-gather of a gradient of the size of ``x``.
     """
     return _run(_WholeToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
 
@@ -154,6 +154,7 @@ def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
     in the order of the ranks.
 
     Traffic: forward, one all-gather of the whole; backward, none.
+    Raises: CommunicationError: as :meth:`Axis.all_gather`, for ``sizes`` that do not fit.
     """
     return _run(_CutToWhole, x, axis, dim, tuple(sizes), False) if axis.size > 1 else x
 
@@ -165,6 +166,7 @@ def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
     partial sum on each rank, and the backward reduce-scatters it. ``sizes`` are the lengths of the slices along
     ``dim``, in the order of the ranks.
 
-    Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of it.
+    Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of a gradient of its size.
+    Raises: CommunicationError: as :meth:`Axis.all_gather`, for ``sizes`` that do not fit.
     """
     return _run(_CutToWhole, x, axis, dim, tuple(sizes), True) if axis.size > 1 else x

@@ -10,6 +10,7 @@ algorithm sends for it (:func:`~shardwright.comm.recorder.ring_factor`).
 | ``reduce_scatter`` | the tensor that is summed |
 | ``all_to_all`` | all parts of this rank, the one it keeps included |
 | ``send``, ``receive`` | the message |
+| ``barrier`` | one byte |
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ Result = TypeVar("Result")
 class CollectiveCall(NamedTuple):
     """The description of one collective call or message, by which ranks notice that they make different calls.
 
-    ``kind`` is the collective, such as "all_reduce"; ``shape`` and ``dtype`` are those of its tensor; and ``details``
-    is text on what else must agree, such as the reduction. ``source``, the strategy that makes the call, is for records
+    ``kind`` is the collective, such as "all_reduce"; ``axis`` the name of the axis; ``shape`` and ``dtype`` are those
+    of its tensor (several tensors count as one flat tensor, and an all-to-all has the shape ``()``); and ``details`` is
+    text on what else must agree, such as the reduction. ``source``, the strategy that makes the call, is for records
     and error texts.
     """
 
@@ -55,7 +57,9 @@ class CollectiveCall(NamedTuple):
 
 SAME_CALLS = "the same calls in the same order on every rank of an axis"
 FIX_CALLS = "look for code that depends on the rank: a branch, a loop, the size of a batch"
-"""What ranks must call, and where to look if they do not; for errors."""
+"""Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), and where to look for the
+cause (``FIX_CALLS``).
+"""
 
 
 def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> CommunicationError:
@@ -72,7 +76,8 @@ def disagreement(axis: str, rank: int, call: object, other: int, others_call: ob
 class Pending(Generic[Result]):
     """A collective or message under way, whose result ``wait`` returns.
 
-    Until then, the caller must not read or change the call's tensors.
+    Until then, the caller must not read or change the call's tensors. ``finish`` is the function that waits and returns
+    the result; the first ``wait`` calls it.
     """
 
     def __init__(self, finish: Callable[[], Result]) -> None:
@@ -80,7 +85,14 @@ class Pending(Generic[Result]):
         self._result: Result
 
     def wait(self) -> Result:
-        """Blocks until the collective or message is done and returns its result; calling it again returns the same."""
+        """Waits until the result of the collective or message can be used, and returns it, at each call the same.
+
+        Over NCCL, the device's current stream waits, and not the host. The ``wait`` of a send does not wait for the
+        receiver.
+
+        Raises: CommunicationError: another rank has ended, is too late or makes a different call, where the backend
+            can find that out.
+        """
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -104,7 +116,8 @@ class Channel(Protocol):
     """One rank's end of a process group on one backend: collectives and p2p messages, all asynchronous.
 
     A member is a rank of the group, numbered from 0. A channel records what it sends, and raises CommunicationError if
-    it finds that ranks make different calls. ``Axis`` has checked the arguments; tensors are contiguous and detached.
+    it finds that ranks make different calls. It is called through :class:`Axis`, which passes contiguous, detached
+    tensors. All members make the same collective calls, in the same order.
     """
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
@@ -122,19 +135,22 @@ class Channel(Protocol):
         """
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with the tensor that member i sends."""
+        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with the tensor that member i sends.
+
+        ``wait`` returns ``outs``.
+        """
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``."""
+        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``; ``wait`` returns ``tensor``."""
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends ``tensor`` to member ``to`` without waiting for the receiver."""
+        """Sends ``tensor`` to member ``to`` without waiting for the receiver; ``tensor`` may be changed at once."""
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Starts to fill ``tensor`` with the next message from member ``source``, without waiting for it."""
+        """Starts to fill ``tensor`` with the next message from member ``source``; ``wait`` returns ``tensor``."""
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a channel over the members ``indices`` of this group; these members all call it, and no others."""
+        """Returns a new channel over the members ``indices`` of this group; these all call it, and no others."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates the connections for p2p messages between pairs of members, if the backend needs that.
@@ -179,10 +195,17 @@ class Axis:
     """A rank's process group along one direction of the mesh: ``size``, ``index``, collectives and p2p messages.
 
     Most calls exist twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. The ranks of the
-    axis, its members, are numbered 0 to ``size - 1``. ``ranks`` are their ranks in the run, ``index`` is this rank's
-    number among them, and calls are recorded under the name ``source``. The slices that members hold of a tensor may
-    differ in size. On an axis of size 1 a collective sends and records nothing, nor does any call but an all-to-all on
-    tensors without elements.
+    axis, its members, are numbered 0 to ``size - 1``. All members make the same collective calls in the same order,
+    with tensors of one dtype; the slices that they hold of a tensor may differ in size. On an axis of size 1 a
+    collective returns what it was given, and sends and records nothing. On tensors without elements, no call but an
+    all-to-all sends or records anything. Autograd does not see the calls; :mod:`shardwright.comm.autograd` has
+    functions with a backward.
+
+    ``ranks`` are the members' ranks in the run, and ``index`` is this rank's number among them. ``channel`` sends the
+    messages, calls are recorded under the name ``source``, and received messages are put on ``device``.
+
+    Raises: CommunicationError, from any call or its ``wait``: another rank has ended, is too late or makes a different
+        call, where the backend can find that out.
 
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -209,7 +232,7 @@ class Axis:
     def subset(self, indices: Sequence[int]) -> Axis:
         """Returns a new axis over the members ``indices`` of this one, renumbered in the order given.
 
-        Those members all call it, and no others.
+        Those members all call it, and no others. All members in their old order give this axis itself.
 
         Raises: CommunicationError: this rank is not among the members, or one is given twice or does not exist.
         """
@@ -229,7 +252,7 @@ class Axis:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """All-reduces ``tensor`` in place, by sum or, if ``op`` is "max", by maximum, and returns ``tensor``.
 
-        Raises: CommunicationError: ``op`` is neither "sum" nor "max".
+        Raises: CommunicationError: there is something to send, and ``op`` is neither "sum" nor "max".
         """
         return self.all_reduce_async(tensor, op).wait()
 
@@ -259,7 +282,8 @@ class Axis:
 
         ``sizes`` are the tensors' lengths along ``dim``, by default all equal to this member's.
 
-        Raises: CommunicationError: there is not one size for each member, or this member's size is wrong.
+        Raises: CommunicationError: the axis has several members, and there is not one size for each, or this member's
+            size is wrong.
         """
         return self.all_gather_async(tensor, dim, sizes).wait()
 
@@ -279,6 +303,8 @@ class Axis:
 
         ``whole`` is contiguous, and ``sizes`` are the lengths of all members' parts. ``wait`` of the returned
         :class:`Pending` gives ``whole``.
+
+        Raises: CommunicationError: there is not one size for each member.
         """
         self._sizes("all_gather", sizes, sizes[self.index])
         if self.size == 1 or whole.numel() == 0:
@@ -333,14 +359,14 @@ class Axis:
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """Sums the members' tensors, and returns this member's slice of the sum along ``dim`` (a reduce-scatter).
 
-        ``sizes`` are the lengths of the slices, by default equal.
+        ``sizes`` are the lengths of all members' slices, by default equal.
 
-        Raises: CommunicationError: no sizes are given, and ``dim`` cannot be cut evenly.
+        Raises: CommunicationError: no sizes are given, and ``dim`` cannot be cut evenly among the members.
         """
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        """Starts :meth:`reduce_scatter`; ``wait`` of the returned :class:`Pending` gives this rank's slice."""
+        """Starts :meth:`reduce_scatter`; ``wait`` of the returned :class:`Pending` gives this member's slice."""
         if self.size == 1:
             return done(tensor)
         whole = tensor.detach().movedim(dim, 0).contiguous()
@@ -363,9 +389,10 @@ class Axis:
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Sends ``parts[i]`` to each member i, and returns the tensors that the members sent here (an all-to-all).
 
-        ``shapes[i]`` is the shape of the tensor from member i.
+        ``shapes[i]`` is the shape of the tensor from member i; all tensors are of one dtype. ``parts`` and ``shapes``
+        have an entry for this member too.
 
-        Raises: CommunicationError: there is not one part and one shape for each member.
+        Raises: CommunicationError: the axis has several members, and there is not one part and one shape for each.
         """
         return self.all_to_all_async(parts, shapes).wait()
 
@@ -407,18 +434,28 @@ class Axis:
             devices.synchronize(self.device)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends ``tensor`` to member ``to`` of the axis, point to point, without waiting for the receiver."""
+        """Sends ``tensor`` to member ``to`` of the axis, point to point, without waiting for the receiver.
+
+        ``tensor`` may be changed at once, because a copy of it is sent.
+
+        Raises: CommunicationError: over NCCL, :meth:`connect` has not connected the two members.
+        """
         self.send_async(tensor, to).wait()
 
     def send_async(self, tensor: Tensor, to: int) -> Pending[None]:
-        """Starts :meth:`send` and returns a :class:`Pending`, whose ``wait`` does not wait for the receiver either."""
+        """Does what :meth:`send` does, and returns a :class:`Pending` whose ``wait`` does not wait for the receiver."""
         whole = tensor.detach().contiguous()
         if whole.numel() == 0:
             return done(None)
         return self.channel.send(self._call("send", whole.shape, whole.dtype, f"to member {to}"), whole, to)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Waits for the next tensor that member ``source`` of the axis sends here, point to point, and returns it."""
+        """Waits for the next tensor that member ``source`` of the axis sends here, point to point, and returns it.
+
+        ``shape`` and ``dtype`` are those of the tensor that is sent.
+
+        Raises: CommunicationError: over NCCL, :meth:`connect` has not connected the two members.
+        """
         return self.receive_async(shape, dtype, source).wait()
 
     def receive_async(
@@ -437,8 +474,8 @@ class Axis:
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates the connections for p2p messages between ``pairs`` of members; every member passes the same pairs.
 
-        Over NCCL it must be called before the first :meth:`send` or :meth:`receive`; :meth:`send_and_receive_async`
-        does not need it. With other backends (threads, gloo, shared memory) it does nothing.
+        Over NCCL it must be called before the first :meth:`send` or :meth:`receive` between the two members of a pair;
+        :meth:`send_and_receive_async` does not need it. With other backends it does nothing.
         """
         if self.size > 1:
             self.channel.connect(sorted({(min(pair), max(pair)) for pair in pairs if len(set(pair)) == 2}))
@@ -449,9 +486,9 @@ class Axis:
         """Starts p2p messages to and from other members at once, each recorded as one send or one receive.
 
         ``sends`` holds the tensors to send, and ``shapes`` the shapes of the tensors to receive, both by the other
-        member's number; all tensors are of ``dtype``. Either mapping may be empty. No message waits for another, so the
-        members cannot deadlock, in whatever order they come. ``wait`` of the returned :class:`Pending` gives the
-        received tensors by member.
+        member's number; all tensors are of ``dtype``. Either mapping may be empty. No message waits for another, so
+        members that name each other in different orders cannot deadlock. ``wait`` of the returned :class:`Pending`
+        gives the received tensors by member.
         """
         given = {to: tensor.detach().contiguous() for to, tensor in sends.items()}
         found = {source: torch.empty(tuple(shape), dtype=dtype, device=self.device) for source, shape in shapes.items()}

@@ -31,8 +31,9 @@ class CallChecker:
 
         ``number`` is text: the name of the group, and the number of the call in it.
 
-        Raises: CommunicationError: another rank makes a different call, waits for this one in another group, or has
-            returned from its work, with both ranks named; or it does not come within ``timeout_s``.
+        Raises: CommunicationError: another rank makes a different call, waits for this rank in another group (itself,
+            or through further ranks), has returned from its work, or does not make the call within ``timeout_s``
+            seconds. The error names both ranks.
         """
         self._num_calls += 1
         mine, waited = str(call._replace(source="")).removesuffix(" for "), False

@@ -16,7 +16,8 @@ from shardwright.mesh import balanced_part
 def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
     """Returns those of ``cores`` to which rank number ``index`` of ``num_ranks`` on a machine is to be bound.
 
-    They are a contiguous run; if there are fewer cores than ranks, they are one core, which several ranks then share.
+    They are a contiguous run of ``cores``. If there are fewer cores than ranks, each rank gets one core, and some ranks
+    share one.
 
     >>> [cores_of(index, 2, range(5)) for index in range(2)], cores_of(2, 3, [4, 6])
     ([(0, 1, 2), (3, 4)], (4,))
@@ -27,7 +28,7 @@ def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...
 
 
 def bind(index: int, num_ranks: int) -> tuple[int, ...]:
-    """Binds this process, and threads that it starts later, to its share of the CPU cores, and returns these cores.
+    """Binds the calling thread, and what it starts later, to this process's share of the CPU cores; returns the cores.
 
     The process is rank number ``index`` of ``num_ranks`` on its machine. Only cores on which it may run already are
     shared out.

@@ -37,8 +37,12 @@ def enter(world: World) -> None:
 def here() -> World:
     """Returns this process's world: the one that ``launch`` gave it, else one around torch's default process group.
 
-    The latter is made at the first call, which all ranks make together. If torch.distributed is not initialized, as
-    with ranks that are threads, the world has one rank.
+    The latter is made at the first call, which all ranks make together; the timeout of its calls is
+    SHARDWRIGHT_TIMEOUT_S seconds (default 600). If torch.distributed is not initialized, as with ranks that are
+    threads, the world has one rank.
+
+    Raises: PlanError: at the first call, the ranks' accelerators do not fit, as in
+        :func:`~shardwright.comm.backends.rank_devices.decided`.
 
     >>> here().size
     1
@@ -49,7 +53,8 @@ def here() -> World:
 def axis_here(ranks: tuple[int, ...]) -> Axis:
     """Returns the axis (process group) over ``ranks``, for global tensors.
 
-    At the first call with these ranks the group is created, so all of them must call it then.
+    ``ranks`` are numbers in the run, this rank's among them. At the first call with these ranks the group is created,
+    so all of them must call it then.
     """
     world, axes = _world_and_axes()
     if ranks not in axes:

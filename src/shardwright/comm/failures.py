@@ -16,7 +16,9 @@ from typing import NamedTuple
 from shardwright.errors import CommunicationError, RankFailedError, explain
 
 GRACE_S = 0.3
-"""Seconds that a rank which lost another rank waits before it ends, so that the other's own note is written first."""
+"""Seconds that a rank with a CommunicationError waits before it ends, so that the note of the rank that failed first is
+written first. A rank whose own work is done, and whose peers do not end theirs, waits twice as long.
+"""
 
 
 class LostPartnerError(CommunicationError):
@@ -24,7 +26,7 @@ class LostPartnerError(CommunicationError):
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised on every rank that is a process to end training after a stop signal, when all have saved a checkpoint."""
+    """Raised on each rank that is a process, to end training after a stop signal, when all have saved a checkpoint."""
 
 
 INTERRUPTED = 130
@@ -67,9 +69,10 @@ def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stoppe
     """Returns the exception that the launcher should raise: the root cause among the ranks' failures.
 
     ``notes`` are the ranks' reports, ``exits`` the exit codes of ranks that ended without a report (None if unknown),
-    and ``stopped`` the ranks that were found suspended (SIGSTOP). The earliest report counts most, unless its rank only
-    lost another rank; then an exit without a report; then a suspended rank. The library's own errors are returned as
-    they are, and other causes as a RankFailedError.
+    and ``stopped`` the ranks that were found suspended (SIGSTOP). The cause is the earliest report of a rank that did
+    not only lose another rank; without one, the first of ``exits``; without any, the first of ``stopped``; or else the
+    earliest report of a rank that lost another. A reported error of the library itself and :class:`StopRequested` are
+    returned as they are if they are the cause, and all other causes as a RankFailedError.
     """
     # a rank that lost its partner explains nothing: its note counts only where there is no other
     first = min(notes, key=lambda note: (not note.explains, note.time_s), default=None)

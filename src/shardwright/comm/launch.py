@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class HasRanks(Protocol):
-    """Any object with ``num_ranks``, such as a layout or a mesh."""
+    """Any object with ``num_ranks``, such as a :class:`~shardwright.layout.Layout`."""
 
     @property
     def num_ranks(self) -> int:
@@ -43,19 +43,23 @@ def launch(
     ``ranks_or_layout`` is the number of ranks, or a layout, which may be text such as "dp2 tp2", that fixes the number.
 
     ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
-    a socket that another machine could connect to; but in a process that is already a rank (of ``torchrun``, ``srun``
-    or ``mpirun``) it joins that run and returns a list with this rank's result alone.
+    a socket that another machine could connect to, and pickles ``work``, its arguments and its results; but in a
+    process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that run and returns a list with
+    this rank's result alone.
 
-    ``options`` for processes: ``debug`` checks that all ranks make the same calls; ``timeout_s`` is the time limit of a
-    call; ``grace_s`` is how many seconds ranks have to end after a stop signal; ``device`` is "auto", "cpu", "cuda", or
-    "cuda/gloo" for several ranks on one GPU; ``bind_cores`` binds each rank to CPU cores; and ``link`` is a
+    ``options`` for processes: ``debug`` checks that all ranks make the same calls; ``timeout_s`` (600) is the time
+    limit of a call in seconds; ``grace_s`` (30) is how many seconds ranks have to end after a stop signal; ``device``
+    is "auto", "cpu", "cuda", or "cuda/gloo" for several ranks on one GPU; ``bind_cores`` binds each rank to CPU cores;
+    ``links`` is "sockets" to keep ranks of one machine from using shared memory; and ``link`` is a
     :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
-    machine what overlap gains. :func:`~shardwright.comm.backends.processes.run_processes` has the others. Threads use
-    ``device`` alone, one for all ranks ("auto" is the CPU), and ignore the rest.
+    machine what overlap gains. Threads use ``device`` alone, one for all ranks ("auto" is the CPU), and ignore the
+    rest.
 
     Raises: RankFailedError: a rank raised or died; the text has the rank's traceback if there is one. An error of the
-        library itself is raised as it is (with threads, one such as PlanError only if every rank raised). LayoutError:
-        ``torchrun`` started another number of ranks, this machine cannot start as many, or a line is no layout.
+        library itself is raised as it is (with threads, one such as PlanError only if every rank raised), and so is any
+        error of ``work`` in a process that is already a rank. LayoutError: ``torchrun`` started another number of
+        ranks, this machine cannot start as many, or a line is no layout. PlanError: the ranks' devices or the options
+        do not fit. KeyboardInterrupt: the run was told to stop.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]

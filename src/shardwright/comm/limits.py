@@ -14,13 +14,13 @@ from shardwright.comm.started_world import started_by
 from shardwright.errors import LayoutError
 
 Ranks = Literal["threads", "processes"]
-"""What ranks of this machine are."""
+"""What the ranks of a run are: threads of one process, or a process each."""
 
 LEAST_RANK_BYTES: Mapping[Ranks, int] = {"threads": 2**22, "processes": 2**25}
-"""The memory that a rank is assumed to need, at least. Measured: 0.1 MiB for a thread beside its part of the model, and
-for a process of a tiny model 60 MiB of its own, of 150 MiB that are resident.
+"""The least memory that a rank is assumed to need, in bytes. Measured were 0.1 MiB for a thread beside its part of the
+model, and 60 MiB for a process with a tiny model, not counting 90 MiB that processes share.
 
-With them 16 GiB allow 4,096 threads or 512 processes, and a typing error in a layout is refused.
+With these numbers 16 GiB allow 4,096 threads or 512 processes, and a typing error in a layout is refused.
 """
 
 _LIMITS = ("/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max")

@@ -36,19 +36,25 @@ def ring_factor(kind: str, num_ranks: int) -> Fraction:
 
 
 class CallFollower(Protocol):
-    """A listener to this rank's collectives and messages, to predict how communication overlaps with computation."""
+    """A listener to a rank's collectives and messages, to predict how communication overlaps with computation.
+
+    Only the fake backend calls it.
+    """
 
     def began(self, call: CollectiveCall, num_bytes: int, ranks: tuple[int, ...]) -> None:
-        """Called when this rank begins a collective or message of ``num_bytes`` among ``ranks``."""
+        """Called when the rank begins a collective or message of payload ``num_bytes`` in the group of ``ranks``."""
         ...
 
     def awaited(self, call: CollectiveCall) -> None:
-        """Called when this rank waits for a call that it began."""
+        """Called when the rank waits for a collective that it began; it is not called for sends and receives."""
         ...
 
 
 class Recorder:
-    """Records one rank's collectives and p2p messages, in order, into the lists that :meth:`recording` opens."""
+    """Records one rank's collectives and p2p messages, in order, into the lists that :meth:`recording` opens.
+
+    ``follower`` may be set to a :class:`CallFollower`, which the fake backend calls.
+    """
 
     def __init__(self) -> None:
         self._listeners: list[list[Record]] = []

@@ -26,7 +26,8 @@ def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
 
     It also sets in ``environment`` torch's variables that are missing, such as ``RANK``, from those of the launcher. A
     batch script of Slurm has a task number without being a rank, so that number counts only in a step of ``srun``, or
-    if ``MASTER_ADDR`` is set.
+    if ``MASTER_ADDR`` is set. A run of one rank by ``srun`` or ``mpirun`` does not count. Any other launcher that sets
+    ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` is called "torchrun".
 
     >>> started = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
     >>> started_by(started), started["RANK"], started["WORLD_SIZE"], started["LOCAL_RANK"]

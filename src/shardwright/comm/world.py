@@ -20,7 +20,10 @@ WRITERS_S = 3.0
 
 
 class Transport(Protocol):
-    """One rank's access to a backend (threads, processes, fake): it creates the rank's process groups."""
+    """One rank's access to a backend, which creates the rank's process groups.
+
+    ``kind`` is "threads", "processes" or "fake".
+    """
 
     kind: str
     blocks: Blocks | None
@@ -37,15 +40,17 @@ class Transport(Protocol):
         """Marks that this rank makes no more collective calls."""
 
     def abandon(self, failure: BaseException) -> None:
-        """Tells the other ranks that this one has failed, so that they raise instead of waiting for it.
+        """Tells the other ranks that this one has failed by ``failure``, so that they raise instead of waiting for it.
 
-        Ranks on other machines cannot be told: they wait until their timeout.
+        Ranks that it reaches over gloo or NCCL are not told: they wait until this process ends, or until their timeout.
         """
 
 
 @dataclass(frozen=True)
 class World:
     """One rank's handle on the run: its number, its device, its process groups and the record of what it sends.
+
+    ``size`` is the number of ranks, ``transport`` creates the process groups, and ``recorder`` records the messages.
 
     >>> from shardwright.comm.launch import launch
     >>> launch(lambda world: (world.rank, world.size), 3, ranks="threads")
@@ -64,7 +69,10 @@ class World:
     """The threads that write this rank's part of the pending checkpoints."""
 
     nodes: tuple[int, ...] = ()
-    """The node of each rank, counted from 0; empty if all ranks were started on one node."""
+    """The node of each rank, counted from 0.
+
+    Empty if one process has started all ranks, on one node, and in a world around a process group that the user made.
+    """
 
     def join_writers(self) -> None:
         """Waits up to three seconds for the threads that write this rank's part of a checkpoint; sends no messages.
@@ -112,5 +120,5 @@ class World:
         return {name: self.axis(name, mesh.groups(name)) for name in mesh.axes}
 
     def everyone(self) -> Axis:
-        """Returns the axis (process group) over all ranks of the run."""
+        """Returns a new axis (process group), called "world", over all ranks of the run; every rank must call it."""
         return self.axis("world", [tuple(range(self.size))])

@@ -56,7 +56,7 @@ class Constants:
                 )
 
     def with_values(self, source: Source, **values: float) -> Constants:
-        """Returns the constants with other values, all from ``source``.
+        """Returns a copy of the constants in which those named in ``values`` have new values, from ``source``.
 
         Raises: PlanError: no such constant, or a value that is out of bounds.
         """

@@ -23,7 +23,9 @@ NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_pe
 class Device:
     """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
 
-    Memory is in bytes, and each bandwidth in bytes per second one way. :func:`profile` returns one by name.
+    Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
+    of the node, and of the accelerator's link to other nodes. ``type`` is the device type of torch, ``source`` names
+    the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
@@ -84,9 +86,10 @@ def profile(name: str) -> Device:
 
 
 def device_of(name: str, table: Mapping[str, Any]) -> Device:
-    """Returns the device that a parsed TOML table describes.
+    """Returns the device called ``name`` that a parsed TOML table describes, in the units that end the table's keys.
 
-    Raises: PlanError: a figure is missing or is not a number above zero, or the table has an unknown key.
+    Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
+        is below 1, or the table has an unknown key.
     """
     known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS}
     for key in table.keys() - known:

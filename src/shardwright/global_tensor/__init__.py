@@ -8,7 +8,7 @@ makes it an error to read a gathered copy of a view after its base was written t
 
 from shardwright.global_tensor import sbp
 from shardwright.global_tensor.boxing_plan import BoxingPlan, plan_to_global
-from shardwright.global_tensor.boxing_plan import BoxingPlan as Route  # its name until now
+from shardwright.global_tensor.boxing_plan import BoxingPlan as Route  # the earlier name of the class
 from shardwright.global_tensor.creation import arange, empty, full, ones, rand, randn, zeros
 from shardwright.global_tensor.from_local import from_local
 from shardwright.global_tensor.module_to_global import module_to_global

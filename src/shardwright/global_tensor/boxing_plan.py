@@ -35,9 +35,10 @@ Pieces = Mapping[int, tuple[Piece, ...]]
 class BoxingStep:
     """One step of a :class:`BoxingPlan`: a collective, or messages, that bring a tensor from one layout to another.
 
-    ``kind`` names the collective, or is "messages". The last two fields matter for a collective only: ``axis`` is the
-    placement's axis over which it runs, and ``dims`` are the dims that this axis cuts before and after. If only one of
-    the two layouts cuts a dim along the axis, ``dims`` has that dim twice. An all-reduce does not use ``dims``.
+    ``shape`` is the global shape. ``kind`` names the collective, or is "messages". The last two fields matter for a
+    collective only: ``axis`` is the placement's axis over which it runs, and ``dims`` are the dims that this axis cuts
+    before and after. If only one of the two layouts cuts a dim along the axis, ``dims`` has that dim twice. An
+    all-reduce does not use ``dims``.
     """
 
     shape: tuple[int, ...]
@@ -141,10 +142,11 @@ def plan_to_global(
 
 @lru_cache(maxsize=4096)
 def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingPlan:
-    """Returns the plan that moves the fewest elements to redistribute a tensor of ``shape`` between two layouts.
+    """Returns the plan to redistribute a tensor of ``shape`` between two layouts: of those tried, the cheapest one.
 
-    The direct step is compared with plans of two steps, which first reduce-scatter partial sums along a dim. Among
-    equals the plan with fewer steps is returned. Plans are cached.
+    The plan is the direct step if that is a collective or moves nothing. From a layout with partial sums, direct
+    messages are compared with plans of two steps, which first reduce-scatter the sums along a dim: the plan that moves
+    the fewest elements is returned, and among equals the one with fewer steps. Plans are cached.
     """
     direct = _step(shape, source, destination)
     if not is_partial(source) or direct.kind != "messages" or direct.moved_elements == 0:

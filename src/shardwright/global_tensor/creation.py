@@ -24,7 +24,7 @@ def full(
 
     Under ``partial_sum`` the first term of the sum holds the value and the others hold zeros.
 
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> full((2,), 7, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -38,7 +38,7 @@ def zeros(
 ) -> GlobalTensor:
     """Returns a global tensor of zeros of shape ``size``. Each rank allocates only its own shard, and nothing is sent.
 
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> zeros(2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
@@ -54,7 +54,7 @@ def ones(
 
     Under ``partial_sum`` the first term of the sum holds the ones and the others hold zeros.
 
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> ones(2, placement=placement("cpu", ranks=[0]), sbp=sbp.partial_sum).tolist()
@@ -71,7 +71,7 @@ def empty(
     Until it is written to, the copies that ranks of a ``broadcast`` axis hold may differ. Under ``partial_sum`` all
     terms but the first are zeros.
 
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> empty(2, 3, placement=placement("cpu", ranks=[0]), sbp=sbp.broadcast).shape
@@ -108,7 +108,7 @@ def randn(
     the world must call the function: the first rank draws a seed from torch's default generator and broadcasts it.
 
     Traffic: without ``seed``, one broadcast of one number.
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> everywhere = dict(placement=placement("cpu", ranks=[0]), seed=3)
@@ -129,7 +129,7 @@ def rand(
     the world must call the function: the first rank draws a seed from torch's default generator and broadcasts it.
 
     Traffic: without ``seed``, one broadcast of one number.
-    Raises: LayoutError: a negative size, or a placement or sbp that does not fit.
+    Raises: LayoutError: a size that is negative or no integer, or a placement or sbp that does not fit.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> x = rand(9, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
@@ -143,7 +143,8 @@ def draw(shape: Sequence[int], dtype: torch.dtype | None, fill: str, *numbers: A
     """Returns a plain CPU tensor of random numbers that is equal on every rank, from which each rank can cut its shard.
 
     ``fill`` is the name of the in-place tensor method that draws the numbers, such as ``normal_``, and ``numbers`` are
-    its arguments. Without ``seed``, the first rank draws a seed from torch's default generator and broadcasts it.
+    its arguments. Without ``seed``, every rank of the world must call the function: the first rank draws a seed from
+    torch's default generator and broadcasts it.
 
     Traffic: without ``seed``, one broadcast of one number.
     """

@@ -42,10 +42,11 @@ def from_local(
     each rank gets: by default ``sbp`` with ``broadcast`` in place of ``partial_sum``. With ``check``, local tensors
     that must be equal are compared by a digest.
 
-    Traffic: each rank's shape; elements that move when parts are cut anew; digests of the parts with ``check``.
-    Raises: LayoutError, on every rank: parts that do not fit together, arguments that differ between ranks, or copies
-        that differ if ``check`` is set. PlanError, on every rank: a part that is no dense plain tensor on the
-        placement's device type.
+    Traffic: one all-gather of 256 bytes from each rank, which describe its tensor, and two more if a description is
+        longer; point-to-point messages of the elements that move if parts are cut anew.
+    Raises: LayoutError, on every rank: a placement or sbp that does not fit, a missing part, parts that do not fit
+        together or differ in dtype or ``requires_grad``, arguments that differ between ranks, or copies that differ if
+        ``check`` is set. PlanError, on every rank: a part that is no dense plain tensor on the placement's device type.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> from_local(torch.ones(2, 3), placement("cpu", ranks=[0]), sbp.split(0)).shape

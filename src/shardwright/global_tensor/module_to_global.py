@@ -25,13 +25,14 @@ Module = TypeVar("Module", bound=nn.Module)
 def module_to_global(module: Module, placement: Placement, sbp: Mapping[str, Sbps] | None = None) -> Module:
     """Makes a module's parameters and buffers global tensors on ``placement``, in place, and returns the module.
 
-    The values are those of the placement's first rank; parameters that are global tensors already are redistributed.
+    The values are those of the placement's first rank; tensors that are global already are redistributed.
     ``sbp`` maps name patterns (``"*.weight"``) to an sbp; the first match counts, and names without a match are
     broadcast. Tied parameters stay tied. Every rank of the world calls it, with the same module.
 
     Traffic: one all-reduce of two numbers, and the elements that ranks other than the placement's first one need.
-    Raises: LayoutError: a pattern that matches nothing, an sbp that does not fit, or arguments that differ between
-        ranks. PlanError: parameters without values, or a layer of ``nn.RNNBase``.
+    Raises: LayoutError: a pattern that matches nothing, a placement or sbp that does not fit, an argument of another
+        type, or arguments that differ between ranks. PlanError: parameters or buffers without values, or a layer that
+        is an ``nn.RNNBase``.
 
     >>> from shardwright.global_tensor import placement, sbp
     >>> layer = module_to_global(nn.Linear(4, 2), placement("cpu", ranks=[0]), {"weight": sbp.split(0)})

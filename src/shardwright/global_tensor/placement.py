@@ -55,7 +55,9 @@ class Placement:
         return rank in self._coord_of
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """Returns ``rank`` and the ranks that differ from it only in the grid coordinate ``axis``, sorted by it.
+        """Returns ``rank`` and the ranks whose grid coordinates differ from its own on axis number ``axis`` alone.
+
+        They are sorted by their coordinate on that axis, which is counted from 0. ``rank`` must be in the placement.
 
         >>> placement("cpu", [[0, 1], [2, 3]]).group(0, 3)
         (1, 3)

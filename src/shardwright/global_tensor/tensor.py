@@ -62,10 +62,9 @@ class GlobalTensor(DTensor):
         """Returns the tensor redistributed to ``placement`` and ``sbp``; an argument left out keeps its value.
 
         If nothing changes and ``grad_sbp`` is None, the tensor itself is returned, unless it is a partial-sum leaf that
-        requires a gradient.
-        Every rank of either placement must call the method; other ranks may. The gradient is redistributed back to this
-        tensor's placement with the sbp ``grad_sbp``. By default that is this tensor's sbp, with ``broadcast`` in place
-        of ``partial_sum`` if the tensor is no leaf.
+        requires a gradient. Every rank of either placement must call the method; other ranks may. The gradient is
+        redistributed back to this tensor's placement with the sbp ``grad_sbp``. By default that is this tensor's sbp,
+        with ``broadcast`` in place of ``partial_sum`` if the tensor is no leaf.
 
         Traffic: as ``plan_to_global`` returns it.
         Raises: LayoutError: a placement that the world does not have, or an sbp that does not fit the placement or the
@@ -94,7 +93,8 @@ class GlobalTensor(DTensor):
         Every rank of the world must call it. ``grad_placements`` is the sbp of the result's gradient over all ranks,
         ``broadcast`` by default.
 
-        Raises: PlanError: the tensor is a gathered view whose base was written to since.
+        Raises: LayoutError: ``grad_placements`` is a split. PlanError: the tensor is a gathered view whose base was
+            written to since.
         """
         return self.to_global(everywhere(self.placement.type), broadcast).to_local(grad_placements=grad_placements)
 
@@ -291,7 +291,8 @@ def to_global(
     :meth:`GlobalTensor.to_global`.
 
     Raises: LayoutError: an argument that is needed is left out, a placement or sbp does not fit, or a DTensor is not
-        cut as ``torch.chunk`` cuts. PlanError: ``x`` is a gathered view whose base was written to since.
+        cut as ``torch.chunk`` cuts or has a torch placement that is no sbp. PlanError: ``x`` is a gathered view whose
+        base was written to since. For a plain tensor also the errors of :func:`from_local`.
     """
     if not isinstance(x, DTensor):
         from shardwright.global_tensor.from_local import from_local  # makes a global tensor: it imports this file

@@ -34,9 +34,12 @@ _OF_THREAD = threading.local()
 
 
 class ModuleRecorder:
-    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`.
+    """A context that records how new modules fill their parameters and buffers on the meta device.
 
-    Raises: NoValuesError: at its end, if a constructor has written to host memory whose values were already recorded.
+    :func:`recorded_values` returns the records. Modules that other threads make are not recorded.
+
+    Raises: NoValuesError: a constructor reads values that are not known, such as random ones; or, at the end of the
+        context, it has written to host memory whose values were already recorded.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,10 @@ def recorded_values(tensor: Tensor) -> RecordedValues | None:
 
 
 def keep_record(tensor: Tensor, copy: Tensor) -> Tensor:
-    """Attaches to ``copy``, a copy of a meta tensor, the record of how ``tensor`` was filled, and returns ``copy``."""
+    """Attaches to ``copy``, a copy of a meta tensor, the record of how ``tensor`` was filled, and returns ``copy``.
+
+    Nothing is attached if ``tensor`` has no record, or if ``copy`` is not on the meta device.
+    """
     record = recorded_values(tensor)
     if record is not None and copy.is_meta:
         setattr(copy, RECORDED, record)

@@ -39,7 +39,10 @@ def numbers_from(text: str) -> Iterator[None]:
 
 
 class StorageView(NamedTuple):
-    """A meta tensor as a view of a numbered storage: its dtype, shape, strides and offset there."""
+    """A meta tensor as a view of a numbered storage: its dtype, shape, strides and offset there.
+
+    ``num_bytes`` is the size of the whole storage. Offset and strides are in elements.
+    """
 
     storage: int
     num_bytes: int
@@ -53,7 +56,10 @@ class StorageView(NamedTuple):
         return prod(self.size) * self.dtype.itemsize == self.num_bytes
 
     def of(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns the view as a tensor on the host, over its storage in ``storages``, which is allocated if missing."""
+        """Returns the view as a tensor on the host, over the storage of its number in ``storages``.
+
+        A storage that is missing there is allocated, uninitialized, and added.
+        """
         if self.storage not in storages:
             storages[self.storage] = torch.UntypedStorage(self.num_bytes)
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(
@@ -83,9 +89,11 @@ class RngState:
 class WriteCall(NamedTuple):
     """A recorded call of an operator that wrote to the storages of tensors on the meta device.
 
-    ``args`` and ``named`` have views of storages in place of meta tensors. ``writes``, ``overwrites`` (those written in
-    full) and ``reads`` are storages by number. ``draw`` numbers the calls that draw from torch's default generator;
-    others have -1.
+    ``function`` is its name in ``torch``, such as ``ops.aten.fill_.Scalar``. ``args`` and ``named`` have a
+    :class:`StorageView` in place of each meta tensor, and ``results`` has one for each new meta tensor, and None for
+    other tensors. ``writes``, ``overwrites`` (those written in full) and ``reads`` are storages by number. ``draw``
+    numbers the calls that draw from torch's default generator, from 1, and counts every recorded call of ``nn.init``
+    without a generator of its own as one; others have -1.
     """
 
     function: str
@@ -106,7 +114,10 @@ class RecordedWrites:
     of_storage: dict[int, list[int]] = field(default_factory=dict)
 
     def needed(self, storage: int) -> list[int] | None:
-        """Returns the indices of the calls that determine a storage's values, or None if some were never written."""
+        """Returns the indices, in order, of the calls that determine the values of the storage of this number.
+
+        The result is None if no call has written that storage in full, or one whose values these calls read.
+        """
         found: set[int] = set()
         to_visit = [(storage, len(self.calls))]
         while to_visit:
@@ -136,12 +147,15 @@ class RecordedValues:
     view: StorageView
 
     def can_be_read(self) -> bool:
-        """Returns whether all values were written, and none of them by numbers from torch's default generator."""
+        """Returns whether a call has written all values, and none depends on numbers from torch's default generator."""
         places = self._places()
         return places is not None and all(self.written.calls[place].draw < 0 for place in places)
 
     def text(self) -> list[str] | None:
-        """Returns the calls as text, equal for tensors that are filled alike, or None if values were never written."""
+        """Returns the calls as text, equal for tensors that are filled alike.
+
+        It is None if no call has written all values, or all of those that the tensor's values are computed from.
+        """
         places, numbers = self._places(), dict[int, int]()
 
         def described(leaf: Any) -> Any:

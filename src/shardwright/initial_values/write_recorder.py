@@ -58,6 +58,8 @@ class WriteRecorder(DispatchMode):
 
     The first draw on the meta device would make torch import its compiler, which takes longer than importing torch.
 
+    Raises: NoValuesError: the code reads values of meta tensors that are not known, such as random ones.
+
     >>> with torch.device("meta"), WriteRecorder() as recorder:
     ...     layer = nn.Linear(3, 3)
     ...     layer.weight.data.fill_(2.0).mul_(torch.arange(3))
@@ -86,7 +88,7 @@ class WriteRecorder(DispatchMode):
         self._inits.__exit__(*failure)
 
     def of(self, tensor: Tensor) -> RecordedValues:
-        """Returns the record of how the meta tensor ``tensor`` was filled so far."""
+        """Returns the record of how the meta tensor ``tensor`` is filled. It also gets the writes that follow."""
         return RecordedValues(self.written, self._view(tensor))
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -160,7 +162,9 @@ class WriteRecorder(DispatchMode):
     def note_init(self, name: str, tensor: Tensor, named: dict[str, Any]) -> None:
         """Records a call of the function ``name`` of ``nn.init``, which does nothing to a meta tensor.
 
-        ``named`` are the call's arguments. The same function then fills the tensor when its values are needed.
+        ``named`` are the call's arguments. The same function fills the tensor later, when its values are needed.
+
+        Raises: NoValuesError: ``named`` has a generator of a device other than the CPU.
         """
         view = self._view(tensor)
         storage = frozenset([view.storage])

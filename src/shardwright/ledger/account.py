@@ -112,6 +112,8 @@ def predict_memory(
     memory; the prediction has the most that these can take, however far one rank runs ahead. For an accelerator as
     ``device``, such as "cuda", the account has estimates of the memory held beside tensors instead.
 
+    Raises: LayoutError: the layout does not fit the model.
+
     >>> batch = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     >>> from shardwright.models.losses import CrossEntropy
     >>> account = predict_memory(Job(nn.Linear(4, 4), CrossEntropy()), "dp2", 0, batch)
@@ -130,8 +132,11 @@ class JobPlan:
     plan: Plan
     strategies: Sequence[Strategy]
     crossing: list[Mapping[str, Any]] = field(default_factory=list)
-    """For each microbatch the values that stages send each other, from the first rehearsal: all have one batch, and
-    ranks that differ in their stage alone see the same values."""
+    """The values that stages send each other in each microbatch, by name, as meta tensors.
+
+    The first rehearsal fills the list and later ones read it. So all must be of the same batch, and of ranks that
+    differ in their pipeline stage alone.
+    """
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def rehearsed(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", device: str = "cpu", planned: JobPlan | None = None, **options: Any,
 ) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
-    """A context in which one rank's training steps are rehearsed: run on the meta device, without values or messages.
+    """Returns a context in which one rank's steps are rehearsed: run on the meta device, without values or messages.
 
     It yields the rank's :class:`Run`, its part of the batch and the optimizer. One step has been taken when the context
     begins, so that optimizer state exists. The arguments are those of :func:`predict_memory`, and ``planned``, the plan

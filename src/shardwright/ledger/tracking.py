@@ -27,8 +27,10 @@ from shardwright.ledger.device_memory import DeviceMemory
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
 """The kinds of memory, by use.
 
-``messages``: gathered pieces and send buffers. ``backward``: temporaries of the backward, recomputed activations
-included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages.
+``parameters``: the model's buffers included. ``activations``: all that the forward allocates and no other kind has.
+``logits``: the loss's first argument, and what the loss itself allocates. ``messages``: gathered pieces and send
+buffers. ``backward``: temporaries of the backward, recomputed activations included. ``shared``: blocks of memory shared
+by one machine's ranks, which carry messages.
 """
 
 ELSEWHERE = ("host", "disk")
@@ -52,8 +54,8 @@ _TRANSPORTS = (*(f"{_OURS}comm.backends.{name}" for name in _BACKENDS), f"{_OURS
 class MemorySnapshot(NamedTuple):
     """The bytes held at one moment of a step, by kind of memory in the order of ``KINDS``.
 
-    ``action`` is the schedule's action that runs then, as text, or "begin" or "optimizer". A snapshot is taken after
-    each operator that allocates memory, and at the end of each action.
+    ``action`` is the schedule's action that runs then, as text such as "0F3", or "begin" before the first action, or
+    "optimizer". A snapshot is taken after each operator that allocates memory, and at the end of each action.
     """
 
     action: str
@@ -92,7 +94,7 @@ class Account:
     def allocated_bytes(self) -> int:
         """The most bytes that an accelerator's allocator counts as allocated, or on a CPU the most bytes held at once.
 
-        On an accelerator rounding and the cuBLAS workspace are included.
+        On an accelerator, rounding and the cuBLAS workspace are included, and blocks of shared memory are left out.
         """
         rest = self.beside.get("rounding", 0) + self.beside.get("workspace", 0)
         return self.peak_bytes - self.at_peak()["shared"] * bool(self.beside) + rest
@@ -156,9 +158,9 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """A context in which new storages count as memory of this ``kind``, such as "gradients".
+        """Returns a context in which new storages count as memory of this ``kind``, such as "gradients".
 
-        Storages that collectives allocate for messages are left out of it.
+        Storages that collectives allocate are excepted: they keep their kind, "messages" or none.
         """
         before, self._forced_kind = self._forced_kind, kind
         try:

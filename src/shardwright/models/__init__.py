@@ -124,8 +124,10 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     """Returns a built-in model by name, or the model that ``package.module:factory`` makes of the settings.
 
-    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type or out of range; a factory
-        that fails or returns something else.
+    Values that are text are converted to the types of the config's fields or of the factory's parameters.
+
+    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type or out of range; sizes that
+        are too large for torch; a factory that fails or returns something else. LayoutError: the factory raises it.
 
     >>> build("convnet", {"channels": "4,8"}).conv2.conv
     Conv2d(4, 8, kernel_size=(5, 5), stride=(1, 1))

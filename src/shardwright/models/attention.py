@@ -20,6 +20,12 @@ from shardwright.models.settings import check_fraction, check_sizes
 class AttentionConfig:
     """The settings of an ``Attention``. ``num_kv_heads=0`` means ``num_heads``; ``head_dim=0``, ``width / num_heads``.
 
+    With ``rotary``, queries and keys are rotated by their positions, with the base ``theta``. With ``fused``, one
+    linear layer computes queries, keys and values.
+
+    Raises: PlanError: a size is too small, ``dropout`` is not from 0 to below 1, or the heads do not fit
+        (:func:`check_heads`).
+
     >>> AttentionConfig(width=64, num_heads=8, num_kv_heads=2).kv_heads
     2
     """
@@ -134,7 +140,8 @@ class Attention(nn.Module):
     Under tensor parallelism the projections are narrower, and ``num_heads``, ``num_kv_heads`` and ``head_dim`` of the
     instance are those of this rank; ``scale`` stays that of the whole head. ``attend`` may be replaced on an instance.
 
-    Shapes: x_BTH (B, T, H); returns (B, T, H). ``qkv.weight`` has all rows of q, then of k, then of v.
+    Shapes: x_BTH (B, T, H); returns (B, T, H). If ``fused``, ``qkv.weight`` has all rows of q, then of k, then of v.
+    Raises: PlanError: the heads do not fit (:func:`check_heads`).
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
 
     >>> attention = Attention(8, 4, num_kv_heads=2, bias=False)

@@ -35,8 +35,8 @@ class SumLoss(nn.Module):
     ignored, or the sum of their classes' weights. The scores of the classes may be in dim 1 of the output, as in torch,
     or in the last dim, as in language models.
 
-    Raises: PlanError: the loss has another ``reduction`` than "mean"; output or targets are no tensors; torch would
-        broadcast them to a larger shape; both dims could be that of the classes.
+    Raises: PlanError: the loss has another ``reduction`` than "mean". In a call: output or targets are no tensors;
+        torch would broadcast them to a larger shape; both dims could be that of the classes.
 
     >>> logits, targets = torch.zeros(2, 5, 4), torch.tensor([[0, 1, -100, 3, 0], [2, 3, 0, 1, 1]])
     >>> loss_sum, count = SumLoss(nn.CrossEntropyLoss())(logits, targets)

@@ -36,6 +36,9 @@ class GPTConfig:
     token embedding are one parameter. Only ``gpt2`` uses ``bias`` and limits sequences to ``max_tokens``; only
     ``llama`` uses ``theta``, its rotary base.
 
+    Raises: PlanError: there is no such style, a size is too small, there are more than 10,000 layers, ``dropout`` is
+        not from 0 to below 1, or the heads do not fit (:func:`~.attention.check_heads`).
+
     >>> GPTConfig(width=96).feed_forward_width, GPTConfig(style="llama", width=96).feed_forward_width
     (384, 256)
     """
@@ -117,6 +120,8 @@ class GatedMLP(nn.Module):
 
 class Block(nn.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), from (B, T, H) to (B, T, H).
+
+    Dropout is applied to the outputs of attention and MLP before they are added.
 
     >>> [name for name, _ in Block(GPTConfig()).named_children()]
     ['norm1', 'attention', 'dropout1', 'norm2', 'mlp', 'dropout2']

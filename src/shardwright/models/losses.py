@@ -26,7 +26,8 @@ class CrossEntropy(nn.Module):
     """The cross entropy loss of class targets, as a sum and the number of targets that are not ignored.
 
     Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum in the logits' dtype and a 0-d int64 count.
-    Raises: PlanError: output or targets are no tensors; the targets' shape is not the logits' without its last dim.
+    Raises: PlanError: ``label_smoothing`` is not from 0 to below 1. In a call: output or targets are no tensors; the
+        targets' shape is not the logits' without its last dim.
 
     >>> loss_sum, count = CrossEntropy()(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
     >>> round(loss_sum.item(), 3), count.item()
@@ -71,9 +72,9 @@ class MeanSquaredError(nn.Module):
 def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     """Returns the result of a loss as two tensors, (sum, count), on the device of the sum.
 
-    The count may be a sum of weights.
+    The count may be a number or a tensor, and may be a sum of weights.
 
-    Raises: PlanError: ``result`` is not a pair of a tensor without dims and a count.
+    Raises: PlanError: ``result`` is not a pair whose first part is a tensor without dims.
 
     >>> sum_and_count((torch.tensor(3.0), 2))
     (tensor(3.), tensor(2))

@@ -20,6 +20,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "si
 class MLPConfig:
     """The settings of an MLP. ``widths`` are the features of the input, of each hidden layer, and of the output.
 
+    Raises: PlanError: there are fewer than two widths, a width is below 1, or ``dropout`` is not from 0 to below 1.
+
     >>> MLPConfig(widths=(8,))
     Traceback (most recent call last):
     shardwright.errors.PlanError: these widths make no layer

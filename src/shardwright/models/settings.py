@@ -51,10 +51,11 @@ def check_fraction(name: str, value: float) -> None:
 def parse_value(name: str, value: object, hint: Any) -> Any:
     """Returns ``value``, which may be text, converted to the type ``hint``.
 
-    Types are bool, int, float, str, None, literals, tuples and unions of these. For any other ``hint``, text is read as
-    a Python literal or, if it is none, stays text. ``name`` is the name of the setting, for the error.
+    Types are bool, int, float, str, None, ``Literal``, tuples of one type, and unions of these. For any other ``hint``,
+    text is read as a Python literal or, if it is none, stays text, and other values are returned as they are. ``name``
+    is the name of the setting, for the error.
 
-    Raises: PlanError: the value does not have that type.
+    Raises: PlanError: the value does not have that type, or is an integer of more than 64 bits.
 
     >>> parse_value("widths", "32,64,10", tuple[int, ...]), parse_value("tied", "no", bool)
     ((32, 64, 10), False)

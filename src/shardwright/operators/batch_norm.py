@@ -193,9 +193,9 @@ class _SharedForward:
 def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
     """Returns a forward for the BatchNorm ``module`` that takes statistics over all ranks of ``axes``.
 
-    ``inner`` is the module's present forward; if it takes statistics over axes already, these are kept. ``inner``
-    itself is returned if no axis has several ranks, unless ``always`` is set or the module is an ``nn.SyncBatchNorm``.
-    Most callers use :func:`share_statistics`, which installs the forward too.
+    ``inner`` is the module's present forward. If it takes statistics over axes already, these are kept; otherwise it is
+    returned itself if no axis has several ranks, unless ``always`` is set or the module is an ``nn.SyncBatchNorm``. The
+    new forward does not call ``inner``. Most callers use :func:`share_statistics`, which installs the forward too.
     """
     added = inner.axes if isinstance(inner, _SharedForward) else ()
     shared = tuple(axis for axis in axes if axis.size > 1)
@@ -210,7 +210,8 @@ def share_statistics(
 
     ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm that refuses reads of its
     parameters, or whose weights have a narrower dtype than its statistics. ``nn.SyncBatchNorm`` is always replaced,
-    because it would use every process of the run. ``by`` is the name of the strategy, for ``run.explain``.
+    because it would use every process of the run. ``by`` is the name of the strategy, for ``run.explain``. The new
+    forward raises PlanError if it takes statistics of a global batch with only one value for each channel.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def mean(axes):

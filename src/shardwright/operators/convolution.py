@@ -25,8 +25,8 @@ class CutConvolution:
 
     The tensor-parallel strategies build it. ``shares`` are the axes over which the input is replicated while each
     member computes its own channels; ``held`` are the in-channels of this rank's groups, in a grouped convolution.
-    ``sums`` are the axes whose members hold partial sums of the output, ``joins`` those whose members hold some of its
-    channels, the fastest axis first.
+    ``sums`` are the axes whose members hold partial sums of the output. If there are none, ``joins`` are the axes whose
+    members hold some of its channels, the fastest axis first, each with every member's number of channels.
     """
 
     shares: tuple[Axis, ...] = ()

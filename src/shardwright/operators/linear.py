@@ -157,8 +157,9 @@ class GridProduct:
     ``bias_here`` is true on the one member that adds the bias, of those that hold terms of the same output. ``keep``
     saves gathered operands for the backward, which otherwise re-gathers them. ``overlap`` lets messages overlap with
     matrix products. ``prefetch``, which a model's layers share, gathers this layer's ``weight()`` while the layer
-    before multiplies. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward.
-    ``traced`` is the call that compiled code makes instead.
+    before multiplies. ``pending_gradients``, shared too, completes the reduce-scatters of the gradients of fetched
+    weights. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward. ``traced``
+    is the call that compiled code makes instead.
     """
 
     take: tuple[OperandMove, ...] = ()
@@ -262,11 +263,10 @@ class _GridLinear(Function):
 
 
 def compilable(layer: nn.Module, product: GridProduct) -> GridProduct:
-    """Returns a layer's matrix product and collectives in a form that compiled code can call.
+    """Returns ``product``, the matrix product of ``layer`` and its collectives, in a form that compiled code can call.
 
-    It is returned unchanged if it gathers features or reduce-scatters over them.
-
-    The calls that compiled code makes are registered on ``layer`` (:func:`~.traced.note_traced`).
+    That form is a copy, whose call is registered on ``layer`` (:func:`~.traced.note_traced`). A product that gathers
+    features or reduce-scatters over them is returned unchanged.
     """
     if any(move.layout == "features" for move in (*product.take, *product.give)):
         return product

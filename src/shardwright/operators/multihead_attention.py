@@ -73,7 +73,8 @@ def multihead(
     Traffic: the collectives of ``part``: ``take`` of each distinct input, and of each sample's masks where it gathers
         samples; ``fetch`` of each projection; ``together`` in place of both for self-attention, if it is set; ``give``
         of the weights, if they are wanted: B*L*S elements, or N times as many; over ``shares`` an all-reduce of the
-        scores, B*L*S elements, forward, and one of their gradient. The out-projection adds its own.
+        scores, B*L*S elements, forward, and one of the attention weights' gradient, as many, backward; for a whole
+        input of ``take`` an all-reduce of the gradient of each mask that needs one. The out-projection adds its own.
     Raises: PlanError: unbatched inputs where the layout cuts samples. RuntimeError: ``is_causal`` without
         ``attn_mask``, as in torch.
     """

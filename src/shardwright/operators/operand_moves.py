@@ -26,9 +26,10 @@ from shardwright.errors import PlanError
 class OperandMove(NamedTuple):
     """One collective for an operand along one axis, whose ranks each hold some rows, some features, or all of it.
 
-    ``layout`` says which; "whole" is replicated. ``sizes`` returns the size that each member holds: samples if rows are
-    cut (:func:`steps` counts their tokens), features if features are cut, and nothing for a replicated operand. ``dim``
-    is the dim that is cut into rows: 0 for samples, or 1 for tokens.
+    ``layout`` says which; "whole" is replicated. ``sizes`` returns the size that each member holds: if rows are cut,
+    that of dim ``dim``, which :func:`steps` multiplies by the other dims; if features are cut, the number of features.
+    For a replicated operand it returns an empty tuple. ``dim`` is the dim that is cut into rows: 0 for samples, or 1
+    for tokens.
     """
 
     axis: Axis
@@ -38,7 +39,10 @@ class OperandMove(NamedTuple):
 
 
 class MoveStep(NamedTuple):
-    """One collective for an operand of known shape: ``sizes`` has the matrix rows or features of each rank."""
+    """One collective for an operand of known shape; ``layout`` is that of its :class:`OperandMove`.
+
+    ``sizes`` has the number of matrix rows or features of each member, and is empty for a replicated operand.
+    """
 
     axis: Axis
     layout: str
@@ -73,7 +77,10 @@ def rows_dim(moves: Sequence[OperandMove]) -> int:
 
 
 def num_moved(count: int, taken: Sequence[OperandMove], given: Sequence[OperandMove]) -> int:
-    """Returns a rank's number of rows after the all-gathers ``taken`` and sums ``given``; before, it is ``count``."""
+    """Returns the size of the dim that is cut into rows, after the all-gathers ``taken`` and then the sums ``given``.
+
+    The dim is samples or tokens (:func:`rows_dim`), and ``count`` is its size on this rank before.
+    """
     for _, layout, sizes, _ in taken:
         count = sum(sizes()) if layout == "rows" else count
     for axis, layout, sizes, _ in given:
@@ -140,9 +147,9 @@ def _check_rows(num_rows: int, sizes: Sequence[int], axis: Axis) -> None:
 def scatter(panels: Sequence[Tensor], moves: Sequence[MoveStep]) -> Pending[Tensor]:
     """Sums partial results along the axis of each of ``moves``: reduce-scatter where cut, all-reduce where replicated.
 
-    It is the adjoint of :func:`gather`. ``panels`` are the members' parts if the first move cuts features, and
-    otherwise one matrix. Returns the :class:`Pending` of the last message, whose ``wait`` gives this rank's part of the
-    sum.
+    It is the adjoint of :func:`gather`. ``panels`` is one matrix or, if the first move cuts features, may be the
+    members' parts of it; an all-reduce overwrites the matrix. Returns the :class:`Pending` of the last message, whose
+    ``wait`` gives this rank's part of the sum.
     """
     assert len(panels) == 1 or moves[0].layout == "features", "panels are the members' parts of the features"
     pending: Pending[Tensor] = done(panels[0])
@@ -187,7 +194,7 @@ def take(x: Tensor, moves: Sequence[OperandMove]) -> Tensor:
 
     Only matrix products may follow: the gradient that they return is overwritten in place.
 
-    Shapes: x (samples, ..., features); returns it with the samples and features of all members.
+    Shapes: x (samples, ..., features); returns it with the rows (samples or tokens) and features of all members.
     Traffic: forward, one all-gather for each move of rows or features; backward, a reduce-scatter for each of these
         and an all-reduce for each move of a whole operand.
     """
@@ -201,7 +208,8 @@ def take(x: Tensor, moves: Sequence[OperandMove]) -> Tensor:
 def give(y: Tensor, moves: Sequence[OperandMove]) -> Tensor:
     """Sums partial results along the axis of each of ``moves``: reduce-scatter where cut, all-reduce where replicated.
 
-    Use it on partial sums, such as the products of a sharded contraction. Returns this rank's part of the sum.
+    Use it on partial sums, such as the products of a sharded contraction. Returns this rank's part of the sum; ``y``
+    may be overwritten.
 
     Traffic: forward, one reduce-scatter for each move of rows or features, an all-reduce for each whole one;
         backward, an all-gather for each move of rows or features.

@@ -81,7 +81,11 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Upsampling:
-    """An upsampling along one dim: each input row gives ``factor`` rows, from it and ``margin`` rows on either side."""
+    """An upsampling along one dim: each input row gives ``factor`` rows, from it and ``margin`` rows on either side.
+
+    ``border`` says which rows are read beyond the picture's edge. ``reach`` is the least number of input rows on which
+    the operator can run.
+    """
 
     factor: int
     margin: int = 0
@@ -93,7 +97,10 @@ class Upsampling:
         return size * self.factor
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """Returns the input rows (first, stop) that the output rows ``outputs`` read; (0, 0) for an empty range."""
+        """Returns the input rows (first, stop) that the output rows ``outputs`` read.
+
+        Rows outside 0 to ``size`` are border. For an empty range of outputs it is (0, 0).
+        """
         first, stop = outputs
         if first == stop:
             return 0, 0
@@ -108,7 +115,9 @@ class Upsampling:
 class TransposedWindow:
     """A transposed convolution along one dim: each input row adds to ``kernel`` output rows, ``dilation`` apart.
 
-    Input row i adds to rows from i * stride - padding on. ``more`` is torch's ``output_padding``.
+    Input row i adds to rows from i * stride - padding on. ``more`` is torch's ``output_padding``. ``reach`` is the
+    least number of input rows on which the operator can run. No row beyond the picture's edge is read, whatever
+    ``border`` is.
     """
 
     kernel: int
@@ -247,6 +256,8 @@ def reading_of(sizes: tuple[int, ...], resize: Resize) -> HaloRows:
     """Returns an operator's :class:`HaloRows`: the rows that each rank holds, and those that its output rows read.
 
     ``sizes`` are the numbers of rows held. Output rows are cut in balanced shares.
+
+    Raises: LayoutError: the window is larger than the picture.
 
     >>> reading_of((2, 2), SlidingWindow(3, padding=1)).pieces(0)
     ((0, (0, 2)), (1, (2, 3)))

@@ -35,7 +35,7 @@ class TracedCall:
     """A call with collectives, or of dropout, in a compiled block. In compiled code the tensor ``key`` stands for it.
 
     ``taken`` are the moves (collectives) before the computation and ``given`` those after it. ``run`` computes the
-    results and ``reverse`` the gradients; neither returns a tensor that is one of its arguments.
+    results and ``reverse`` the gradients, collectives included; neither returns a tensor that is one of its arguments.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class TracedCall:
     def refresh(self) -> None:
         """Sets the shape of ``key`` to (rows on all ranks, rows of this rank's result) of the current batch.
 
-        A compiler lets shapes vary, so that compiled code sees the sizes without compiling again. If the call gathers
-        and cuts no rows, ``key`` stays as it is.
+        Rows are samples, or tokens where the call moves tokens; the first number is 0 if the call gathers no rows. A
+        compiler lets shapes vary, so that compiled code sees the sizes without compiling again. If the call neither
+        gathers nor cuts rows, ``key`` stays as it is. A compiled block calls this method before each of its forwards.
         """
         if self.moves_rows:
             whole = num_moved(0, self.taken, ())
@@ -81,10 +82,11 @@ def traced_product(
     call: TracedCall, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, num_out: int, kept: tuple[bool, bool],
     *, fetched: bool,
 ) -> Tensor:  # fmt: skip
-    """Computes a linear layer with its collectives in compiled code, as :class:`GridProduct` does outside of it.
+    """Computes a linear layer with its collectives in compiled code.
 
-    ``num_out`` is the number of output features. ``kept`` says whether the gathered operand and the gathered weight are
-    kept for the backward. The gradient of a ``fetched`` weight does not go through autograd.
+    Outside of compiled code :class:`~.linear.GridProduct` does the same. ``num_out`` is the number of output features
+    on this rank. ``kept`` says whether the gathered operand and the gathered weight are kept for the backward. A
+    ``fetched`` weight is all-gathered by the call, which also accumulates the weight's gradient, past autograd.
     """
     settings = (call.dim, call.moves_rows, num_out, *kept)
     needs = (x.requires_grad, w_hk.requires_grad, bias_h is not None and bias_h.requires_grad)

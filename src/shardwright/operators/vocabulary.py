@@ -52,12 +52,12 @@ def cut_embedding(
 ) -> Tensor:
     """Looks up tokens in an embedding table whose rows are sharded; this rank's rows begin at token ``start``.
 
-    A rank that does not hold a token's row contributes zeros, so the sum over the ranks that share the table is that
-    row. Looking up the token ``padding`` gives its row no gradient.
+    The unsharded table has ``vocabulary`` rows. A rank that does not hold a token's row contributes zeros, so the sum
+    over the ranks that share the table is that row. Looking up the token ``padding`` gives its row no gradient.
 
     Shapes: tokens (samples, ...); w_vh (V / cut, H / cut); returns (samples, ..., H / cut).
     Traffic: ``take`` of the tokens, forward; ``give`` of the looked-up rows.
-    Raises: IndexError: a token outside the unsharded table.
+    Raises: IndexError: a token outside the unsharded table (on an accelerator, an assertion on the device).
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     check_inside("token", tokens, vocabulary)
@@ -140,16 +140,16 @@ def cut_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Computes cross entropy of logits whose classes are sharded over ``axes``; returns its (sum, count) over tokens.
 
-    Tokens whose target is ``ignore_index`` do not count. This rank's classes begin at ``start``. The ranks exchange
-    their largest logit, their sum of exponentials, the target's logit and, with label smoothing, the sum of their
-    logits; from these each computes its shard of the softmax. If the logits are of more samples than this rank's own,
-    ``take`` gathers the targets too; the sum is of this rank's own samples.
+    Tokens whose target is ``ignore_index`` do not count. This rank's classes, of ``vocabulary`` in all, begin at
+    ``start``. The ranks exchange their largest logit, their sum of exponentials, the target's logit and, with label
+    smoothing, the sum of their logits; from these each computes its shard of the softmax. If the logits are of more
+    samples than this rank's own, ``take`` gathers the targets too; the sum is of this rank's own samples.
 
     Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns a 0-d sum and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for
         each gather of ``take``, one of the targets forward and one of a number for each token backward.
-    Raises: IndexError: a target outside of the classes. PlanError: without ``take``, targets of another shape than the
-        logits without their last dim.
+    Raises: IndexError: a target outside of the classes (on an accelerator, an assertion on the device). PlanError:
+        without ``take``, targets of another shape than the logits without their last dim.
     """
     if not take:
         check_same_shape("logits but for their last dim", logits_v.shape[:-1], "targets", targets.shape)

@@ -40,8 +40,9 @@ class ForwardFlag:
 class CallGuard:
     """Tracks which modules' forwards are running, and refuses calls of sharded layers that the plan did not see.
 
-    ``containers`` are modules like ``nn.Sequential`` that only pass calls on. ``apart`` are the modules whose code a
-    pipeline stage runs call by call, without their forwards. ``by`` is the strategy that shards the layers.
+    ``containers`` are the paths of modules like ``nn.Sequential`` that only pass calls on. ``apart`` are the paths of
+    the modules whose code a pipeline stage runs call by call, without their forwards. ``by`` is the name of the
+    strategy that shards the layers.
     """
 
     containers: Collection[str] = ()
@@ -68,7 +69,7 @@ class CallGuard:
         wrap(module, Rung.FOLLOWED, "notes that it runs", by=self.by, around=around)
 
     def restrict(self, module: nn.Module, path: str, allowed: AllowedCallers) -> None:
-        """Makes a call of the sharded layer at ``path`` an error, unless it comes from the ``allowed`` modules' code.
+        """Makes calls of the sharded layer at ``path`` raise PlanError, unless ``allowed`` permits their caller.
 
         Compiled code is not checked.
 
@@ -125,7 +126,7 @@ def _called_elsewhere(path: str, allowed: AllowedCallers, running: list[str]) ->
 
 
 def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collection[str] = ()) -> None:
-    """Makes reading the module's parameters during a forward an error, except for those that are ``readable``.
+    """Makes reads of the module's own parameters during a forward raise PlanError, except for those named ``readable``.
 
     This finds functional tying, ``F.linear(x, model.token.weight)``. ``forward`` says whether a forward runs. The
     module's class is replaced by a subclass; its own forward must read its parameters through

@@ -88,8 +88,9 @@ def parallelize(
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch, of which only shapes are read. Stages are balanced by the cost of layers
-            on it, and modes that would leave ranks without a sample cut sequences instead, if the model allows it.
+        example: the inputs of a global batch; of tensors only shapes and dtypes are read. Stages are balanced by the
+            cost of layers on it, and modes that would leave ranks without a sample cut sequences instead, if the model
+            allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
         stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. In
             fp16 such a step is skipped and counted instead.
@@ -102,6 +103,7 @@ def parallelize(
     a warning, with the largest layers that stay whole and the reasons. A warning also names each axis, such as ``tp``,
     that sends between nodes in every layer.
 
+    Traffic: small messages by which ranks check that they were given the same model and can run; no parameter is sent.
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model or the loss is of a kind
         that ranks cannot train together, the model does not define its initial values, ranks were given different
         models, or state cannot be offloaded. All ranks raise, before the first step.

@@ -110,7 +110,7 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 
 def num_shares(layout: Layout) -> int:
-    """Returns into how many parts a layout splits a global batch: its microbatches times its model copies (``dp``)."""
+    """Returns the number of parts that a layout makes of a global batch: its microbatches times its model copies."""
     return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))
 
 

@@ -47,7 +47,9 @@ def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def as_tensors(tree: Any) -> Any:
-    """Returns a batch's inputs or targets with every mapping turned into a dict; other values stay as they are.
+    """Returns a batch's inputs or targets with dict-like classes of other libraries turned into dicts.
+
+    Mappings that torch's pytree knows, such as an ``OrderedDict``, and all other values stay as they are.
 
     Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
         with tensors as attributes. From these, ranks cannot take their samples.

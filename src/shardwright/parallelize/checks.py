@@ -231,7 +231,10 @@ def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) 
     are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
     sparse tensors by shape and dtype only. On a single rank, and if ranks are on the meta device, nothing is compared.
 
-    Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
+    All ranks call it.
+
+    Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors. Where ranks differ, a
+        description of each tensor is gathered as text too.
     """
     if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
         return

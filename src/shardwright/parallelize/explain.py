@@ -28,8 +28,8 @@ def explained(run: Run, path: str) -> dict[str, Any]:
     """Returns how one module is parallelized on this rank, as plain data for JSON.
 
     The data has the module's role (such as column-parallel) and the reason for it, its parameters, the wrappers of its
-    forward, and the messages of a step. ``path`` is the module's name, "" for the model or "(loss)" for the loss.
-    :func:`explain_text` makes text of the data.
+    forward, and the collectives of a step for its parameters. ``path`` is the module's name, "" for the model or
+    "(loss)" for the loss. :func:`explain_text` makes text of the data.
 
     Raises: PlanError: the model has no such module.
     """

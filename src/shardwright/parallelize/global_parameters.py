@@ -40,6 +40,7 @@ def to_global_parameters(
     The placement is all ranks by default. The default sbp cuts dim 0 over the first axis of the placement and copies
     over the others. All ranks call it.
 
+    Traffic: as :meth:`Run.global_parameters`.
     Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
     """
     _check_processes(run)
@@ -64,6 +65,7 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
     Parameters that ``tensors`` does not name keep their values. Values are cast to the dtype in which the run stores
     the parameter. All ranks call it.
 
+    Traffic: as :meth:`Run.load_global_parameters`.
     Raises: PlanError: ranks are threads, a value is not a global tensor or is the gathered copy of a view whose base
         was written to since, or the run has no parameter of that name and shape.
     """

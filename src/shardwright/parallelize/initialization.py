@@ -31,11 +31,12 @@ def place_parameters(
 ) -> None:
     """Replaces every parameter and buffer of ``model``, in place, by the shard that the rank at ``coord`` holds.
 
-    Tied parameters stay tied. If only other pipeline stages have a module, its parameters become None. A module on the
-    meta device is drawn whole from ``seed``, by the model's ``_init_weights(module)`` if it has one (the convention of
-    the transformers library) or else by the module's ``reset_parameters``, then sharded. A tensor that its constructor
-    filled in another way, under ``without_values``, is filled in that way. A tensor with values is copied and sharded.
-    Tensors without an entry in ``layouts`` stay whole. If ``device`` is the meta device, nothing is drawn.
+    The shards are on ``device``. Tied parameters stay tied. If only other pipeline stages have a module, its parameters
+    become None. A module on the meta device is drawn whole from ``seed``, by the model's ``_init_weights(module)`` if
+    it has one (the convention of the transformers library) or else by the module's ``reset_parameters``, then sharded.
+    A tensor that its constructor filled in another way, under ``without_values``, is filled in that way. A tensor with
+    values is copied and sharded. Tensors without an entry in ``layouts`` stay whole. If ``device`` is the meta device,
+    nothing is drawn.
 
     Raises: PlanError: a module on the meta device does not define the initial values of a parameter or buffer.
     """

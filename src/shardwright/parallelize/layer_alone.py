@@ -77,7 +77,7 @@ class LayerAlone:
         """Applies the layer to this rank's shard of the input that was cut last; returns its shard of the output.
 
         Traffic: that of the mode's roles, see :mod:`shardwright.operators.linear`.
-        Raises: PlanError: a part of another shape.
+        Raises: PlanError: ``x`` has other numbers of samples and features, or another dtype, than that shard.
         """
         self._check(
             "this rank's part of an input", x, (self._num_samples(), width(self._note.x.held(self._shard.coord)))
@@ -89,7 +89,8 @@ class LayerAlone:
         """Returns the whole output on every rank, all-gathered from the ranks' shards ``y``.
 
         Traffic: forward, one all-gather over each axis that cuts the output.
-        Raises: PlanError: ``y`` is not of the shape and dtype that the layer returned for the input cut last.
+        Raises: PlanError: ``y`` has other numbers of samples and features, or another dtype, than the layer's output
+            for the shard that was cut last.
         """
         self._check(
             "this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._shard.coord)))
@@ -104,9 +105,11 @@ class LayerAlone:
     def sum_gradients(self) -> None:
         """All-reduces, in place, the gradients of which each rank has only a partial sum.
 
-        These are gradients of parameters that several ranks hold. Call it once a step, after the last backward.
+        These are gradients of parameters that several ranks hold. All ranks call it once a step, after the last
+        backward.
 
-        Traffic: one all-reduce for each set of ranks that hold the same elements.
+        Traffic: up to two all-reduces for each set of ranks that have gradients in common: of whole tensors, and of
+            parts.
         Raises: PlanError: the gradients are summed already.
         """
         found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
@@ -146,11 +149,12 @@ def layer_alone(
 ) -> LayerAlone:
     """Returns this rank's shard of one ``nn.Linear`` under a layout of ``tp`` alone, to call from your own code.
 
-    Use it to parallelize a layer by hand; ``parallelize`` takes whole models. A layer on the meta device is drawn as
-    ``parallelize`` draws it, from ``seed``; one with values is copied and sharded. In 1D (``tp4``) the layer is
-    column-parallel: its input is whole and its output is sharded by features. ``num_tokens`` is the usual number of
-    tokens of a batch; some modes compare by it the cost of sending activations with that of sending weights.
+    All ranks call it. Use it to parallelize a layer by hand; ``parallelize`` takes whole models. A layer on the meta
+    device is drawn as ``parallelize`` draws it, from ``seed``; one with values is copied and sharded. In 1D (``tp4``)
+    the layer is column-parallel: its input is whole and its output is sharded by features. ``num_tokens`` is the usual
+    number of tokens of a batch; some modes compare by it the cost of sending activations with that of sending weights.
 
+    Traffic: that of :func:`check_same_start`, which compares the layers that the ranks were given.
     Raises: LayoutError: the layout has other axes than ``tp``, microbatches or the option ``seq``, or does not fit the
         layer or the ranks, or ``num_tokens`` is less than 1; PlanError: the layer is not exactly an ``nn.Linear``, has
         hooks, or differs between ranks.

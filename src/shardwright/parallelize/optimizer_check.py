@@ -23,6 +23,8 @@ def check_elementwise(
     Such an optimizer needs whole tensors, or keeps state for all parameters together. ``kind`` is its class and
     ``options`` are its options. ``given`` are its parameters as torch takes them: dicts among these are parameter
     groups, whose options are tried too.
+
+    Raises also what the constructor of ``kind`` raises for these options, if the layout shards or offloads state.
     """
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)

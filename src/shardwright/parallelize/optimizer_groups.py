@@ -80,6 +80,8 @@ def check_groups(
     On a pipeline stage a group may be empty anyway. With stages, the error is therefore raised, on every rank, only if
     ``everyone``, the axis of all ranks, is given, a rank finds such groups, and no rank has a matrix in the group with
     the largest weight decay.
+
+    Traffic: with stages and ``everyone``, one gather of text, for which all ranks call it; else none.
     """
     groups = optimizer.param_groups
     decays = [float(group.get("weight_decay", 0.0)) for group in groups]

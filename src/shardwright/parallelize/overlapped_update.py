@@ -18,7 +18,7 @@ from shardwright.runtime.applied import Offload
 from shardwright.runtime.executor import Events, Executor
 
 Mean = tuple[Tensor, Tensor, Tensor]
-"""A mean loss, the divisor (1 if no target counts) and the number of targets, all tensors on the device."""
+"""The mean loss, its divisor (the number of targets, or 1 if that is 0) and the number of targets, as 0-d tensors."""
 
 
 def overlapped_offload(plan: Plan, offload: Offload | None) -> Offload | None:
@@ -38,7 +38,7 @@ def overlap_updates(
     offload: Offload | None, optimizer: torch.optim.Optimizer | None, executor: Executor, num_microbatches: int,
     expected: int, mean: Callable[[], Mean],
 ) -> Iterator[Sequence[Mean]]:  # fmt: skip
-    """A context for one step in which each offloaded param group is updated as soon as its gradients are complete.
+    """Returns a context for one step, in which offloaded param groups are updated once their gradients are complete.
 
     Gradients in the backward are divided by ``expected``, an estimate of the number of targets. The real number is
     known after the last of ``num_microbatches`` forwards: the context then calls ``mean()`` and appends the result to

@@ -169,6 +169,9 @@ def job_for(
     Only the shapes and dtypes of ``inputs`` are read. ``num_tokens`` is the number of tokens in one microbatch of one
     model copy. ``roles`` are the user's choices of "column", "row" or "copied" for layers, by patterns of names.
 
+    Raises: LayoutError: the tensors of ``inputs`` have different numbers of samples, or none; or, with pipeline stages,
+        the parameters are on several devices and the model cannot be cut where the device changes.
+
     >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2 mb2"), torch.zeros(8, 3)).example.shape
     torch.Size([2, 3])
     """

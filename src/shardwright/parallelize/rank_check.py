@@ -55,8 +55,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RankText(NamedTuple):
     """Lines of text, by name, that must be equal on ranks whose coordinates differ only along ``axes``.
 
-    ``what`` names the subject of these lines in errors, such as "the batch". A rank without lines is not compared, as
-    one that has stepped no optimizer of all stages: it may train nothing, or by an optimizer of its own.
+    ``what`` names the subject of these lines in errors, such as "the batch". A rank without lines is not compared. An
+    example is a rank that has stepped none of the optimizers that all ranks have made alike: it may train nothing, or
+    use an optimizer of its own.
     """
 
     what: str
@@ -89,8 +90,9 @@ def check_ranks(
     0.999 for two axes; what goes on to differ is seen in a later one.
 
     ``values`` are the parameters' :func:`bit_sums`, ``number`` is the number of the step, and ``earlier`` a digest of
-    the numbers of samples of all steps so far. ``updates`` describes updates as text: those of this rank's optimizers,
-    and those of optimizers that all ranks have made with the same groups.
+    the numbers of samples of all steps so far. ``updates`` describes updates as text, as :meth:`UpdateLog.lines`
+    returns it: those of this rank's optimizers, and those of optimizers that all ranks have made with the same groups.
+    All ranks call it; ``axes`` has the axis of all ranks as "world".
 
     Traffic: one all-gather of 8 bytes from each rank. Only if these differ more is sent, to name the difference: the
         digests of each tensor, and an all-reduce of each differing parameter that tensor parallelism copies.

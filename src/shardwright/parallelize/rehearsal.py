@@ -76,7 +76,7 @@ def values_crossing(
     coord: Coord,
     num_tokens: int = 0,
 ) -> tuple[MicrobatchRehearsal, ...]:
-    """Returns, for each microbatch, the meta tensors that pipeline chunks send each other, by name in the model's code.
+    """Returns, for each microbatch, the meta tensors that pipeline chunks send each other, by name.
 
     ``microbatches`` are the inputs of the rank at ``coord``, on the meta device, from a global batch of ``num_global``
     samples of ``num_tokens`` tokens. ``job.model``, the whole model on the meta device, and ``job.loss`` are changed.

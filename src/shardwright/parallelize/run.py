@@ -55,10 +55,11 @@ class Run:
         model: the plain model's modules with this rank's part of each parameter, under the plain names.
         loss: the loss on this rank's device; it returns (sum, count).
         plan: where every tensor lies, and what is done at each layer.
-        world, axes, coord: the ranks, the axes of the mesh, and this rank's index on each.
+        world, coord: the ranks, and this rank's index on each axis of the mesh.
+        axes: the axes of the mesh by name, the axis "world" of all ranks, and joint ones such as "dp+tp".
         parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
             shards or master weights where a strategy keeps such.
-        offload: the host or disk storage of their state, if the layout offloads it.
+        offload: the host or disk storage of their state; None unless the layout offloads it.
         rng: the RNG tracker of dropout.
         num_steps: how many steps were taken, skipped ones included.
     """
@@ -152,11 +153,11 @@ class Run:
     def step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> Tensor:
         """Runs forward and backward over this rank's part of one batch; returns the global mean loss, a scalar.
 
-        Gradients start at zero and end as those of the global mean, complete on every rank that holds the parameter, in
-        ``parameters[name].grad``. Step the optimizer next, or pass it as ``update``: then the optimizer is stepped and
-        its gradients are cleared here, and offloaded state is updated during the backward, param group by param group.
-        With a loss scale, ``stop_at_nan``, pipeline stages, or gradients of shards that are still to be summed,
-        offloaded state is updated after the backward instead.
+        All ranks call it. Gradients start at zero and end as those of the global mean, complete on every rank that
+        holds the parameter, in ``parameters[name].grad``. Step the optimizer next, or pass it as ``update``: then the
+        optimizer is stepped and its gradients are cleared here, and offloaded state is updated during the backward,
+        param group by param group. With a loss scale, ``stop_at_nan``, pipeline stages, or gradients of shards that are
+        still to be summed, offloaded state is updated after the backward instead.
 
         In fp16, a step whose gradients overflow is skipped: its gradients are None, so that an optimizer changes
         nothing, and ``num_skipped`` counts it.
@@ -184,9 +185,9 @@ class Run:
     def accumulate(self, batches: Iterable[Microbatch]) -> Tensor:
         """Takes one step over several batches, accumulating gradients; returns the mean loss over all targets.
 
-        Gradients are those of that mean: ``accumulate`` stands in place of :meth:`step`, and the optimizer's step comes
-        next. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and sums gradients over
-        ranks once. A step that fp16 skips for one batch is skipped for all.
+        All ranks call it. Gradients are those of that mean: ``accumulate`` stands in place of :meth:`step`, and the
+        optimizer's step comes next. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and
+        sums gradients over ranks once. A step that fp16 skips for one batch is skipped for all.
 
         Traffic: that of a step for each batch. Raises: PlanError: no batches; and as :meth:`step`.
 
@@ -244,9 +245,11 @@ class Run:
     def evaluate(self, batch: Microbatch) -> Tensor:
         """Returns the global mean loss on one batch, a scalar, in eval mode and without gradients.
 
-        The batch runs through the model at once or, with a pipeline or the option ``own-statistics``, in microbatches.
+        All ranks call it. The batch runs through the model at once or, with a pipeline or the option
+        ``own-statistics``, in microbatches.
 
         Traffic: that of the forwards, and one all-reduce of (sum, count) over the axes that cut the loss.
+        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`.
         """
         check_part("evaluate", batch)
         return self._step.evaluate(batch)
@@ -254,11 +257,14 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
+        All ranks call it.
+
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
         Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
             is sent from the last stage to the others.
-        Raises: LayoutError: the layout cuts sequences and the inputs are not sequences; PlanError: an input is an array
-            or an object with tensors instead of a tensor, or contains a tensor without dims.
+        Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
+            different numbers of samples; PlanError: an input is an array or an object with tensors instead of a tensor,
+            or contains a tensor without dims.
         """
         return self._step.predict(as_tensors(inputs))
 
@@ -266,7 +272,7 @@ class Run:
 
     @contextmanager
     def observed(self, events: Events) -> Iterator[None]:
-        """A context in which steps also call the callbacks in ``events``, after those of the strategies."""
+        """Returns a context in which steps also call the callbacks in ``events``, after those of the strategies."""
         before = self._executor.events
         self._executor.events = (*before, events)
         try:
@@ -294,10 +300,10 @@ class Run:
     def timeline(self, batch: Microbatch) -> Timeline:
         """Takes one step like :meth:`step`, without an optimizer, and returns the times of its forwards and backwards.
 
-        They are the start and end of every action (forward or backward of a microbatch) on each stage of this rank's
-        pipeline, in seconds after a barrier of the stages.
+        All ranks call it. The times are the start and end of every action (forward or backward of a microbatch) on each
+        stage of this rank's pipeline, in seconds after a barrier of the stages.
 
-        Traffic: that of the step, the barrier, and one gather of the times.
+        Traffic: that of the step; with pipeline stages also the barrier, and one gather of the times.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -358,12 +364,14 @@ class Run:
         that require gradients. It may also be a function: ``parameters(name, shape)`` returns the options of a
         parameter by its name and its shape in the plain model, or None to leave the parameter out; a rank's own tensors
         may be slices of other shapes. All ranks must call this method if the layout offloads state, or if there are
-        pipeline stages and ``parameters`` are groups. With offloaded state, the optimizer's ``step`` updates one param
-        group after the other.
+        pipeline stages and ``parameters`` are tensors or groups. With offloaded state, the optimizer's ``step`` updates
+        one param group after the other.
 
-        Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
-            not among ``self.parameters``; groups were chosen by the dims of slices; a function leaves out every
-            parameter; or, on every rank, offloaded state does not fit.
+        Traffic: in each of these two cases one gather of text, else none.
+        Raises: PlanError: the optimizer does not update each element alone and the layout shards or offloads a tensor;
+            a tensor is not among ``self.parameters``; groups were chosen by the dims of slices; a function leaves out
+            every parameter, or returns something else than a mapping or None; or, on every rank, offloaded state does
+            not fit. What the constructor of ``kind`` raises is raised too.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4))
@@ -424,7 +432,8 @@ class Run:
         model can load. Without, a rank gets the parts that it stores, which are not copied. Master weights of ``bf16``
         and ``fp16`` stay fp32.
 
-        Traffic: with ``full`` each element once, in one all-gather of each tensor; else none.
+        Traffic: with ``full`` a gather of names and shapes as text, and each element once, in one all-gather of each
+            tensor; else none.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(4, 2, bias=False)
@@ -453,7 +462,7 @@ class Run:
 
         The tensors have the placement and sbp given. By default they are on all ranks and cut along dim 0.
 
-        Traffic: each element that a rank needs and does not hold.
+        Traffic: a gather of dtypes as text, and each element that a rank needs and does not hold.
         Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
         """
         from shardwright.parallelize import global_parameters  # loads DTensor: only when it is used
@@ -465,7 +474,7 @@ class Run:
 
         All ranks call it. Other parameters keep their values. It is the inverse of :meth:`global_parameters`.
 
-        Traffic: each element that a rank stores and whose value it does not hold.
+        Traffic: a gather of dtypes as text, and each element that a rank stores and whose value it does not hold.
         Raises: PlanError: ranks are threads, a value is not a global tensor or is the gathered copy of a view whose
             base was written to since, or the run has no parameter of that name and shape.
         """

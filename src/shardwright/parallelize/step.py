@@ -35,7 +35,7 @@ from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
 
 
 class TrainStep:
-    """Runs a training step, an evaluation or a prediction on this rank's part of a batch.
+    """Runs one rank's part of training steps, evaluations and predictions; all ranks call its methods together.
 
     ``loss_scale`` is the fp16 loss scale; None in other precisions.
     """
@@ -63,9 +63,9 @@ class TrainStep:
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
 
-        Gradients of the mean loss end in ``parameters[name].grad``; in fp16 they are None if one overflowed. With
-        ``update``, an optimizer, offloaded param groups are updated during the backward where that is possible. The
-        optimizer's own step is left to the caller.
+        Both are float64 scalars. Gradients of the mean loss end in ``parameters[name].grad``; in fp16 they are None if
+        one overflowed. With ``update``, an optimizer, offloaded param groups are updated during the backward where that
+        is possible. The optimizer's own step is left to the caller.
 
         Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen since the model was laid out, a
             microbatch without samples needs statistics of its own, or gradients are not finite, with ``stop_at_nan`` or

@@ -27,7 +27,7 @@ from shardwright.parallelize.update_log import UpdateLog
 from shardwright.plan.plan import Plan
 
 MOST_UNCHANGED = 20
-"""The number of steps without any update after which a run warns, if it is compared then."""
+"""The number of steps without any update after which a run warns, in the next step that ``check_every`` selects."""
 
 _OF_THREAD = threading.local()
 

@@ -78,7 +78,9 @@ def part_of_state(run: Run) -> dict[str, Tensor]:
 def whole_state(run: Run) -> dict[str, Tensor]:
     """Returns a ``state_dict`` of whole parameters and persistent buffers, on every rank, in host memory.
 
-    All ranks call it. Traffic: one all-gather of each tensor.
+    All ranks call it. A tied parameter is one tensor under each of its names.
+
+    Traffic: a gather of names and shapes as text, and one all-gather of each tensor, with each element sent once.
     """
     everyone = run.axes["world"].for_strategy("state")
     held = part_of_state(run)

@@ -221,7 +221,8 @@ class BatchShard:
 
         ``axes`` gives each mesh axis by name. ``moves`` are the gathers and cuts of rows that led to ``x``.
 
-        Traffic: one all-gather over each axis that cuts rows and over which ``moves`` has not gathered yet.
+        Traffic: forward, one all-gather over each axis that cuts rows and over which ``moves`` has not gathered yet;
+            backward, none.
         """
         for name in reversed(self._row_axes):
             if ("gather", name) not in moves:

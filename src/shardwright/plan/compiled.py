@@ -19,7 +19,7 @@ PLAIN_OPTIONS = frozenset(("sp", "seq", "regather", "no-overlap"))
 
 
 def compiled_blocks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the modules that are compiled: the model's blocks, or the whole of a model without blocks.
+    """Returns the names of the modules that are compiled: the model's blocks, or "", the whole model, if it has none.
 
     There are none if the layout does not ask for ``compile``. Under pipeline stages, a block whose inner modules the
     stages call is replaced by these.

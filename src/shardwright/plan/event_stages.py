@@ -13,7 +13,10 @@ from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import Draw, record_events
 
 UNEVEN = 1.25
-"""The unevenness from which on ``show`` names a stage: its work or parameters over those of an even stage."""
+"""The unevenness of a stage above which ``show`` names its costliest call or largest module.
+
+Unevenness is a stage's share of all work, or of all parameters, times the number of stages.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class EventStages:
         return self.chunked.num_chunks
 
     def costliest(self, chunks: Collection[int]) -> str:
-        """Returns a phrase that names the most expensive call in ``chunks``, and its share of all work."""
+        """Returns a phrase that names the most expensive call in the pipeline ``chunks``, and its share of all work."""
         record, total = self.chunked.record, sum(cost.work for cost in self.costs) or 1.0
         mine = [event for event, chunk in zip(record.events, self.chunked.chunk_of, strict=False) if chunk in chunks]
         most = max(mine, key=lambda event: event.cost.work)
@@ -61,8 +64,9 @@ class EventStages:
         """Records the forward again with other inputs, and returns it cut into chunks at the same module calls.
 
         If this forward skips the first call of a chunk, the chunk begins at the next call of its own or of a later
-        chunk. ``draw`` gives the random
-        numbers by which the code skips calls, as in :func:`record_events`.
+        chunk. ``draw`` gives the random numbers by which the code skips calls, as in :func:`record_events`.
+
+        Raises: ValueReadError: the code reads a value that depends on a parameter or on a meta tensor of the inputs.
         """
         record = record_events(self.model, inputs, self.units, draw)
         return EventsChunked(record, self.chunked.starts, self.chunked.names, self.chunked)

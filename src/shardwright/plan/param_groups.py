@@ -12,10 +12,10 @@ from torch import nn
 class ParamGroup(NamedTuple):
     """One or more neighbouring blocks of a model, whose parameters are unsharded, reduced and updated together.
 
-    ``parameters`` has their names. ``num_gathers`` is how often ZeRO-3 unshards the group in a forward. ``is_held``
-    says that it stays unsharded until the forward or backward ends, because it is used again after other groups.
-    ``is_selected`` says that the samples decide which of its parameters a forward uses, as for the experts of a
-    mixture.
+    ``parameters`` has the names of these parameters. ``num_gathers`` is how often ZeRO-3 unshards the group in a
+    forward. ``is_held`` says that it stays unsharded until the forward or backward ends, because it is, or may be, used
+    again after other groups. ``is_selected`` says that the samples decide which of its parameters a forward uses, as
+    for the experts of a mixture.
     """
 
     name: str
@@ -108,7 +108,7 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
 
 
 MOST_HELD = 2
-"""The most bytes of groups that stay unsharded because they are used again, in multiples of the largest group's."""
+"""The most bytes that groups used again may have together to stay unsharded, in multiples of the largest group's."""
 
 
 UseEvent = tuple[Literal["use", "hold", "release"], str]

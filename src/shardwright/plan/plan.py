@@ -41,7 +41,7 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor's layout along one axis: cut along ``dim``, with one part on each index of the axis."""
+    """A tensor's layout along one axis: cut along ``dim`` (-1: the last), with one part on each index of the axis."""
 
     dim: int
 
@@ -184,8 +184,9 @@ class Job(NamedTuple):
 class OperatorWork(NamedTuple):
     """The FLOPs of one matrix product, convolution or attention of the forward, and the axes that divide them.
 
-    ``module`` is the module that calls the operator. An axis divides the operations if it cuts the operator's weights,
-    or a dim of activations that such weights produce.
+    ``module`` is the name of the module that calls the operator. An axis divides the FLOPs if it cuts a weight of the
+    operator. An operator without a weight, such as attention, is divided by the axes that cut a dim of its operands or
+    results together with a dim of some weight.
     """
 
     module: str
@@ -194,13 +195,13 @@ class OperatorWork(NamedTuple):
 
 
 INPUT = "(input)"
-"""The key in ``Plan.roles`` for the treatment of the model's input."""
+"""The name that stands for the model's input in ``Plan.roles``."""
 
 LOSS = "(loss)"
-"""The key in ``Plan.roles`` for the treatment of the loss."""
+"""The name that stands for the loss in ``Plan.roles`` and ``Plan.notes``."""
 
 OUTPUT = "(output)"
-"""The key in ``Plan.activations`` for the sharding of the model's output."""
+"""The name that stands for the model's output in ``Plan.activations``, ``Plan.row_moves`` and ``Plan.notes``."""
 
 
 @dataclass(frozen=True)
@@ -236,16 +237,23 @@ class Plan:
     state: Mapping[str, StateLayout]
     """The layouts of each parameter, its gradient and its optimizer state at rest, between steps."""
     uses: tuple[Use, ...]
+    """All uses of parameters by modules, from which gradient sync is derived."""
     inputs: Mapping[str, int]
     """The dim of the model's input that each axis cuts: 0 samples, 1 tokens, 2 picture rows."""
     param_groups: tuple[ParamGroup, ...]
+    """The blocks of parameters that are unsharded, reduced and updated together."""
     loss_axes: frozenset[str] = frozenset()
     """The axes over which the loss is summed."""
     schedule: Schedule | None = None
+    """The pipeline schedule; None without a pipeline."""
     stages: Stages | EventStages | None = None
+    """The model cut into the schedule's chunks; None without a pipeline."""
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
+    """The role of each module that a strategy gave one, by name; also of the model's input and of the loss."""
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
+    """The sharded dims of each module's input, by the module's name, and those of the model's output."""
     frozen: frozenset[str] = frozenset()
+    """The parameters that are not trained."""
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtype of each parameter in computation."""
     stored_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -263,6 +271,7 @@ class Plan:
     notes: Mapping[str, Any] = field(default_factory=dict)
     """A strategy's note on each module, which its ``place`` writes for its ``apply`` and ``traffic``."""
     noted_by: Mapping[str, str] = field(default_factory=dict)
+    """The name of the strategy that wrote the note on each module."""
     statistics: tuple[str, ...] = ()
     """The modules with batch statistics (BatchNorm), which are combined over all axes that cut the samples."""
     buffers: Mapping[str, TensorLayout] = field(default_factory=dict)
@@ -371,7 +380,7 @@ class Plan:
 
         It also reserves ``rung``, one of the fixed places for wrappers of a module's forward, for the strategy.
 
-        Raises: LayoutError: another strategy has a note on the module, or has the rung, which takes only one wrapper.
+        Raises: LayoutError: another strategy has a note on the module, or has reserved a rung that takes one wrapper.
         """
         plan = self.wraps(module, rung, by)
         other = plan.noted_by.get(module, by)
@@ -394,7 +403,7 @@ class Plan:
 
         ``rung`` is the place: its position in the fixed order of the wrappers of a forward.
 
-        Raises: LayoutError: another strategy has reserved the place, which takes only one wrapper.
+        Raises: LayoutError: another strategy has reserved the place, and it is one that takes only one wrapper.
 
         >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
         >>> plan.wraps("", Rung.OPERATOR, "tensor_1d").wraps("", Rung.OPERATOR, "toy")
@@ -446,7 +455,7 @@ class Plan:
     def slices(self, coord: Coord) -> dict[str, tuple[DimSlice, ...]]:
         """Returns, for each module with a sharded input, the slices of its dims that the rank at ``coord`` holds.
 
-        Dropout keys its random numbers by them.
+        The name :data:`OUTPUT` has those of the model's output. Dropout keys its random numbers by the slices.
         """
         found: dict[str, tuple[DimSlice, ...]] = {}
         for module, activations in self.activations.items():

@@ -16,7 +16,7 @@ from shardwright.axes import layout_axes
 from shardwright.plan.plan import Plan
 
 LEAST = 0.5
-"""The share below which ``show`` and warnings name the modules that an axis leaves whole, if it should cut them."""
+"""The share below which ``show`` and warnings name the modules that a factor leaves whole, if it should cut them."""
 
 _NAMED = 3
 _PICTURE_ROWS = 2
@@ -27,10 +27,11 @@ class Share:
     """The share of a model's parameter bytes and of its FLOPs that one factor of a layout, such as ``tp2``, divides.
 
     ``share`` is the share of the parameter bytes that is cut over ranks, in computation or between steps. ``flops`` is
-    that of the FLOPs, the mean over the factor's axes, or None if the model's operators are not known. ``is_low`` says
-    that the factor should cut parameters but cuts less than half of the bytes or the FLOPs. ``whole`` lists the largest
-    modules whose parameters it does not cut: name, share of all bytes, and the reason. ``whole_work`` lists the modules
-    whose operations every rank repeats: name, share of all FLOPs, and the reason.
+    that of the FLOPs, the mean over the factor's axes, or None if the model's operators are not known or the factor
+    cuts picture rows. ``is_low`` says that the factor should cut parameters but cuts less than half of the bytes or the
+    FLOPs. ``whole`` lists the largest modules, at most three, whose parameters it does not cut: name, share of all
+    bytes, and the reason. ``whole_work`` lists, if ``flops`` is below half, the at most three modules with the most
+    FLOPs that every rank repeats: name, share of all FLOPs, and the reason.
     """
 
     factor: str

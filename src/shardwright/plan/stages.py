@@ -54,7 +54,7 @@ class Stages:
         ``given`` names the arguments of the forward that are passed, as in :func:`trace`.
 
         Raises: LayoutError: the code calls a module with weights, buffers or dropout that it did not call when the
-            model was cut.
+            model was cut, or it cannot be traced with these arguments.
         """
         graph = read_graph(self.model, self.opened, given, self.whole)
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()

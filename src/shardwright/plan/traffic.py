@@ -46,7 +46,7 @@ def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """Returns the axes over which gradient sync sums a parameter's gradient.
+    """Returns the axes over which gradient sync sums a parameter's gradient, slowest axis first.
 
     These are the axes along which the gradient is a partial sum and is not sharded in storage. A strategy that shards
     the stored gradient along an axis, as ZeRO does, sums over that axis itself.
@@ -101,10 +101,11 @@ def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare,
 
 
 class Traffic(NamedTuple):
-    """A number of equal collective calls in one step.
+    """A number of equal collective calls or p2p messages in one step.
 
-    ``kind`` is the collective, ``axis`` the mesh axis, ``num_bytes`` the payload of each call, ``num_ranks`` the ranks
-    that take part, and ``times`` the number of calls.
+    ``kind`` names the call, such as "all_reduce" or "send". ``axis`` is the mesh axis, or several joined by "+".
+    ``num_bytes`` is the payload of each call, the size of the whole tensor. ``num_ranks`` is the number of ranks that
+    take part, and ``times`` the number of calls.
     """
 
     kind: str
@@ -127,7 +128,7 @@ class BoundaryTensor(NamedTuple):
 
 
 Sent = Counter[tuple[str, str, str, int]]
-"""Numbers of collective calls, by (source, kind, axis, bytes)."""
+"""Numbers of collective calls, by (strategy, kind, axis, payload bytes)."""
 
 
 class StepCalls(NamedTuple):
@@ -135,9 +136,9 @@ class StepCalls(NamedTuple):
 
     The tuples have one entry for each microbatch. ``module_calls`` are the calls of this rank, and ``everywhere`` those
     of all stages. ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device.
-    ``crossing`` holds the tensors that pipeline chunks send each other, by the value's name in the model's code.
-    ``sent`` counts the collectives of each chunk in a rehearsal, if layers in pipeline stages run on sharded
-    activations.
+    ``crossing`` holds the tensors that pipeline chunks send each other, by the name of the value. ``sent`` counts the
+    collectives of each chunk, by its number, if stages run the model's own forward on tensor-parallel shards; else it
+    is empty.
     """
 
     module_calls: tuple[ModuleCalls, ...]

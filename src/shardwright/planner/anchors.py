@@ -11,10 +11,11 @@ from shardwright.layout import Layout
 from shardwright.planner.price import Price
 
 WIDTH = 0.3
-"""How far apart, in the scale of one, operators and messages are expected to be off."""
+"""The expected difference of a factor of :class:`Scale` from the mean ratio of measured to predicted steps, relative to
+that ratio."""
 
 NOISE = 0.1
-"""The relative error of a measured step that is expected, of which a price knows nothing."""
+"""The expected relative error of a step's prediction that no factors correct."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Scale:
 def parse_anchor(text: str) -> tuple[Layout, float]:
     """Parses ``LINE=SECONDS``, such as ``dp8 tp8 bf16=2.5s``, into a layout and the measured seconds of its step.
 
-    Raises: PlanError: the text has another form, or the seconds are not above zero. LayoutError: the line is no layout.
+    The "s" may be left out.
+
+    Raises: PlanError: the text has another form, or the seconds are not above zero and below 1e9. LayoutError: the line
+        is no layout.
 
     >>> layout, seconds = parse_anchor("dp2 tp2 bf16=0.5s")
     >>> str(layout), seconds
@@ -68,9 +72,9 @@ def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
     """Returns the factors that bring predicted step times close to measured ones.
 
     ``anchors`` has pairs of a predicted price and the measured seconds of a step. Without any, both factors are 1. With
-    one, both are measured by predicted time. With more, operators and messages get factors of their own by least
-    squares of the relative errors, pulled towards the mean ratio; if one of the two would not be above zero, both are
-    the mean ratio.
+    one, both are its measured seconds divided by its predicted ones. With more, operators and messages get factors of
+    their own by least squares of the relative errors, pulled towards the mean ratio; if one of the two would not be
+    above zero, both are the mean ratio.
     """
     if not anchors:
         return Scale()

@@ -41,8 +41,8 @@ class AlikeBlocks(NamedTuple):
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
     """Returns the run of two or more alike blocks that has the most parameters, or None if no blocks are alike.
 
-    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at. Where lists are inside of one another,
-    such as the experts of each layer, the outermost of equal runs is taken.
+    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass. Of runs with as
+    many parameters, the first in the order of ``named_modules`` is returned: of nested ones, the outermost.
     """
     best, most = None, -1
     for path, module in model.named_modules():

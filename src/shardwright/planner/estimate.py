@@ -31,13 +31,15 @@ from shardwright.strategies import STRATEGIES
 from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 
 MOMENTS_BYTES = 8
-"""The optimizer state of one element that estimates take: two moments in fp32."""
+"""The bytes of optimizer state that estimates count for each trained element: two moments in fp32."""
 
 FEW_RANKS, TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), 4, (8, 16), 0.1
-"""The sizes from which shares of state and costs of schedules are extended to others; a toy's passes take a second."""
+"""The sizes from which estimates are extrapolated: two numbers of ranks for shares of state, and the stages, numbers of
+microbatches and seconds of a transfer of the toy model whose schedules are simulated. On each stage of that model, a
+microbatch's forward, input gradient and weight gradient take a second each."""
 
 FEW_SAMPLES = (1, 8)
-"""The samples of a microbatch at which the ranks that compute operators together are priced."""
+"""The numbers of samples in a microbatch at which each way to cut operators is priced, to extrapolate from."""
 
 
 class Estimate(NamedTuple):
@@ -59,21 +61,22 @@ class Estimate(NamedTuple):
 class StateShares(NamedTuple):
     """The training state that one rank stores, updates, gathers and offloads under options such as a ZeRO stage.
 
-    The values are shares of the state without options, which is the default, or those of :func:`state_of`: bytes, and
-    elements for ``updated``. ``parameters``, ``gradients`` and ``optimizer`` are stored on the device.
+    The values are shares of the state without options, for which the defaults stand. In the result of
+    :func:`state_of` they are bytes, and a number of elements for ``updated``. ``parameters``, ``gradients`` and
+    ``optimizer`` are stored on the device.
     """
 
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
     updated: float = 1.0
-    """What the optimizer updates."""
+    """The elements that the optimizer updates."""
     gathered: float = 0.0
     """The parameters that are gathered at each use."""
     moved: float = 0.0
-    """The state that lies elsewhere than on the device."""
+    """The optimizer state that is offloaded to the host or to disk."""
     repeated: float = 0.0
-    """The share of the sums of gradients that each further microbatch repeats."""
+    """The bytes of gradient sums that each microbatch after the first adds, as a share of those of the first."""
 
 
 class ScheduleCost(NamedTuple):
@@ -88,7 +91,7 @@ class ScheduleCost(NamedTuple):
     held_by_stage: float = 1.0
     held_by_microbatch: float = 0.0
     waits_by_stage: float = 2.0
-    """The transfers between stages that are waited for, for each stage but one."""
+    """The transfers between stages that a step waits for, for each stage but one."""
     waits_by_microbatch: float = 0.0
     chunks: int = 1
     """The chunks of the model on each stage."""
@@ -102,9 +105,9 @@ class ScheduleCost(NamedTuple):
 def state_of(plan: Plan) -> StateShares:
     """Returns the bytes of training state that the first rank of a plan stores, all-gathers at each use, and offloads.
 
-    The state is parameters, frozen ones included, gradients, and the two fp32 moments of an optimizer such as Adam.
-    ``moved`` has the moments that are offloaded, and ``updated`` the number of elements that the optimizer updates.
-    ``repeated`` is left at 0.
+    The state is parameters, frozen ones included, gradients, and the two fp32 moments of an optimizer such as Adam. Of
+    parameters whose state is offloaded, ``moved`` has the moments, and the gradients are not counted. ``updated`` is
+    the number of elements that the optimizer updates. ``repeated`` is left at 0.
 
     >>> job = job_for(nn.Linear(4, 4, bias=False), CrossEntropy(), Layout.parse("dp2"))
     >>> state_of(make_plan(job, Layout.parse("dp2"))[0])[:3]
@@ -229,7 +232,10 @@ class Estimator:
         return self._put_together(layout, alone, share, schedule, stages)
 
     def schedules(self, axis: str) -> list[Option]:
-        """Returns the declared options of a pipeline axis, except those that give its default schedule."""
+        """Returns the declared options of a pipeline axis, except those that give its default schedule.
+
+        If no plans can be made (``plan`` is None), all are returned.
+        """
         return [each for each in declared_options(axis) if not self._is_default(axis, each)]
 
     def default_schedule(self, axis: str) -> tuple[Option, ...]:
@@ -246,7 +252,7 @@ class Estimator:
     def saving_options(self, axis: str) -> list[Option]:
         """Returns the declared options of an axis that reduce the state that a rank holds between steps.
 
-        State are parameters, gradients and optimizer state. The list is empty if no plans can be made.
+        The state is parameters, gradients and optimizer state. The list is empty if no plans can be made.
         """
         if self.plan is None:
             return []

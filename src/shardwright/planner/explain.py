@@ -24,7 +24,7 @@ _LEAST = 5e-4
 
 
 FEW_GAINS = 0.1
-"""The share of what one part loses that the others may gain, so that the loss is not named beside it."""
+"""The share of the time lost in one part of a step that the other parts may gain before text names their gain too."""
 
 
 def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:

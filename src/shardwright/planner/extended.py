@@ -8,7 +8,7 @@ from shardwright.planner.places import Place, like
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 
 Span = tuple[int, int, int]
-"""The blocks of the two rehearsals, fewer and more, and those of the stage."""
+"""Three numbers of blocks: in the rehearsal with fewer, in the one with more, and in the stage itself."""
 
 
 def extended(at: int, fewer: Sequence[float], more: Sequence[float], low: int, high: int) -> tuple[float, ...]:
@@ -37,8 +37,8 @@ def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, 
 def shapes_of(kind: StageRecords, place: Place | None) -> tuple[ActionShape, ...]:
     """Returns the operators, messages and memory of one action of a stage, rehearsed with fewer and with more blocks.
 
-    The action is one of the class ``place``, or the optimizer's step if that is None. The tuple has one entry if the
-    stage was rehearsed once, with all its blocks.
+    The action is one of the class ``place``, or of the most similar class that was rehearsed; if ``place`` is None, it
+    is the optimizer's step. The tuple has one entry if the stage was rehearsed once, with all its blocks.
     """
     rehearsed = (kind.fewer,) if kind.more is None else (kind.fewer, kind.more)
     if place is None:

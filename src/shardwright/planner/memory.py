@@ -66,7 +66,7 @@ def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
 
 
 def kept_bytes(records: LayoutRecords, stage: int) -> int:
-    """Returns the bytes that a stage's forward of one microbatch keeps for its backward."""
+    """Returns the bytes that a stage's first forward, of one microbatch on one chunk, keeps for its backward."""
     place = next(each for each in records.stages[stage].fewer.actions if each.kind == "F")
     _, left = _most(records, stage, place)
     # the gradients of the step before are freed meanwhile

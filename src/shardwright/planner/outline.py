@@ -17,7 +17,7 @@ from shardwright.plan.schedule import Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks, alike_blocks, counts_of
 
 Chunks = Sequence[tuple[int, tuple[str, ...]]]
-"""For each chunk its number of alike blocks, and its other calls of modules."""
+"""For each pipeline chunk, its number of repeated blocks, and the names of the other modules that it calls."""
 
 
 class NotAlikeError(Exception):
@@ -27,7 +27,7 @@ class NotAlikeError(Exception):
 class StageBlocks(NamedTuple):
     """A layout's schedule, and for each pipeline chunk its number of repeated blocks and its calls of other modules.
 
-    ``unlike`` says why a few blocks cannot stand for all, if they cannot.
+    If a few blocks cannot stand for all, ``unlike`` says why and ``chunks`` is empty; else ``unlike`` is "".
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class StageBlocks(NamedTuple):
     def chunks_alike(self) -> Chunks:
         """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
 
-        Raises: NotAlikeError: the layout treats some of the repeated blocks in another way than the others.
+        Raises: NotAlikeError: a few blocks cannot stand for all, for the reason in ``unlike``.
         """
         if self.unlike:
             raise NotAlikeError(self.unlike)
@@ -59,16 +59,19 @@ class ModelPlans:
         return alike_blocks(self.model)
 
     def shortened(self, number: int) -> nn.Module:
-        """Returns a copy of the model on the meta device that has only the first ``number`` of its repeated blocks."""
+        """Returns a copy of the model on the meta device that has only the first ``number`` of its repeated blocks.
+
+        The copy is cached, so callers must not change it. The model must have repeated blocks.
+        """
         assert self.blocks is not None, "asked for a model with alike blocks"
         if number not in self._shortened:
             larger = min((each for each in self._shortened if each > number), default=None)
-            whole = self.model if larger is None else self._shortened[larger]
-            self._shortened[number] = self.blocks.shortened(whole, number)
+            whole, had = (self.model, self.blocks.number) if larger is None else (self._shortened[larger], larger)
+            self._shortened[number] = self.blocks._replace(number=had).shortened(whole, number)
         return self._shortened[number]
 
     def outline(self, job: Job, layout: Layout) -> tuple[StageBlocks, bool]:
-        """Returns a layout's schedule and blocks by chunk, and whether they were found before, for another layout.
+        """Returns a layout's schedule and blocks by chunk, and whether they were cached, perhaps for another layout.
 
         Layouts that differ only in the options of axes of model copies (``dp``) have the same ones. Such a layout is
         not planned again, so it may still be one that the model cannot have.

@@ -12,9 +12,9 @@ class Place(NamedTuple):
     """The class of an action in the schedule of its stage; actions of one class are taken to do the same.
 
     ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` says whether the
-    action is the first, the last or the only one of this slot and kind, or between. ``after`` and ``before`` name the
-    neighbours by slot and kind, such as "0B": what an action allocates and frees depends on them, since a stage begins
-    to receive for the next action.
+    action is the first, the last or the only one of this slot and kind, or between. ``after`` names the previous action
+    of the stage by slot and kind, such as "0B", and ``before`` the next one; "" if there is none. What an action
+    allocates and frees depends on them, since a stage begins to receive for the next action.
     """
 
     slot: int
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
-    """Returns the :class:`Place` of each action of a stage: its chunk, kind, order among those, and neighbors."""
+    """Returns the :class:`Place` of each action of a stage: its chunk, kind, order and neighbours."""
     slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
     seen: dict[tuple[int, str], list[Action]] = {}
     for action in schedule.actions[stage]:
@@ -45,7 +45,7 @@ def like(place: Place, actions: Iterable[Place]) -> Place | None:
     """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
 
     Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "between" and "last"
-    may stand for each other.
+    may stand for each other. Of these, the one with the most equal order and neighbours is returned.
     """
     orders = {"between": ("between", "last"), "last": ("last", "between")}.get(place.order, (place.order,))
     known = [each for each in actions if each[:2] == place[:2] and each.order in orders]

@@ -31,8 +31,8 @@ from shardwright.planner.short import ShortModel
 from shardwright.strategies import STRATEGIES
 
 INTERVAL = 0.21
-"""The error, relative to the measured time, of nine in ten published runs of a model size that was held out
-(``benchmarks/planner``); constants were fitted to the other runs, so of unknown machines it is more."""
+"""The error of predicted step times, relative to measured ones, that nine in ten published runs do not exceed
+(``benchmarks/planner``). Constants were fitted to runs of other model sizes; on unknown machines errors are larger."""
 
 MOST_WHOLE = 4
 """The most stages that a search rehearses one by one, where they are not alike."""
@@ -46,7 +46,8 @@ class Plans:
     """The predicted prices of layouts on a cluster, the best layout first.
 
     ``batch`` is the number of samples and ``tokens`` that of tokens in a global batch. ``memory_limit`` is the share of
-    a device's memory that a layout may take, and ``seconds`` says how long the prediction took.
+    a device's memory that a layout may take. ``seconds`` has the CPU seconds that the prediction took: "records" for
+    rehearsals, and "search" for the rest.
     """
 
     cluster: Cluster
@@ -58,7 +59,7 @@ class Plans:
     found: Found = field(default_factory=Found)
     """What the search looked at and left out; empty for one layout alone."""
     scale: Scale = field(default_factory=Scale)
-    """By what factors runs that the user has correct the prices."""
+    """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
 
@@ -69,7 +70,10 @@ class Plans:
 
     @property
     def best(self) -> Price:
-        """The price of the best layout; its ``layout`` can be passed to ``parallelize``."""
+        """The price of the best layout, whose ``layout`` can be passed to ``parallelize``.
+
+        If none that was priced fits the memory limit, it is the one that takes the least memory.
+        """
         return self.layouts[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,7 +140,10 @@ class Plans:
         return PriceDifference(self.best, price, self.cluster.device.memory_bytes * self.memory_limit)
 
     def limit(self, price: Price) -> str:
-        """Returns the longest part of a layout's step, such as "matmul", or "memory" if the layout does not fit."""
+        """Returns the name of the longest part of a layout's step, such as "matmul", or "memory" if it does not fit.
+
+        "memory" is also the name of a part: the operators limited by memory bandwidth.
+        """
         if not self.fits(price):
             return "memory"
         return max(price.waterfall, key=lambda name: price.waterfall[name])
@@ -163,7 +170,8 @@ class Plans:
     def constants(self) -> list[dict[str, Any]]:
         """Returns every constant behind the prices as a row: its name, value, unit, meaning and source.
 
-        The figures of the device's profile, and factors from anchors other than 1, are included.
+        The peaks, memory and bandwidths of the device's profile come first, with the datasheet as their meaning.
+        Factors from anchors other than 1 come last.
         """
         device = self.cluster.device
         figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
@@ -262,17 +270,18 @@ def plan_layouts(
 
     ``cluster`` may be text such as "a100-80gb:128x8". Of the global ``batch`` (inputs, targets) only shapes and dtypes
     matter. ``loss`` is by default the cross entropy, and ``roles`` gives tensor-parallel roles to layers by name. A
-    layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``.
-    ``most_priced`` layouts are rehearsed: more find better ones, and take longer. A search skips layouts with more than
+    layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``. At most
+    ``most_priced`` layouts are priced: more find better ones, and take longer. A search skips layouts with more than
     four pipeline stages that are not alike, since each stage would have to be rehearsed. ``memory_limit`` is the share
     of a device's memory that a layout may take; layouts above it come last. ``anchors`` are runs on this cluster with
     this batch, as seconds of a step by layout line: they correct all prices. ``top`` is how many layouts tables list,
-    and ``tokens`` is the number of tokens of the batch, for tokens per second: by default the elements of a 2-D tensor
-    of integers, else the samples.
+    and ``tokens`` is the number of tokens of the batch, for tokens per second: by default the elements of the inputs'
+    first tensor if that is 2-D and of integers, else the samples.
 
-    Raises: LayoutError: the layout is for another number of ranks than the cluster, or does not fit the model or the
-        batch; or no layout can be found. PlanError: no such accelerator, no such word in ``without``, ``fix`` or
-        ``without`` beside ``layout``, or a model that does not run on the meta device.
+    Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
+        or does not fit the model or the batch; or a search finds no layout. PlanError: the cluster's text or file is
+        wrong, or gives no nodes without a ``layout``; ``without`` has an unknown word; ``fix`` or ``without`` is given
+        beside ``layout``; or the model does not run on the meta device under ``layout`` or an anchor's layout.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))

@@ -35,10 +35,11 @@ LEFT = 0.92
 class Price(NamedTuple):
     """The predicted cost of a layout on a cluster.
 
-    ``waterfall`` has the seconds of a step by part, such as matrix products or exposed messages of an axis, and adds up
-    to ``step_s``. ``bubble`` is the share of the step in which the last stage to finish is idle. ``memory`` is the peak
-    of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes that a rank sends and receives in a step, of
-    the stage with the most of them. The few bytes of the loss and of comparisons between ranks are left out.
+    ``waterfall`` has the seconds of a step by part, such as matrix products or exposed messages of a layout axis, on
+    the stage that finishes last, and adds up to ``step_s``. ``bubble`` is the share of the step in which that stage is
+    idle. ``memory`` is the peak of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes that a rank
+    sends and receives in a step, of the stage with the most of them. The few bytes of the loss and of comparisons
+    between ranks are left out.
     """
 
     layout: Layout
@@ -48,7 +49,7 @@ class Price(NamedTuple):
     memory: tuple[StageMemory, ...]
     traffic_by_axis: Mapping[str, int]
     flops: float
-    """The FLOPs of one rank's step at the mean over stages, recomputed ones left out."""
+    """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
 
     @property
@@ -182,7 +183,8 @@ class Pricing:
     def axis_of(self, name: str) -> str:
         """Returns the layout axis under which the time of messages on the mesh axis ``name`` is counted.
 
-        A joined name such as ``dp+tp`` counts as its first mesh axis, the slowest; any other name as the first axis.
+        A joined name such as ``dp+tp`` counts as its first mesh axis, the slowest. A name that is no mesh axis, such as
+        "world", counts as the first layout axis.
         """
         return self._of_mesh.get(name.partition("+")[0], self._axes[0])
 

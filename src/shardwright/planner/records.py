@@ -3,7 +3,7 @@
 Blocks repeat, stages between the first and the last are alike, and so are the microbatches between the first and the
 last. So a layout of 96 blocks on 64 stages is rehearsed on 3 stages with 5 microbatches, once with one block in each
 chunk and once with two (or with four and with five, if parameters are unsharded on use): what an action does grows
-linearly with its blocks. A model without alike blocks is rehearsed with all of them.
+linearly with its blocks. A model whose blocks are not alike is rehearsed with all its blocks and stages.
 """
 
 from __future__ import annotations
@@ -32,32 +32,40 @@ from shardwright.planner.places import Place, has_all_actions, kind_of, places, 
 from shardwright.planner.rehearse import ActionRecord, MessageRecord, RankRecord, Record, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
-"""As many stages and microbatches hold one of each kind: the first, one between, the last. On stages it takes two
-microbatches more than stages until each runs forwards and backwards by turns."""
+"""The numbers of stages, and of microbatches on a single stage, that are rehearsed: the first, one between, the last.
+Several stages are rehearsed with at least two microbatches more than stages, if the layout has as many, so that each
+alternates forwards and backwards."""
 
 FEWER_AND_MORE, WHERE_UNSHARDED = (1, 2), (4, 5)
-"""The blocks in a chunk of the two rehearsals; the second pair where parameters are unsharded ahead of their use."""
+"""The numbers of blocks in each chunk in the two rehearsals; the second pair is for layouts that unshard parameters at
+each use (``dp2/zero3``)."""
 
 Held = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
 
 
 class ActionShape(NamedTuple):
-    """The operators and messages of one action, and the bytes held at each of its moments beyond those before it."""
+    """The operators and messages of one action in program order, and how the bytes held change during it.
+
+    Each entry of ``moments`` is the change since before the action, by kind of memory: after each operator that
+    allocates memory, and at the end of the action.
+    """
 
     records: tuple[Record, ...]
     moments: tuple[Held, ...]
 
     @property
     def net(self) -> Held:
-        """The change in bytes held from before the action to its end, by kind of memory."""
+        """The change in bytes held from before the action to its end, by kind of memory; () if nothing is known."""
         return self.moments[-1] if self.moments else ()
 
 
 class StageRecord(NamedTuple):
-    """One rehearsal of a stage: the blocks in each of its chunks, the bytes held before the step, and its actions.
+    """One rehearsal of a stage: the number of blocks in each of its chunks, and what each class of its actions does.
 
-    ``update`` is the optimizer's step, and ``beside`` the bytes held beside tensors, by purpose.
+    ``num_blocks`` is () if the stage was rehearsed with all its blocks. ``num_microbatches`` is that of the rehearsal.
+    ``base`` has the bytes held before the step, by kind of memory. ``update`` is what follows the actions: the end of
+    the gradient sync, and the optimizer's step. ``beside`` has the bytes held beside tensors, by purpose.
     """
 
     num_blocks: tuple[int, ...]
@@ -80,7 +88,11 @@ class StageRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRecords:
-    """All that pricing needs of a layout: its schedule, each stage's rehearsals, and the blocks in each chunk."""
+    """All that pricing needs of a layout: its schedule, and the rehearsals and blocks of each stage.
+
+    ``num_blocks`` has, for each stage, the number of repeated blocks in each of its chunks: () for a stage that was
+    rehearsed with all its blocks. ``num_rehearsals`` is the number of rehearsals, each of one stage.
+    """
 
     layout: Layout
     schedule: Schedule
@@ -88,7 +100,7 @@ class LayoutRecords:
     num_blocks: tuple[tuple[int, ...], ...]
     num_rehearsals: int
     note: str = ""
-    """Why the layout was rehearsed whole, if it was."""
+    """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
     def places(self) -> tuple[Mapping[Action, Place], ...]:
@@ -102,9 +114,10 @@ def record_layout(
 ) -> LayoutRecords:  # fmt: skip
     """Returns the operators, messages and memory of each stage's actions under a layout.
 
-    They are from as few steps on the meta device (rehearsals) as possible. ``batch`` is a global batch on that device.
-    With ``whole``, every stage is rehearsed with all its blocks. ``model_plans`` caches what layouts of one model
-    share.
+    They are from as few steps on the meta device (rehearsals) as possible. Of ``batch``, a global batch (inputs,
+    targets), only shapes and dtypes matter. ``device_type`` is the type of the devices to predict memory for, such as
+    "cuda", and ``optimizer`` a class. With ``whole``, every stage is rehearsed with all its blocks. ``model_plans``
+    caches what layouts of one model share.
 
     Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or more than
         ``most_whole`` stages would have to be rehearsed with all their blocks.

@@ -24,7 +24,10 @@ PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class MessageRecord(NamedTuple):
-    """A collective or p2p message that a rank began: kind, axis, strategy (``source``), payload, and group's ranks."""
+    """A collective or p2p message that a rank began: its kind, mesh axis, strategy, payload, and its group's ranks.
+
+    ``axis`` may be several joined names, such as "dp+tp". ``source`` is the strategy, or "core" or "loss".
+    """
 
     kind: str
     axis: str
@@ -34,7 +37,7 @@ class MessageRecord(NamedTuple):
 
 
 class WaitRecord(NamedTuple):
-    """The moment at which a rank waits for a message, whose record has the number ``began`` in the same action."""
+    """The moment at which a rank waits for a message; ``began`` is the index of its record in the same action."""
 
     began: int
 
@@ -44,18 +47,19 @@ Record = OperatorRecord | MessageRecord | WaitRecord
 
 @dataclass
 class ActionRecord:
-    """What one action of a schedule does on a rank: operators and messages in program order, and the bytes held."""
+    """What one action of a schedule does on a rank: operators, messages and waits in program order, and bytes held."""
 
     records: list[Record] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
-    """The bytes of each kind of memory, as :data:`shardwright.ledger.tracking.KINDS`, at each moment."""
+    """The bytes of each kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`, after each operator
+    that allocates memory and at the end of the action."""
 
 
 class RankRecord(NamedTuple):
     """The operators, messages and memory of one rank's step on the meta device, by the name of the schedule's action.
 
-    "begin" is what comes before the actions, and "optimizer" is the optimizer's step after them. ``beside`` are the
-    bytes that the device holds beside tensors, by purpose.
+    "begin" is what comes before the actions, and "optimizer" is what follows them: the end of the gradient sync, and
+    the optimizer's step. ``beside`` are the bytes that the device holds beside tensors, by purpose.
     """
 
     by_action: Mapping[str, ActionRecord]
@@ -67,7 +71,9 @@ def rehearse(
 ) -> RankRecord:
     """Returns the operators, messages and memory of one rank's second training step, run on the meta device.
 
-    The step is the second so that optimizer state exists. See :func:`shardwright.ledger.account.predict_memory`.
+    The step is the second so that optimizer state exists. ``batch`` is the global batch, ``device_type`` the type of
+    the device to predict memory for, and ``optimizer`` a class, as in
+    :func:`shardwright.ledger.account.predict_memory`.
 
     Raises: PlanError: the model's own code, or the loss, does not run without values.
     """

@@ -3,7 +3,7 @@
 No axis and no option is named here: axes, sizes and options come from what strategies declare, so the options of a new
 strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
 the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and then layouts that
-differ from the best one by one option, until ``most`` layouts are priced.
+differ from the best one by one option, until :attr:`Wanted.most` layouts are priced or none is left that promises more.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ MOST_PRICED = 6
 LARGEST_MICROBATCH = 8
 
 MOST_SCHEDULED = 24
-"""The best estimates that are estimated with every schedule of stages too."""
+"""The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
 NEAR = 1.005
-"""How many times the best price a layout may be estimated at, to be priced; of what differs from the best layout by one
-option, how many times the estimate of the best."""
+"""A layout is priced only if its estimate, corrected by how far earlier ones were off, is at most this times the best
+price. One that differs from the best layout by one option must also be estimated below this times the best layout's
+estimate."""
 
 MOST_NODES = 1
-"""The nodes over which the ranks that compute operators together may lie: messages between nodes take far longer."""
+"""The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
 
 RECOMPUTE = (None, "full")
 
 Recorder = Callable[[Layout, int], LayoutRecords]
-"""Returns the records of a layout on a global batch of so many samples."""
+"""A function that returns the records of a layout on a global batch of a number of samples."""
 
 
 @dataclass
 class Found:
     """What a search has found: prices that fit the memory, prices that do not, and why other layouts were left out.
 
-    ``rejected`` counts layouts by reason, and ``nearest`` has the first layout left out for each.
+    ``searched`` is the number of layouts that were looked at. ``rejected`` counts layouts by the reason why they were
+    left out, misfits included, and ``nearest`` has the first layout line for each reason.
     """
 
     fit: list[Price] = field(default_factory=list)
@@ -75,7 +77,8 @@ class Found:
 class Wanted:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
-    ``limit_bytes`` is the memory that a rank may take, and ``most`` the number of layouts to price.
+    ``fix`` has the parts and ``without`` the words, which name axes or options. ``limit_bytes`` is the memory that a
+    rank may take, and ``most`` the most layouts to price.
     """
 
     fix: str = ""
@@ -110,8 +113,9 @@ def _has(item: str, part: str) -> bool:
 def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
     """Returns the best layouts found for a global batch of ``batch`` samples on a cluster.
 
-    It may be that none of them fits the memory. ``record`` returns the operators, messages and memory of a layout's
-    step. ``short`` gives those of a model with few blocks, for the estimates; without it they are of the whole model.
+    It may be that none of them fits the memory, or that there are none. ``record`` returns the operators, messages and
+    memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
+    of a model with few blocks, for the estimates; without it they are of the whole model.
     """
     found, pricing = Found(), Pricing(cluster)
 

@@ -23,10 +23,10 @@ from shardwright.planner.outline import ModelPlans
 from shardwright.planner.records import FEWER_AND_MORE, LayoutRecords, first_rows, record_layout
 
 MOST_OF_MODEL = 0.8
-"""The share of the parameters above which alike blocks are the model: beside them it has few modules for stages."""
+"""The least share of a model's parameters in repeated blocks at which only these are taken to make pipeline stages."""
 
 NUM_BLOCKS = FEWER_AND_MORE[-1] + 1
-"""The least blocks of a model that is rehearsed with fewer."""
+"""The number of blocks that a short model has: the least of which a rehearsal can be made with fewer."""
 
 
 @dataclass
@@ -82,9 +82,10 @@ class ShortModel:
         return sizes[0] if sizes else 0
 
     def record(self, layout: Layout, samples: int) -> LayoutRecords:
-        """Returns the operators, messages and memory of a step of ``samples`` samples, without pipeline stages.
+        """Returns the operators, messages and memory of a step with a global batch of ``samples`` samples.
 
-        They are those of the whole model under ``layout``, extrapolated from the short one where that is possible.
+        ``layout`` has no pipeline stages. The records are of the short model where these can be extrapolated to the
+        whole, and else of the whole model; pricing them gives the cost of the whole model.
 
         Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device.
         """

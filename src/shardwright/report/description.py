@@ -61,7 +61,8 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
     device, so that neither values nor other ranks are needed. The optimizer is taken to be AdamW.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
-    Raises: LayoutError: the layout does not fit the model, or has more than 2**20 ranks.
+    Raises: LayoutError, PlanError: the layout does not fit the model. LayoutError: it has more than 2**20 ranks, or
+        more than 4,096 that differ, or not as many as ``nodes``.
 
     >>> import torch
     >>> from torch import nn

@@ -22,8 +22,8 @@ _SIZES = (4096, 2**20, 2**24)
 def measure_machine() -> dict[str, Any]:
     """Returns this machine's hardware and software versions, and measured speeds, as plain data for JSON.
 
-    The speeds are those of a matrix product on the CPU, in fp32, and of all-reduces of several sizes between two ranks,
-    which are started as processes. The ranks use accelerators if there are two or more.
+    The speeds are the FLOP/s of a matrix product on the CPU, in fp32, and the seconds of all-reduces between two ranks,
+    by their size in bytes as text. The ranks are started as processes, and use accelerators if there are two or more.
     """
     available, names = torch.distributed.is_available(), devices.names()
     x = torch.ones(512, 512)

@@ -53,7 +53,7 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
 def predicted_accounts(
     job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
 ) -> dict[int, Account]:
-    """Returns, by rank, the predicted memory over a step with AdamW; only the shapes of ``batch`` are read.
+    """Returns, by rank, the predicted memory over a step with AdamW; of ``batch`` only shapes and dtypes are read.
 
     Of more than eight ranks, the first of each pipeline stage is predicted. Ranks that are processes are predicted for
     this machine's accelerator, or for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.

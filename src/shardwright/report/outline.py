@@ -19,8 +19,9 @@ MANY_RANKS = 16
 class Grid(NamedTuple):
     """A 2-D grid of ranks along the last two axes of the mesh, whose names are ``rows`` and ``columns``.
 
-    ``height`` and ``width`` are the sizes of these axes. ``cells`` maps (row, column) to the description of a rank. In
-    a large layout only one of several equal ranks is described, so cells may be missing.
+    ``height`` and ``width`` are the sizes of these axes, and ``title`` names the indices on the other axes, as "pp 1".
+    ``cells`` maps (row, column) to the description of a rank. In a large layout only one of several equal ranks is
+    described, so cells may be missing.
     """
 
     title: str
@@ -54,7 +55,7 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
 
 
 def num_grids(description: Description) -> int:
-    """Returns how many 2-D grids are drawn of a mesh: one for each index on the axes before the last two."""
+    """Returns the number of 2-D grids of a mesh: one for each combination of indices on all axes but the last two."""
     return prod([*description["mesh"].values()][:-2])
 
 

@@ -22,9 +22,10 @@ def write_page(
 ) -> Path:
     """Writes ``report.html``, the report of a training run, into the folder ``out``; returns the file's path.
 
-    It has the run's key figures, its ``pictures`` (PNGs by heading), memory and layers. ``rows`` are the lines of
-    ``metrics.jsonl``. The file opens without a network and follows the reader's light or dark setting. Figures that are
-    missing in ``run`` or in a row are left out.
+    It has the run's key figures, its ``pictures`` (PNGs by heading; missing files are left out), memory, layers, and
+    all entries of ``run``, the run's options. ``rows`` are the lines of ``metrics.jsonl``. The file opens without a
+    network and follows the reader's light or dark setting. Figures that are missing in ``run`` or in a row are left
+    out. The folder is created if it does not exist.
     """
     sections = [_summary(run, rows), *_figures(pictures), _memory(description, rows), _layers(description), _about(run)]
     under = " &middot; ".join(
@@ -142,7 +143,10 @@ def _layers(description: Description) -> str:
 
 
 def html_table(heads: Sequence[str], body: Iterable[Sequence[str]], numbers_from: int | None = None) -> str:
-    """Returns an HTML table of cells that are HTML already; columns from index ``numbers_from`` on align right."""
+    """Returns an HTML table with the plain-text heads ``heads`` and the rows ``body``, whose cells are HTML already.
+
+    Columns from index ``numbers_from`` on align right.
+    """
     classes = [' class="number"' if numbers_from is not None and n >= numbers_from else "" for n in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(heads, classes, strict=True))
     lines = (

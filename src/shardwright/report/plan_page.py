@@ -19,9 +19,9 @@ from shardwright.report.plan_picture import plans_figure
 def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference] = (), *, title: str = "Plan") -> Path:
     """Writes an HTML page about the layouts of ``plans``, the best first, to ``path``; returns the path.
 
-    It shows each layout's predicted step and memory, the parts of the best layout's step, its memory by stage, and why
-    the second best, and each layout in ``compared``, takes longer. The file opens without a network and follows the
-    reader's light or dark setting.
+    It shows the predicted step and memory of each listed layout, the parts of the best layout's step, its memory by
+    stage, why the second best, if it fits, and each layout in ``compared`` take longer, what the search left out, and
+    all constants. The file opens without a network and follows the reader's light or dark setting.
     """
     rest = [each for each in plans.layouts[1:2] if plans.fits(each)]
     sections = [

@@ -32,7 +32,10 @@ def draw_plans(plans: Plans, path_png: Path) -> Path:
 
 
 def plans_figure(plans: Plans) -> Figure:
-    """Returns the matplotlib figure that :func:`draw_plans` saves; the gid of a bar is "LAYOUT: PART"."""
+    """Returns the matplotlib figure that :func:`draw_plans` saves.
+
+    The gid of a bar of seconds is "LAYOUT: PART", and that of a bar of memory "LAYOUT: memory of a device".
+    """
     shown = plans.layouts[:_MOST_LAYOUTS]
     parts = parts_of_step(*(each.waterfall for each in shown))
     coloured = [name for name in parts if name not in _GREYS]

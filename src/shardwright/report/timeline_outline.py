@@ -61,7 +61,7 @@ class Outline(NamedTuple):
 
     @property
     def most_chunks(self) -> int:
-        """The largest number of model chunks on a stage: 1 unless the schedule is interleaved."""
+        """The largest number of model chunks on a stage: above 1 in an interleaved schedule, 0 without actions."""
         return max(map(len, self.chunks), default=0)
 
     @property
@@ -120,7 +120,7 @@ def digits_of(longest_s: float) -> int:
 
 
 def times_as_long(drawn: Sequence[Outline]) -> str:
-    """Returns a sentence that compares two timelines' makespans; "" for another number, or if one has no actions."""
+    """Returns a sentence that compares the makespans of two timelines; "" unless there are two with actions."""
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""
     first, second = drawn
@@ -175,6 +175,8 @@ def percent(share: float) -> str:
 
 def ticks(end: float, most: int) -> list[float]:
     """Returns at most ``most`` round numbers from zero to ``end``, evenly spaced, for the ticks of an axis.
+
+    ``end`` is above zero, and ``most`` is 2 or more.
 
     >>> ticks(33, 8), ticks(0.07, 3)
     ([0, 5, 10, 15, 20, 25, 30], [0.0, 0.05])

@@ -56,7 +56,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
 
     An action shows its kind and, if they fit, its microbatch and a fill; a blank is idle time. Each row ends with the
     stage's bubble and, if it is known, its peak memory. At most 16 stages are drawn; the text says so, and how many
-    actions are too short to be seen. Below some 40 characters, rows are longer than ``width``. ``colour`` adds ANSI
+    actions are too short to be seen. Below about 40 characters, rows are longer than ``width``. ``colour`` adds ANSI
     codes.
 
     >>> F, B = Action("F", 0), Action("B", 0)

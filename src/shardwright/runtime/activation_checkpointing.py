@@ -235,7 +235,11 @@ class CheckpointedBlock:
     shared: bool = False
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Runs the module's own forward, which the backward recomputes."""
+        """Runs the module's own forward, and returns its result; the backward runs the forward again.
+
+        Raises: PlanError: gradients are enabled, and the forward writes into its inputs or into a buffer other than the
+            running statistics of BatchNorms.
+        """
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
         return _Call(self, args, named).forward()
@@ -249,9 +253,9 @@ class CheckpointedBlock:
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
-        """A context for recomputations, in which training BatchNorms update copies of their running statistics.
+        """Returns a context for recomputations, in which BatchNorms in training update copies of their statistics.
 
-        The statistics themselves were updated by the first forward.
+        The running statistics themselves were updated by the first forward.
         """
         norms = [module for module in self.module.modules() if kind_of(module) in BATCH_NORMS and module.training]
         before = [dict(norm._buffers) for norm in norms]

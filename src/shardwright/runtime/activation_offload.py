@@ -36,7 +36,12 @@ from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
 def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
     """Offloads the tensors that autograd saves in the plan's ``offloaded_activations`` modules, to host memory or disk.
 
-    If the ranks' devices are CPUs, host memory is their own memory: then nothing is offloaded to it.
+    All ranks call it. It wraps the forwards of these modules in place. If the layout offloads no activations, or
+    offloads them to host memory and the ranks' device is the CPU or the meta device, it does nothing. ``applied`` are
+    the results of the strategies' ``apply``: the first with ``saving`` packs tensors before this offload does.
+
+    Traffic: one gather of text if anything is offloaded; none on the meta device.
+    Raises: PlanError, on every rank: a rank cannot write to the folder for disk offload.
     """
     place = activation_offload_target(plan.layout)
     if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):

@@ -40,7 +40,9 @@ class BufferWrites:
 
     @contextmanager
     def watching(self, chunk: int, num_microbatches: int) -> Iterator[None]:
-        """A context around one microbatch's training forward of a chunk, which checks it for buffer writes.
+        """Returns a context around one microbatch's training forward of ``chunk``, which checks it for buffer writes.
+
+        Leaving the context makes the check. ``num_microbatches`` is named in the error.
 
         Raises: PlanError: the second microbatch changes a buffer that the first one has written.
         """

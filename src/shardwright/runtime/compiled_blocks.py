@@ -107,11 +107,11 @@ def compiled_blocks_in(module: nn.Module) -> tuple[CompiledBlock, ...]:
 
 
 def step_uncompiled(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer.step`` and compilation by other threads wait for each other, if ranks are threads.
+    """Replaces ``optimizer.step``, in place, by one that does not run while another thread compiles code.
 
-    torch's optimizers ask ``torch.compiler.is_compiling()``, one flag for all threads, and round numbers to float32
-    while it is set: a rank that did so alone would get other parameters than the other ranks. A step with a closure
-    does not wait.
+    It matters where ranks are threads. torch's optimizers ask ``torch.compiler.is_compiling()``, one flag for all
+    threads, and round numbers to float32 while it is set: a rank that did so alone would get other parameters than the
+    other ranks. A step with a closure does not wait.
     """
     from torch._dynamo.convert_frame import compile_lock
 
@@ -240,7 +240,7 @@ class CompiledBlock:
         return restore
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Runs the compiled code; or the block's own, if its calls are inspected or it cannot be compiled."""
+        """Returns the result of the compiled code, or of the block's own in the cases of the module's header."""
         decided, self._runs_compiled = self._runs_compiled, []
         if not decided:
             decided.append(self._may_run_compiled(args, named))

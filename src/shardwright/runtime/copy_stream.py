@@ -29,9 +29,9 @@ def host_arrival(device: torch.device) -> Callable[[], None]:
 class CopyStream:
     """A stream of an accelerator on which copies overlap the computation, in the order in which they are started.
 
-    The source of a copy is kept in memory until the copy is over. With ``most_under_way`` the current stream waits for
-    the oldest copy as soon as more copies than that are under way, so that sources do not fill the device while the
-    host queues work far ahead.
+    The source of a copy is kept in memory at least until the copy is over. With ``most_under_way`` the current stream
+    waits for the oldest copy as soon as more copies than that are under way, so that sources do not fill the device
+    while the host queues work far ahead.
     """
 
     def __init__(self, device: torch.device, most_under_way: int | None = None) -> None:
@@ -65,11 +65,11 @@ class CopyStream:
         return lambda: self._module.current_stream().wait_event(event)
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Starts copying a tensor to ``device`` and returns the copy, usable once :meth:`arrival`'s function is called.
+        """Starts copying a tensor to ``device`` and returns the copy, which must not be used before it has arrived.
 
-        The copy's memory is allocated on the current stream, so that it may be freed there. A tensor that is on the
-        device already is copied too, on the current stream, because the code that made it may write into it for the
-        next batch.
+        To wait for it, call the function that a later :meth:`arrival` returns. The copy's memory is allocated on the
+        current stream, so that it may be freed there. A tensor that is on an accelerator already is copied too, on the
+        current stream, because the code that made it may write into it for the next batch.
         """
         if tensor.device.type != "cpu":
             return tensor.to(device, copy=True)
@@ -82,9 +82,9 @@ class CopyStream:
 def made_ahead(given: Iterable[T], make: Callable[[T], Made], copies: CopyStream) -> Iterator[Made]:
     """Yields ``make(each)`` for each item of ``given``, calling ``make`` one item ahead of the item that is yielded.
 
-    So the copies that ``make`` starts on ``copies`` overlap the use of the item before; the current stream waits for
-    them when their item is yielded. One item more is read from ``given`` than was yielded. An error of ``given`` or
-    ``make`` is raised after all items made before it were yielded.
+    So the copies that ``make`` starts on ``copies`` overlap the use of the item before. The current stream waits for
+    them when their item is yielded, and for all copies when the generator ends or is closed. One item more is read from
+    ``given`` than was yielded. An error of ``given`` or ``make`` is raised after all items made before it were yielded.
     """
     ahead: list[tuple[Made, Callable[[], None]]] = []
     iterator, failure = iter(given), None

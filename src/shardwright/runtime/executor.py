@@ -79,9 +79,11 @@ def _nothing(*_: Any) -> None:
 class Events:
     """Callbacks of one strategy or other listener for the events of a training step, in the order in which they fire.
 
-    All ranks of a pipeline stage fire the same events in the same order, so that listeners may call collectives.
-    ``restart`` also fires before an evaluation or a prediction, and ``after_optimizer`` whenever stored parameters have
-    changed, as after a checkpoint is loaded. ``during`` returns a context that is open while an action runs.
+    The module's header says when each fires. All ranks of a pipeline stage fire the same events in the same order, so
+    that listeners may call collectives. ``restart`` also fires before an evaluation or a prediction, and
+    ``after_optimizer`` whenever stored parameters have changed, as after a checkpoint is loaded. ``during`` returns a
+    context that is open while an action runs. ``after_backward`` gets the number of the microbatch, and
+    ``after_weight_gradients`` the param group whose gradients are complete and the number of the microbatch.
     """
 
     restart: Callable[[], None] = _nothing
@@ -118,7 +120,7 @@ class LossOutput:
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Computes a microbatch's loss, and returns the loss sum times ``scale``, from which backward starts."""
+        """Returns a microbatch's loss sum times ``scale``, from which backward starts, and appends to ``sums``."""
         if self.widen:
             output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
@@ -187,7 +189,7 @@ class WholeModel:
         return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns None for the loss, from which backward starts without a received gradient."""
+        """Returns ``(None,)``: backward starts from the loss, without a received gradient."""
         return (None,)
 
     def pass_back(self, chunk: int, number: int) -> None:
@@ -201,11 +203,13 @@ class WholeModel:
 class Executor:
     """Runs one step's forwards and backwards, as a schedule lists them, on this rank's part of the model.
 
-    ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned. A
-    microbatch without samples runs like any other, on tensors with no rows: the microbatch of another rank may have
-    samples, and both ranks must make the same collective calls. ``spans`` are the actions of the last run, each with
-    its start and end by ``clock``; an action's time includes waits in collectives, but not the wait for p2p messages
-    before the action.
+    ``work`` is that part, by default the whole model. ``deferred`` keeps the weight gradients of split backwards, and
+    ``written``, if given, checks which buffers the microbatches write. ``rng`` and ``batch_shard`` are set to the
+    microbatch of each forward, and again before its backward. ``late`` are the parameters whose gradients a strategy
+    accumulates itself, before ``after_backward`` has returned. A microbatch without samples runs like any other, on
+    tensors with no rows: the microbatch of another rank may have samples, and both ranks must make the same collective
+    calls. ``spans`` are the actions of the last run, each with its start and end by ``clock``; an action's time
+    includes waits in collectives, but not the wait for p2p messages before the action.
     """
 
     clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device
@@ -272,10 +276,11 @@ class Executor:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """A context around one action, which enters the ``during`` contexts of all listeners.
+        """Returns a context around one action, which enters the ``during`` contexts of all listeners.
 
         Outside of such a context, a call of the model's forward raises PlanError if the model has pipeline stages or
-        the ranks of one model copy have different rows of the batch: the output would be wrong.
+        the ranks of one model copy have different samples or tokens: the output would be wrong. With several ranks, a
+        backward outside of it that reaches a trained parameter raises PlanError too.
         """
         with ExitStack() as stack:
             for events in self.events:

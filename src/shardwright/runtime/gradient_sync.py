@@ -140,6 +140,9 @@ class GradientSync:
     ``joined(names)`` returns the one axis that joins the axes of these names. ``stored`` are the parameters that ZeRO
     stores in another form: their gradients are summed in that form, once ``summed(group)`` is true, that is after
     ZeRO's own reduce-scatters. A parameter that no rank's backward has reached gets no gradient, as on one device.
+
+    Where all indices of an axis compute the same whole gradient, only index 0 may contribute to the sum: on the other
+    indices the constructor wraps the modules' forwards in place, so that they see the parameter as a constant.
     """
 
     def __init__(

@@ -169,7 +169,8 @@ def key_draws(
     arguments have entries for names of modules: ``cuts``, which slices of a whole activation the module sees on this
     rank; ``rows``, a function that returns the indices of its samples in the global batch, where they are not the
     microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. The model's
-    modules are wrapped in place.
+    modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
+    :meth:`KeyedDraws.draw`.
     """
     keyed = KeyedDraws(rng, draws)
     rng.draw = keyed.draw
@@ -225,7 +226,7 @@ class _KeyedForward:
 # ---- the kinds of draws
 
 ALPHA = -1.7580993408473766
-"""The value that ``alpha_dropout`` gives to a dropped element: the least value of SELU."""
+"""The value of a dropped element in ``alpha_dropout``, before all are scaled and shifted: the infimum of SELU."""
 
 
 def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:

@@ -26,11 +26,11 @@ _BITS = {torch.float16: 11, torch.bfloat16: 8}
 class KeyedNumbers:
     """A counter-based random number generator for one draw: a number depends only on its key, sample and element.
 
-    Each method returns a tensor of the shape of ``like``, a tensor or a shape. ``key`` identifies the draw, ``samples``
-    are the indices of the tensor's samples in the global batch, and ``place`` is the dim in which the tensor has them.
-    Without a ``place``, a number depends on the key and the element's index in the tensor. If ``like`` is a rank's
-    shard of a whole tensor, the result is the same shard of the whole tensor's numbers. Where sequences are sharded,
-    ``tokens(shape)`` returns which slice of the whole a tensor of this shape is.
+    Each method returns a tensor on ``device`` of the shape of ``like``, a tensor or a shape. ``key`` identifies the
+    draw, ``samples`` are the indices of the tensor's samples in the global batch, and ``place`` says in which dim, or
+    factor of a dim, the tensor has them. Without a ``place``, a number depends on the key and the element's index in
+    the tensor. If ``like`` is a rank's shard of a whole tensor, the result is the same shard of the whole tensor's
+    numbers. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole a tensor of this shape is.
 
     Raises: PlanError, from each method: the size of the dim in ``place`` does not fit the number of samples.
     """

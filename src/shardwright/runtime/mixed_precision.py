@@ -26,10 +26,10 @@ LEAST_SCALE = 1.0
 class MasterWeights:
     """Holds fp32 master weights of this rank's parameters, and casts the model's own to the compute dtype, in place.
 
-    Parameters named in ``sharded`` are left out: ZeRO has their master weights. The optimizer updates ``masters``, and
-    the model computes with their rounded values. Gradients move from the model's parameters to the masters at the end
-    of a step. Those of ``fp32_sums`` move after each microbatch, so that gradient accumulation is in the masters'
-    dtype.
+    Left out are the parameters named in ``sharded``, whose master weights ZeRO has, and those that compute in their own
+    dtype. The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the
+    model's parameters to the masters at the end of a step. For the parameters in the plan's ``fp32_sums`` they move
+    after each microbatch, so that gradient accumulation is in the masters' dtype.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -121,7 +121,9 @@ class LossScale:
     """The factor by which the loss is multiplied before backward, so that small gradients are not zero in fp16.
 
     When a gradient overflows, the step is skipped and the scale is halved, down to 1 at the least. After ``grow_after``
-    finite steps in a row it is doubled.
+    finite steps in a row it is doubled. ``value`` is the scale, ``num_good`` the number of finite steps in a row since
+    the scale last changed, and ``num_skipped`` the number of all steps skipped so far.
+
     Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 
     >>> scale = LossScale(grow_after=2)
@@ -189,7 +191,10 @@ def finish_gradients(
     which gradients that are not finite are kept. ``world`` is the axis of all ranks: with ``scale``, ranks agree on
     whether gradients are finite.
 
-    Traffic: with ``scale``, one all-reduce of one number; with ``stops_at_nan``, one gather of names.
+    All ranks call it. ``step`` is the step's number, for the error.
+
+    Traffic: with ``scale``, one all-reduce of one number and, if a gradient overflows at the least scale, a gather of
+        names; without, with ``stops_at_nan``, a gather of names; else none.
     Raises: PlanError, on every rank: a gradient is not finite, and ``stops_at_nan`` is set without ``scale``, or
         ``scale`` has its least value, 1.
     """

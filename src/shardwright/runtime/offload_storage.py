@@ -29,7 +29,7 @@ OffloadTarget = Literal["host", "disk"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 LEAST_BYTES = 2**22
-"""The least size of a file that is opened when the reserved files are full."""
+"""The least size, in bytes, of a file that is opened when the reserved files are full."""
 
 
 @dataclass(eq=False)
@@ -61,6 +61,7 @@ class OffloadStorage:
 
         All ranks call it, before they allocate.
 
+        Traffic: one gather of text; none on the meta device.
         Raises: PlanError, on every rank: a rank has too little disk space, or cannot write to the folder.
         """
         if self._world.device.type == "meta":

@@ -191,7 +191,7 @@ def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Returns the elements ``start:stop`` of a flattened tensor of ``shape`` as boxes of that shape, in order.
 
-    There are at most ``2 n - 1`` boxes for n dims.
+    There are at most ``2 n - 1`` boxes for n dims, and at most one for a 0-d shape. An empty range gives none.
 
     >>> [str(box) for box in flat_boxes((4, 4), 6, 13)]
     ['[1:2, 2:4]', '[2:3, 0:4]', '[3:4, 0:1]']

@@ -74,8 +74,8 @@ class TensorLayout:
     """The sharding of one tensor over a mesh: the pieces (boxes of the tensor) that each rank stores, in order.
 
     Build it from :meth:`whole` by :meth:`cut`, :meth:`flat` and :meth:`only`. A layout stores these steps, so it is as
-    small on 3,072 ranks as on three, and layouts made by the same steps are equal. Ranks along an axis that no step
-    names hold copies.
+    small on 3,072 ranks as on three, and layouts made by the same steps are equal. An axis occurs in at most one step;
+    ranks along an axis that occurs in none hold copies.
 
     >>> from shardwright.sharding.box import balanced_ranges
     >>> layout = TensorLayout.whole((4, 6)).cut("tp", 0, balanced_ranges(4, 2)).cut("dp", 1, balanced_ranges(6, 3))
@@ -139,7 +139,7 @@ class TensorLayout:
         The slices are balanced and are cut from the local tensor's row-major sequence of elements; the local tensor is
         then 1-D. Several tensors may form one sequence that is sliced as a whole, as in a flat parameter: ``beside``
         lists the layouts of all of them, and this layout is number ``place`` among them. An index may then hold much of
-        one tensor and nothing of another. All of these tensors must be cut along the same axes.
+        one tensor and nothing of another. All of these layouts must have the same :attr:`axes`.
 
         >>> layout = TensorLayout.whole((2, 3)).flat("dp", 4)
         >>> [[str(piece.whole) for piece in layout.pieces({"dp": dp})] for dp in range(4)]
@@ -197,11 +197,14 @@ class TensorLayout:
         return self._local(self._key(coord)).pieces
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
-        """Returns the shape of the local tensor of the rank at ``coord``, with a size of 0 if it stores nothing."""
+        """Returns the shape of the local tensor of the rank at ``coord``, with a size of 0 if it stores nothing.
+
+        An axis that is missing in ``coord`` counts as index 0.
+        """
         return self._local(self._key(coord)).shape
 
     def num_elements(self, coord: Coord) -> int:
-        """Returns the number of elements that the rank at ``coord`` stores."""
+        """Returns the number of elements that the rank at ``coord`` stores; a missing axis counts as index 0."""
         return prod(self.local_shape(coord))
 
     def by_rank(self, mesh: Mesh, ranks: Iterable[int] | None = None) -> dict[int, tuple[Piece, ...]]:

@@ -20,7 +20,9 @@ _NAME = "_shardwright_part"
 
 
 class TensorPart:
-    """The sharding of a whole tensor over the ranks of one axis; of equal ones :func:`part_of` returns the same object.
+    """The sharding of a whole tensor over the ranks of one axis, in which a rank is its index on that axis.
+
+    Create it with :func:`part_of`, which caches it: two are equal only if they are the same object.
 
     Args:
         shape: the shape of the whole tensor.
@@ -60,8 +62,8 @@ def _part(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorPart:
 def part_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorPart | None:
     """Returns the :class:`TensorPart` of a tensor of ``shape``, or None if every dim is whole.
 
-    ``cuts`` has an entry for each dim: one byte for each index, which names the rank that holds it, or None for a whole
-    dim.
+    ``cuts`` has an entry for each dim: None for a whole dim, else one byte for each index, which names the rank that
+    holds it, or is ``ALL``. Equal arguments give the same object while it is cached (the last 4096 are).
     """
     return _part(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
 

@@ -99,7 +99,8 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
 
     ``known`` are the strategies to choose from, by name; by default all that are registered.
 
-    Raises: LayoutError: an axis or an option that no strategy has, or a value for an option that takes none.
+    Raises: LayoutError: no strategy has an axis of the layout, none of the chosen strategies has an option, or an
+        option that takes no value has one.
 
     >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
     ['data_parallel', 'tensor_1d']

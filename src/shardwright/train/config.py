@@ -39,6 +39,7 @@ TABLES = {
 class TrainConfig:
     """The options of a training run; every field is an option of ``shardwright train`` and a key of its TOML file.
 
+    ``shardwright train --help`` explains each option; ``settings`` and ``roles`` are ``--set`` and ``--role`` there.
     ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
     offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. ``layout`` is stored as
     the canonical text of the layout line.
@@ -112,7 +113,7 @@ class TrainConfig:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step of this run: ``steps``, or ``stop_at`` if that is set and smaller."""
+        """The number of steps after which this run ends: ``steps``, or ``stop_at`` if that is set and smaller."""
         return min(self.stop_at or self.steps, self.steps)
 
     def learning_rate(self, step: int) -> float:
@@ -138,6 +139,8 @@ class TrainConfig:
         """Returns the plain model, its loss function and its config.
 
         For a user's own model factory (``package.module:factory``) the loss is cross entropy and the config is None.
+
+        Raises: PlanError: there is no such model, its settings are wrong, or the factory fails.
         """
         model = build(self.model, self.settings)
         if ":" in self.model:
@@ -148,6 +151,8 @@ class TrainConfig:
         """Returns random inputs of a global batch, the same in each call; None if ``model_config`` is None.
 
         That is so for a user's own model factory, whose inputs are unknown.
+
+        Raises: PlanError: the batch is too large for torch.
         """
         batch = self.example_batch(model_config)
         return None if batch is None else batch[0]
@@ -156,6 +161,8 @@ class TrainConfig:
         """Returns a random global batch (inputs, targets), the same in each call; None if ``model_config`` is None.
 
         That is so for a user's own model factory, whose batches are unknown.
+
+        Raises: PlanError: the batch is too large for torch.
         """
         if model_config is None:
             return None
@@ -213,7 +220,8 @@ def check_finite(name: str, value: float) -> None:
 def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
     """Returns options converted to the field types of :class:`TrainConfig`, from values that may be text.
 
-    ``given_in`` names the source, such as a file, in errors.
+    ``given_in`` names the source, such as a file, in errors. The tables ``settings`` and ``roles`` become dicts, whose
+    values are not converted.
 
     Raises: PlanError: an unknown key, or a value of the wrong type.
 

@@ -64,7 +64,7 @@ class TextTokens:
     Windows do not overlap. The source ``stdlib`` is 8 MB of the source code of Python's standard library; any other
     source is the path of a text file.
 
-    Raises: PlanError: no such file, or a split too short for one window.
+    Raises: PlanError: the file cannot be read, ``seq`` is below 1, or the split is too short for one window.
 
     >>> text = TextTokens("stdlib", seq=8)
     >>> tokens, targets = text.sample(0)
@@ -206,6 +206,8 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
 class Synthetic:
     """A dataset of random samples for the built-in model that ``config`` builds, the same in every run.
 
+    ``num_samples`` counts those of both splits.
+
     Raises: PlanError: ``config`` is not that of a built-in model, or ``seq`` is below 1.
     """
 
@@ -311,7 +313,8 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
     built-in model that does not read text it gives synthetic samples. For a model without a known config, text and
     pictures are not checked to fit, and there are no synthetic samples.
 
-    Raises: PlanError: no such data, data that the model cannot read, or a sequence longer than the model's.
+    Raises: PlanError: no such data, data that the model cannot read or that are damaged, too little text for a sample,
+        or a ``seq`` that is below 1 or more than the model's learned positions.
 
     >>> len(open_data("synthetic", seq=8, model=GPTConfig()).sample(0)[0])
     8
@@ -359,6 +362,8 @@ def fingerprint(name: str) -> dict[str, list[Any]]:
 
     The ends are the first and the last MiB of a file. ``name`` is that of :func:`open_data`. The source ``stdlib``
     counts as one file, and synthetic samples have no files.
+
+    Raises: PlanError: a folder is not a CIFAR-10 folder. OSError: a file cannot be read.
 
     >>> fingerprint("synthetic")
     {}

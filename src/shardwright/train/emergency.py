@@ -26,7 +26,8 @@ class EmergencyCheckpoint:
     A step that fails has mostly not updated the parameters, but its forward may have written buffers, such as the
     running statistics of BatchNorm: :meth:`save` compares the buffers with copies from the end of the last complete
     step. An fp16 loss scale is set back to that of this step. Every rank constructs such an object while all ranks can
-    communicate, because the constructor gathers from all ranks what a later save needs.
+    communicate, because the constructor gathers from all ranks what a later save needs. ``keep``, if not 0, is how many
+    checkpoints stay in ``folder``, and ``most_s`` is how many seconds a rank waits for the parts of the others.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, folder: Path, *, keep: int, most_s: float) -> None:
@@ -52,12 +53,13 @@ class EmergencyCheckpoint:
         self._why_not = why
 
     def save(self, failure: BaseException) -> None:
-        """Saves the last complete step when ``failure`` ends the run, and prints whether it was saved.
+        """Saves the last complete step when ``failure``, an exception, ends this rank's part of the run.
 
-        Nothing is saved if no step is complete, if a later step has changed the state, or if the step has a checkpoint
-        already. After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an
-        OtherRunError the folder is another run's: nothing is saved then either. An error while saving is printed and
-        not raised.
+        Every rank calls it. The rank that completes the checkpoint says so on standard error; if the state has changed
+        or the save fails, the ranks that failed by themselves say so. Nothing is saved if no step is complete, if a
+        later step has changed the state, or if the step has a checkpoint already. After a RankDifferenceError or
+        CheckpointError the state, or a save, is wrong, and after an OtherRunError the folder is another run's: nothing
+        is saved then either. An error while saving is printed and not raised.
         """
         step = self._step
         if isinstance(failure, RankDifferenceError | CheckpointError | OtherRunError) or step is None:

@@ -53,17 +53,22 @@ def train(
     """Trains a model, writes metrics and checkpoints into the folder ``out``, and returns a summary of the run.
 
     With ``resume``, or if ``torchrun`` has restarted the run, training continues from the newest checkpoint in ``out``,
-    under any layout, with the batches and dropout masks of an uninterrupted run. Another model, seed or batch size is
-    an error, and so are data that have changed since the run was started, unless ``changed_data`` accepts them. A step
-    whose loss or gradients are not finite ends the run, because AdamW does not recover from it: the step is not saved,
-    and ``diverged`` of the summary is its number, else None.
+    under any layout, with the batches and dropout masks of an uninterrupted run. It is then an error to change the
+    model, its settings, the data, the batch size, ``seq`` or the seed. Data files that have changed since the run was
+    started are an error too, unless ``changed_data`` accepts them. A step whose loss or gradient norm (which is known
+    if ``config.clip`` is not 0) is not finite ends the run, because AdamW does not recover from it: the step is not
+    saved, and ``diverged`` of the summary is its number, else None.
 
-    A stop signal ends the run after the current step, with a checkpoint. ``stopped`` of the summary is then True if
-    ranks are threads; processes raise KeyboardInterrupt instead.
+    A stop signal, or ``stop`` if ranks are threads, ends the run after the current step, with a checkpoint. ``stopped``
+    of the summary is then True if ranks are threads; processes raise KeyboardInterrupt instead. The summary is plain
+    data for JSON. It also has the layout, the numbers of ranks, parameters and steps, the first and the last loss of
+    this call, the medians of step time and tokens per second, each rank's peak memory in bytes, and the path of the
+    last checkpoint.
 
     Raises: before the first step, LayoutError: the layout does not fit the model or the ranks; PlanError: the options
         do not fit, or ``out`` has a run or is in use; CheckpointError: there is nothing to resume. Later,
-        RankFailedError: a rank failed.
+        RankFailedError: a rank failed. An error of the library, such as CheckpointError if the last checkpoint cannot
+        be written, is raised as it is.
     """
     layout = Layout.parse(config.layout)
     check_can_start(layout.num_ranks, ranks)

@@ -61,6 +61,8 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
     """Returns the forward seconds of each module that rank 0 has measured by :func:`layer_seconds`, on every rank.
 
     All ranks call it. Without ``measured_costs`` in the config the result is empty and nothing is sent.
+
+    Traffic: otherwise, two all-gathers, of the lengths of texts and of the texts.
     """
     if not config.measured_costs:
         return {}
@@ -70,18 +72,20 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
 
 
 def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
-    """Starts ranks, trains some steps, and returns the measured timeline of one step: of the pipeline of rank 0.
+    """Starts ranks, trains ``WARM_UP`` steps, and returns the measured timeline of the next step on rank 0's pipeline.
 
     The layout is that of ``config``. ``seconds`` are times of layers from :func:`layer_seconds`, by which the model is
-    cut into stages.
+    cut into stages. Errors are those of :func:`~shardwright.comm.launch.launch`.
     """
     return launch(_timeline, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
 def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
-    """Starts ranks, trains some steps, and returns the measured memory of each rank over one step, in rank order.
+    """Starts ranks, trains ``WARM_UP`` steps, and returns the measured memory of each rank over the next one, by rank.
 
-    Optimizer state is included. ``seconds`` are times of layers, by which the model is cut into stages.
+    Optimizer state is included. The layout is that of ``config``. ``seconds`` are times of layers from
+    :func:`layer_seconds`, by which the model is cut into stages. Errors are those of
+    :func:`~shardwright.comm.launch.launch`.
     """
     return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 

@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """A context that turns an OSError of its block into a PlanError about the folder ``out``."""
+    """Returns a context that turns an OSError of its block into a PlanError about the folder ``out``."""
     try:
         yield
     except OSError as failure:
@@ -33,10 +33,11 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[str] | None]:
-    """A context that locks a run's folder on rank 0, and yields the open lock file there, None on other ranks.
+    """Returns a context that locks a run's folder on rank 0, and yields the open lock file there, None on other ranks.
 
-    All ranks call it. The operating system releases the lock of a process that has died. ``new`` says that this run has
-    found the folder free of runs and is to begin there.
+    All ranks call it, and it sends two short all-gathers. A missing folder is created. The operating system releases
+    the lock of a process that has died. ``new`` says that this run has found the folder free of runs and is to begin
+    there.
 
     Raises: PlanError, on every rank: the lock file cannot be opened; another run has the lock; or, with ``new``, there
         are metrics of a run that has begun in the folder meanwhile.

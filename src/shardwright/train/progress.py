@@ -149,7 +149,10 @@ class Log:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a run's ``metrics.jsonl``, without lines that are damaged or not yet complete."""
+    """Returns the rows of a run's ``metrics.jsonl``, without lines that are damaged or not yet complete.
+
+    The list is empty if there is no such file.
+    """
     path = out / METRICS_FILE
     lines = path.read_bytes().splitlines() if path.exists() else ()
     return [row for line in lines if (row := _row(line)) is not None]
@@ -184,6 +187,8 @@ def cut_metrics(out: Path, last_step: int) -> int:
     is cut in place: that needs no disk space, and a kill leaves the file either whole or cut. If a damaged row stands
     before rows that are kept, these are written into a new file, which then replaces the old one. A missing file is
     created empty.
+
+    Raises: OSError: the file cannot be read or written.
     """
     path = out / METRICS_FILE
     path.touch()

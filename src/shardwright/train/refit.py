@@ -11,12 +11,13 @@ AUTO_FIT = "auto-fit"
 
 
 def refitted(line: str, earlier: str | None, num_ranks: int | None) -> str:
-    """Returns the layout for ``num_ranks`` ranks: only the size of ``dp`` changes, pp, tp and all else are kept.
+    """Returns the layout line for ``num_ranks`` ranks: only the size of ``dp`` changes, and all else is kept.
 
     ``line`` is ``auto-fit``, which takes the layout of the run that is continued (``earlier``; without one, dp alone),
-    or a layout with ``auto-fit`` behind it. If ``num_ranks`` is None, the layout keeps its own number of ranks.
+    or a layout with ``auto-fit`` behind it. If ``num_ranks`` is None, the layout keeps its own number of ranks. A
+    ``dp`` of two sizes gets one size if its number of ranks changes.
 
-    Raises: LayoutError: the ranks are no multiple of what one replica of the model needs.
+    Raises: LayoutError: the ranks are no multiple of what one replica of the model needs, or there is no such layout.
 
     >>> refitted("auto-fit", "pp2 mb4 dp4/zero1 tp2", 12), refitted("dp2 tp2 auto-fit", None, 6)
     ('pp2 mb4 dp3/zero1 tp2', 'dp3 tp2')

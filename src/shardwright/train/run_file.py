@@ -31,7 +31,8 @@ def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, second
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
     It holds the options, the fingerprints of the data files (``data``), the measured times of layers (``seconds``), the
-    number of ranks, the time, and the versions and the machine that were used.
+    number of ranks, the id of the ``torchrun`` job if there is one, the time, and the versions and the machine that
+    were used.
     """
     versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
     machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}

@@ -34,13 +34,14 @@ def sample(
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
     ``config`` is the config of that run, and ``layout`` the layout to sample under, whose ranks are threads or
-    processes as ``ranks`` says. A language model continues ``prompt`` by ``num`` bytes, drawn at ``temperature`` with
-    ``seed``; at temperature 0 the likeliest byte is taken. For pictures the result has a line for each of the first
-    ``num`` of the eval split: the predicted class and, if that is wrong, the true class. Its last line counts the right
-    predictions.
+    processes as ``ranks`` says. For a language model the result is ``prompt`` and ``num`` more bytes, drawn at
+    ``temperature`` with ``seed``; at temperature 0 the likeliest byte is taken. For pictures the result has a line for
+    each of the first ``num`` of the eval split: the predicted class and, if that is wrong, the true class. Its last
+    line counts the right predictions.
 
     Raises: PlanError: an argument is out of range, the prompt is empty, or the model's targets are not classes;
-        CheckpointError: ``run`` has no checkpoint that fits; RankFailedError: a rank failed in another way.
+        LayoutError: the layout does not fit the model or the ranks; CheckpointError: ``run`` has no checkpoint that
+        fits; RankFailedError: a rank failed in another way.
     """
     check_finite("temperature", temperature)
     if not 0 <= num <= MOST_SAMPLES:

@@ -24,7 +24,7 @@ class SpacedValues:
         self._most, self._every, self._count = most, 1, 0
 
     def append(self, value: float) -> None:
-        """Adds the next value of the series, or leaves it out."""
+        """Takes the next value of the series, and keeps it or leaves it out, so that kept values are evenly spaced."""
         if self._count % self._every == 0:
             if len(self.values) == self._most:
                 del self.values[1::2]
@@ -34,6 +34,9 @@ class SpacedValues:
         self._count += 1
 
     def median(self, num_first: int = 0) -> float | None:
-        """Returns the median without the first ``num_first`` values, of which a few remain; None of an empty series."""
+        """Returns the median of the kept values, without the first ``num_first`` if more than twice as many are kept.
+
+        The result is None for an empty series.
+        """
         late = self.values[num_first:] if len(self.values) > 2 * num_first else self.values
         return statistics.median(late) if late else None

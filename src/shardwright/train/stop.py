@@ -17,7 +17,8 @@ from shardwright.train.run_file import run_name_in
 class Stop:
     """A request to end the run after the current step with a checkpoint, or to save a checkpoint and continue.
 
-    Ranks that are processes each handle signals; ranks that are threads share one object.
+    ``signal`` is the number of the signal that requested the stop, or 0. ``num_saves_requested`` counts the requests of
+    checkpoints. Ranks that are processes each handle signals; ranks that are threads share one object.
     """
 
     def __init__(self) -> None:
@@ -35,9 +36,10 @@ class Stop:
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """A context in which SIGINT, SIGTERM and SIGHUP request the stop, and SIGUSR1 requests a checkpoint.
+        """Returns a context in which SIGINT, SIGTERM and SIGHUP request the stop, and SIGUSR1 requests a checkpoint.
 
-        It has an effect only in the main thread, which alone may set handlers; SIGHUP stays ignored under ``nohup``.
+        It has an effect only in the main thread, which alone may set handlers. SIGHUP stays ignored under ``nohup``.
+        The earlier handlers are restored afterwards.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -121,7 +121,8 @@ def verify(
     """Trains under ``layout`` and on one device, a step per batch, and returns a verdict with the largest differences.
 
     ``model`` may be on the meta device; copies of it are trained in ``dtype``, float64 or float32. ``batches`` are
-    global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Gradients are
+    global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Without
+    ``loss`` it is cross entropy. ``seed`` determines initial values that the model lacks, and dropout. Gradients are
     compared after the first step. Parameters and buffers are compared after the last, in float64 only: in float32 AdamW
     amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
     that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it,
@@ -129,8 +130,8 @@ def verify(
     ``seconds`` and ``strategies`` are those of ``parallelize``.
 
     Raises: LayoutError, PlanError: the layout does not fit the model or this machine, there are no batches, ``dtype``
-        is neither float64 nor float32, or a copy of the model has written to ``model``. A difference is not raised: it
-        is in the verdict.
+        is neither float64 nor float32, or a copy of the model has written to ``model``. RankFailedError: a rank failed.
+        A difference is not raised: it is in the verdict.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))

@@ -60,7 +60,8 @@ class Outcome:
     """The results of training steps on one device or one rank: losses, gradients, parameters and buffers.
 
     Gradients are those of the first step; one is None if the loss does not depend on the parameter. Parameters and
-    buffers are those after the last step. ``eps`` is AdamW's.
+    buffers are those after the last step. On a rank, tensors are its shards. ``eps`` is AdamW's, and ``loss_dtype`` is
+    the dtype in which the model computes its loss; only the outcome of :func:`reference` has them and ``changed``.
     """
 
     losses: list[float]
@@ -70,7 +71,7 @@ class Outcome:
     eps: float = 0.0
     loss_dtype: torch.dtype = torch.float64
     changed: frozenset[str] = frozenset()
-    """The names of the floating-point buffers that the steps have changed."""
+    """The names of the floating-point and complex buffers that the steps have changed."""
 
 
 def reference(
@@ -87,9 +88,13 @@ def reference(
 ) -> Outcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
-    AdamW makes a step for each of ``batches``. ``draws`` are the random function calls that a recorded forward of the
-    model has made. ``eps`` is AdamW's; by default it is made from the gradients of the first step. ``shift(name,
-    value)`` may change each parameter's initial value, in place. ``forward`` is a context in which the forwards run.
+    AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
+    that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
+    ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
+    default it is ``FLOOR`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
+    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run.
+
+    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
     check_apart(plain, model)
@@ -196,7 +201,7 @@ def _largest(named: Mapping[str, Tensor | None]) -> float:
 class RoundingRecorder(TorchDispatchMode):
     """A dispatch mode that finds the narrowest dtype to which operators round tensors of ``dtype``.
 
-    It is in ``narrowest``, which stays ``dtype`` if no operator rounds.
+    That dtype is the attribute ``narrowest``, which stays ``dtype`` if no operator rounds.
 
     >>> with RoundingRecorder(torch.float64) as inside:
     ...     torch.ones(2, dtype=torch.float64).softmax(0, dtype=torch.float32)
@@ -247,7 +252,7 @@ def own_errors(
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
     The result is None if no operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result
-    of :func:`reference` for the same arguments, which is run several times more.
+    of :func:`reference` for the same arguments; this function calls :func:`reference` several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)

@@ -15,12 +15,16 @@ class Verdict:
     ``worst_parameter`` is the tensor that has it. ``first_difference`` is the first parameter whose gradient has a
     larger error than is allowed, or else the first parameter or buffer whose values have one, and ``first_error`` is
     its error. If there is none, they are "" and the error of the loss. ``allowed`` is the error allowed for the tensor
-    that the text names first: ``tolerance`` or, for a tensor by which runs on one device differ more, several times
-    that difference. ``own_error`` is the largest such difference, 0 if none is beyond ``tolerance``.
+    ``first_difference`` or, if that is "", for ``worst_parameter``: ``tolerance`` or, for a tensor by which runs on one
+    device differ more, several times that difference. ``own_error`` is the largest such difference, 0 if none is beyond
+    ``tolerance``.
 
-    ``parameters`` and ``steps`` count what was compared. ``presence`` is text on a gradient that only one side has.
-    ``shares`` is the share of the parameters that each factor of the layout cuts, and ``flops`` that of the forward's
-    FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a factor that cuts little.
+    ``loss_error`` and the errors of gradients, parameters and buffers are the largest of each kind; parameters and
+    buffers are compared only if the layout computes in float64, and their errors are 0 otherwise. ``parameters`` and
+    ``steps`` count the gradients and steps that were compared, and ``world_size`` the ranks. ``presence`` is text on a
+    gradient that only one side has. ``shares`` is the share of the parameters that each factor of the layout cuts, and
+    ``flops`` that of the forward's FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a
+    factor that cuts little.
     """
 
     equal: bool

@@ -51,8 +51,8 @@ class Blocks:
     def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
         """Reserves a block for a message of ``num_bytes`` bytes, and returns the block's index.
 
-        It is a free block, or else a new one, of a power of two of bytes and at least 64 KiB. It is free again when
-        ``readers`` ranks have released it. ``listen`` is called before a new block is added, to let releases come in.
+        It is a free block, or else a new one. Its size is the next power of two, at least 64 KiB. It is free again when
+        ``readers`` ranks have released it. ``listen`` is called if no block is free, to let releases come in.
         """
         size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         if not self._free.get(size):

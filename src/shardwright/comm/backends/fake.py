@@ -113,7 +113,7 @@ class FakeChannel(Channel):
         return self._all(call, tensor, [], [[tensor]] if source == self.index else [])
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Records the message and sends nothing, but takes a shared-memory block as a real message would."""
+        """Records the message and sends nothing, but counts a shared-memory block if a real message would take one."""
         self._note(call, [tensor])
         self.readers.end(self.readers.begin([(tensor.nbytes, [self.ranks[to]])]), ())
         return done(None)

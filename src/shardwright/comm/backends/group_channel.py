@@ -19,12 +19,12 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Watched(Protocol):
-    """A collective call that a watchdog checks for a timeout, as over NCCL ``wait`` blocks only the GPU's stream."""
+    """A collective call that a watchdog checks for a timeout: over NCCL, ``wait`` blocks only the GPU's stream."""
 
     def waited(self, device: torch.device) -> None:
         """Drops torch's handles of the call, which keep its tensors alive.
 
-        Call it once the current stream of ``device`` has been made to wait for the call.
+        Call it when the current stream of ``device`` has been made to wait for the call.
         """
 
 
@@ -34,7 +34,10 @@ class GroupTransport(Protocol):
     rank: int
 
     def group(self, ranks: tuple[int, ...], name: str = "") -> Any:
-        """Returns the ``torch.distributed`` group over ``ranks``; ``name`` distinguishes groups over the same ranks."""
+        """Returns the ``torch.distributed`` group over ``ranks``, which they create at their first call.
+
+        So all of them must make that call. ``name`` distinguishes groups over the same ranks.
+        """
 
     def channel_of(self, ranks: tuple[int, ...]) -> Channel:
         """Returns a new channel over ``ranks``; all of them must create their channels in the same order."""

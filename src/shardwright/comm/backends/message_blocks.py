@@ -28,7 +28,9 @@ from shardwright.errors import PlanError
 from shardwright.tensor_bytes import bytes_of
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
-"""The kinds of message: bytes are sent; the sender's part of a sum is done; a block was read; a new block is shared."""
+"""The kinds of message. ``POST``: bytes are sent; ``SUMMED``: the sender's part of a sum is done; ``READ``: a block was
+read; ``NEW``: a new block is shared.
+"""
 
 _HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, arrival (ns, monotonic)
 _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what comes after the folder up to 50
@@ -82,7 +84,8 @@ class Link:
 class ReceivedMessage(NamedTuple):
     """A received message: the index of the sender's shared-memory block that holds its bytes, or the bytes themselves.
 
-    The bytes themselves (``inline``) have come if there are at most 4 KiB of them.
+    ``num_bytes`` is their number. If there are at most 4 KiB, they are in ``inline``, and ``block`` means nothing.
+    Otherwise ``inline`` is empty.
     """
 
     block: int
@@ -113,6 +116,9 @@ class MessageBlock:
 class MessageExchange:
     """One rank's sockets to the other ranks of its machine, its shared-memory blocks, and the messages received.
 
+    In ``folder``, the same for all ranks, each rank creates a socket that is named by its number. ``timeout_s`` is the
+    time limit of each wait, in seconds, and ``link`` a slow link to emulate, if any.
+
     While the rank waits for a message of one rank, it reads from all. While its send buffer is full, it goes on
     receiving, so that ranks with full buffers cannot deadlock.
     """
@@ -141,9 +147,12 @@ class MessageExchange:
         self._order = itertools.count()  # breaks ties of arrival in the heap
 
     def connect(self, ranks: Sequence[int]) -> None:
-        """Opens sockets to those of ``ranks`` that have none yet; they must call it too.
+        """Opens sockets to those of ``ranks`` to which this rank has none yet; they must call it too.
 
         Of each pair, the higher rank connects and the lower one accepts.
+
+        Raises: TimeoutError: a higher rank does not connect within the timeout. Another OSError: a lower rank has not
+            created its socket yet.
         """
         for peer in ranks:
             if peer < self.rank and peer not in self.peers:
@@ -167,6 +176,8 @@ class MessageExchange:
         self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
     ) -> int:
         """Sends the bytes of ``tensors``, joined, to the ranks ``to``, without waiting until these read them.
+
+        The tensors may be changed at once, because their bytes are copied.
 
         Returns the index of the shared-memory block that holds the bytes, or -1 if they are few enough to go through
         the sockets. ``channel`` and ``number`` identify the call: its process group, and its number in the group.
@@ -197,6 +208,8 @@ class MessageExchange:
         ``kind``, ``channel`` and ``number`` identify the message as in :meth:`receive`, and ``block`` is the index of
         the block in question. ``read`` is how many bytes of a block ``peer`` reads after this message, which an
         emulated link counts as sent.
+
+        Raises: as :meth:`post`.
         """
         arrival = self._arrival_ns(read) if read else 0
         self._send(peer, _HEADER.pack(kind, channel, number, block, 0, arrival))
@@ -239,7 +252,11 @@ class MessageExchange:
                 raise LateError(peers[0], self.timeout_s)
 
     def peer_bytes(self, peer: int, posted: ReceivedMessage) -> Tensor:
-        """Returns the bytes of a message from rank ``peer`` as a tensor, a view of the block if they are in one."""
+        """Returns the bytes of a message from rank ``peer`` as a flat uint8 tensor.
+
+        It is a view of the block that holds the bytes, or a new tensor if they came through the socket. For a message
+        without bytes it is empty, and its dtype means nothing.
+        """
         if posted.num_bytes <= INLINE_BYTES:
             return torch.frombuffer(bytearray(posted.inline), dtype=torch.uint8) if posted.inline else torch.empty(0)
         return self.peer_blocks[peer, posted.block].bytes[: posted.num_bytes]
@@ -247,13 +264,13 @@ class MessageExchange:
     def done_reading(self, peer: int, posted: ReceivedMessage) -> None:
         """Tells rank ``peer`` that this rank has read a message, so that ``peer`` can reuse the message's block.
 
-        Nothing is sent for a message that came through the socket.
+        Nothing is sent for a message that came through the socket. Raises: as :meth:`post`.
         """
         if posted.num_bytes > INLINE_BYTES:
             self.notify(peer, READ, 0, 0, posted.block)
 
     def close(self) -> None:
-        """Closes this rank's sockets to the other ranks."""
+        """Closes this rank's sockets to the other ranks, which then get LostError if they wait for this rank."""
         for connection in (*self.peers.values(), self.listener):
             connection.close()
 

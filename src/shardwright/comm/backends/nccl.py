@@ -109,7 +109,10 @@ class NcclChannel(GroupChannel):
         return Pending(lambda: (pending.wait(), tensor)[1])
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends a copy of ``tensor`` to member ``to``, so that the sender may overwrite its own at once."""
+        """Sends a copy of ``tensor`` to member ``to``, so that the sender may overwrite its own at once.
+
+        Raises: CommunicationError: :meth:`connect` has not connected the two members.
+        """
         self._begin(call, tensor.nbytes, meets=False)
         message, group = _movable(tensor.clone()), self._group_between(call, to, to > self.index)
         work = dist.isend(message, group=group, group_dst=self._place(to))
@@ -118,14 +121,17 @@ class NcclChannel(GroupChannel):
         return Pending(lambda: None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Starts to fill ``tensor`` with the next message from member ``source``, by torch's receive."""
+        """Starts to fill ``tensor`` with the next message from member ``source``, by torch's receive.
+
+        Raises: CommunicationError: :meth:`connect` has not connected the two members.
+        """
         self._begin(call, tensor.nbytes, meets=False)
         group = self._group_between(call, source, source < self.index)
         work = dist.irecv(_movable(tensor), group=group, group_src=self._place(source))
         return self._pending(call, [work], lambda: tensor)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Runs all messages as one NCCL group, in which no message waits for another."""
+        """Starts all messages as one NCCL group, in which no message waits for another."""
         operations = []
         for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for call, tensor, member in messages:
@@ -140,7 +146,8 @@ class NcclChannel(GroupChannel):
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Creates NCCL's communicators for p2p messages between each pair of members, one for each direction.
 
-        All members pass the same pairs. It must be called before the first :meth:`send` or :meth:`receive` of a pair.
+        All members pass the same pairs of (lower, higher) member. It must be called before the first :meth:`send` or
+        :meth:`receive` of a pair. The members of each new pair send each other one number, which is not recorded.
         """
         up, down = (self.transport.group(self.ranks, name) for name in ("up", "down"))
         for low, high in pairs:

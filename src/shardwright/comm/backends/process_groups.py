@@ -52,6 +52,12 @@ class ProcessTransport:
     If the ranks communicate over NCCL, all groups do. Otherwise groups whose members are on one machine use shared
     memory, and the others use gloo. In a group with equally many ranks on each of several machines, a large sum goes
     through shared memory inside each machine and over gloo only between machines. With ``links`` "sockets" all is gloo.
+
+    All ranks create theirs together, when torch's default process group exists. If they may share memory, they exchange
+    their nodes through torch's store and connect to the ranks of their node by sockets in ``folder``, which is by
+    default the folder for temporary files. ``timeout`` is the time limit of a call, and the watchdog calls ``report``.
+
+    Raises: PlanError: ``link`` is to be emulated, but not all ranks share memory.
     """
 
     kind = "processes"

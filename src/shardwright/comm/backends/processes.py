@@ -60,7 +60,8 @@ def run_here(
     """Runs ``work(world, *args)`` in this process as one rank of a run, and returns its result.
 
     The environment variables ``RANK``, ``WORLD_SIZE`` and so on say which rank it is. If the ranks of a node are not
-    numbered one after the other, all ranks are renumbered, and ``RANK`` is changed.
+    numbered one after the other, all ranks are renumbered, and ``RANK`` is changed. Torch's default process group is
+    created for the call, and destroyed when all ranks have done their work; if this rank fails, it is left.
 
     ``links`` is "sockets" to keep ranks of one machine from using shared memory. ``folder`` is a folder for temporary
     files, given if one process has started all ranks on this machine and removes it at the end. ``report`` is called
@@ -164,9 +165,11 @@ def run_processes(
 ) -> list[T]:  # fmt: skip
     """Runs ``work`` in ``num_ranks`` new processes of this machine, and returns the ranks' results in rank order.
 
-    The options are those of :func:`~shardwright.comm.launch.launch` and :func:`run_here`. The processes listen on no
-    network but, where torch needs it, the machine's loopback. A stop signal to this process or to the whole process
-    group reaches every rank; ranks that have not ended ``grace_s`` seconds later are killed.
+    Each rank calls ``work(world, *args)``. ``work``, ``args`` and the results are pickled. The options are those of
+    :func:`~shardwright.comm.launch.launch`. The processes listen on no network but, where torch needs it, the machine's
+    loopback. In this process's environment, ``OMP_NUM_THREADS`` is set to 1 if it is not set. If this is called in the
+    main thread, a stop signal to this process or to the whole process group reaches every rank; ranks that have not
+    ended ``grace_s`` seconds later are killed.
 
     Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. The library's own errors,
         such as PlanError and CommunicationError, are raised as they are. KeyboardInterrupt: the run was told to stop.

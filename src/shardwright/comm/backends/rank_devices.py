@@ -31,9 +31,11 @@ GLOO = "/gloo"
 class RankDevice(NamedTuple):
     """The device that one rank was asked to use and the device that it found, as each rank publishes them to all ranks.
 
-    ``wanted`` is the option ``device``, ``kind`` the device type, and ``place`` the index of the rank's device among
-    the ``num_visible`` that the rank sees. ``card`` identifies the physical GPU, and is empty if the rank cannot tell
-    which of the visible GPUs is its own. ``has_backend`` says whether torch has a collective backend for the type.
+    ``host`` is the name of the rank's machine, ``wanted`` the option ``device``, ``kind`` the device type, and
+    ``place`` the index of the rank's device among the ``num_visible`` that the rank sees. ``local_rank`` is the rank's
+    number on its machine (``LOCAL_RANK``), or None on the CPU and if it is not known. ``card`` identifies the physical
+    GPU. It is empty on the CPU, and if the rank has no GPU or cannot tell which of the visible ones is its own.
+    ``has_backend`` says whether torch has a collective backend for the type.
     """
 
     host: str
@@ -82,8 +84,8 @@ def found(wanted: str, host: str, size: int, environment: Mapping[str, str] = os
 def exchanged(mine: RankDevice, store: Any, rank: int, size: int, *, forked: bool = False) -> list[RankDevice]:
     """Returns the :class:`RankDevice` of each rank, exchanged through torch's ``store``; every rank must call it.
 
-    ``mine`` is this rank's. ``forked`` says that one process has forked all ranks, so that they see the same devices;
-    if these are CPUs alone, nothing is exchanged.
+    ``mine`` is this rank's. ``forked`` says that one process has forked all ranks, so that they see the same devices.
+    If ``mine`` is then the CPU, so is each rank's, and nothing is exchanged.
     """
     if forked and mine.kind == "cpu":
         return [mine] * size

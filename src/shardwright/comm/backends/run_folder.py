@@ -26,6 +26,8 @@ def run_folder() -> Iterator[Path]:
 
     At its start it also removes the folders of this user's runs that were killed.
 
+    Raises: PlanError: as :func:`~shardwright.comm.backends.message_blocks.folder_for_sockets`.
+
     >>> with run_folder() as folder:
     ...     oct(folder.stat().st_mode & 0o777)
     '0o700'

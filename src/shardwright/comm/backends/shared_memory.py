@@ -139,7 +139,7 @@ class SharedChannel(Channel):
         return self._pending(call, finish)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i, and fills ``outs`` from the others'."""
+        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i, and reads ``outs`` from the others."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         for position, rank in enumerate(self.ranks):
             if position != self.index:

@@ -67,7 +67,10 @@ class SharedAllReduce:
         return bool(self.posted) or (rank, POST, *self.key) in self.exchange.received
 
     def finish(self) -> None:
-        """Waits until every rank of the group has summed its part, and copies all parts into this rank's tensors."""
+        """Waits until every rank of the group has summed its part, and copies all parts into this rank's tensors.
+
+        Raises: LostError or LateError: another rank has ended, or is too late.
+        """
         exchange = self.exchange
         for rank in self.others:
             exchange.wait_until(partial(self._has_posted, rank), [rank])
@@ -87,7 +90,7 @@ class SharedAllReduce:
 
 
 def combine(total: Tensor, term: Tensor, op: str) -> None:
-    """Adds ``term`` to ``total`` in place, or takes the elementwise maximum: one step of an all-reduce."""
+    """Adds ``term`` to ``total`` in place if ``op`` is "sum", or else takes the elementwise maximum, also in place."""
     term = term.to(total.device)
     total.add_(term) if op == "sum" else torch.maximum(total, term, out=total)
 
@@ -99,7 +102,9 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Cuts flat tensors, joined end to end, into parts of these sizes; a part that spans several tensors is a copy.
+    """Cuts flat tensors, joined end to end, into parts of these numbers of elements.
+
+    A part inside one tensor is a view of it, and a part that spans several is a copy.
 
     >>> [part.tolist() for part in parts_of([torch.arange(3), torch.arange(3, 5)], [1, 0, 4])]
     [[0], [], [1, 2, 3, 4]]

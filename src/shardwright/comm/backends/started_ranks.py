@@ -49,8 +49,10 @@ def answer_of(kind: bytes, pickled: bytes) -> bytes:
 class RankProcess:
     """The launcher's handle on one rank's process: its pipes, what it has sent so far, and how it ended.
 
-    ``number`` is the rank, ``task`` the bytes still to be sent to it, ``answer`` the bytes read of its result or
-    failure report, and ``code`` its exit code once known.
+    ``number`` is the rank, ``process`` its process (None if that ended at once), ``task`` the bytes still to be sent to
+    it, ``answer`` the bytes read of its result or failure report, and ``code`` its exit code once known. ``ended`` says
+    that it has ended, ``killed`` that the launcher has killed it, ``stopped`` that it was suspended by then, and
+    ``unwatched`` that the fork server has ended, so that its exit code stays unknown.
     """
 
     number: int
@@ -132,7 +134,10 @@ def _for_ranks(number: int) -> int:
 
 
 class StartedRanks:
-    """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure."""
+    """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure.
+
+    Processes that have not ended ``grace_s`` seconds after a stop signal are killed.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self.ranks: list[RankProcess] = []
@@ -152,10 +157,11 @@ class StartedRanks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Returns a context that forwards signals to the ranks, and at its end kills the ranks that still run.
+        """Returns a context that forwards signals to the ranks.
 
-        The signals are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and SIGUSR1, unless they are ignored, and only in
-        the main thread. A signal to the whole process group reaches a rank twice: from its sender, and from here.
+        At its end it kills the ranks that still run, closes all pipes and restores the signal handlers. The signals
+        are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and SIGUSR1, unless they are ignored, and only in the main
+        thread. A signal to the whole process group reaches a rank twice: from its sender, and from here.
         """
         handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.getsignal(number) for number in handled}

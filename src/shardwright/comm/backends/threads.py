@@ -21,7 +21,7 @@ from shardwright.errors import CommunicationError, aligned
 
 Contribution = dict[str, Any]
 Work = Callable[[list[Contribution]], None]
-"""The function that the last member to arrive runs, on the tensors of all members in order."""
+"""A function that computes a collective; the last member to arrive calls it with the tensors of all members."""
 
 
 class StoppedError(CommunicationError):
@@ -78,7 +78,7 @@ class ThreadWorld:
     def wait(self, rank: int, meeting: _Rendezvous, result: Any) -> Any:
         """Blocks until the collective ``meeting``, which :meth:`arrive` returned, is complete; returns ``result``.
 
-        Raises: CommunicationError: the run fails before that, also because every rank waits and none can go on.
+        Raises: CommunicationError: the run fails before that; it also fails if every rank waits and none can go on.
         """
         with self.lock:
             if meeting.complete:
@@ -103,9 +103,9 @@ class ThreadWorld:
             self._find_deadlock()
 
     def fail(self, rank: int | None, failure: BaseException) -> None:
-        """Makes every rank raise an error at its next call or wait; of several failures only the first is kept.
+        """Makes every rank raise, in the call that it waits in or at its next one; only the first failure is kept.
 
-        ``rank`` is the one that failed, or None if the failure is of all ranks.
+        ``rank`` is the one that failed, -1 if the launcher was interrupted, or None if the failure is of all ranks.
         """
         with self.lock:
             if self.failure is None:
@@ -185,7 +185,7 @@ class ThreadTransport:
         self.hub.leave(self.rank)
 
     def abandon(self, failure: BaseException) -> None:
-        """Makes every other rank raise an error at its next call or wait, because this rank has failed."""
+        """Makes every other rank raise, in the call that it waits in or at its next, because this rank has failed."""
         self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
 
 

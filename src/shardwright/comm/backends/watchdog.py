@@ -48,7 +48,7 @@ class WatchedCall:
     ranks: tuple[int, ...]
     works: tuple[Any, ...]
     order: float = inf
-    """The place of the call among those that a stream waits for; of one that none waits for yet, infinity."""
+    """The call's place in the order in which streams began to wait for calls; infinity if none waits for it yet."""
 
     @property
     def is_complete(self) -> bool:
@@ -58,7 +58,7 @@ class WatchedCall:
     def waited(self, device: torch.device) -> None:
         """Replaces torch's handles of the call, which keep its tensors alive, by an event on the current stream.
 
-        Call it when that stream of ``device`` has been made to wait for the call.
+        Call it when that stream of ``device`` has been made to wait for the call. On the CPU, the handles stay.
         """
         self.order = next(_ORDER)
         if device.type not in devices.HOST:

@@ -63,11 +63,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator on global tensors and returns its results, as global tensors where they are tensors.
 
     ``func`` is the aten operator, called with ``args`` and ``kwargs``. Plain tensors are taken as broadcast if they are
-    0-d without a gradient, or such as torch's own functions create.
+    0-d without a gradient, or look like those that torch's own functions create inside, such as a causal mask.
 
     Raises: PlanError: the operator has no rule for inputs that are sharded as these are, draws random numbers that
         would depend on the layout, changes a tensor's shape in place, writes to a gathered view, or reads one whose
-        base was written to since. LayoutError: inputs are on several placements, or are other plain tensors.
+        base was written to since. LayoutError: inputs are on several placements, or are DTensors or other plain
+        tensors.
     """
     if (handler := lists.handler(func)) is not None:
         return handler(func, args, kwargs)

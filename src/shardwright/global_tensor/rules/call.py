@@ -46,9 +46,9 @@ class OperatorCall:
     tensors: list[Any]
     placement: Placement
     outputs: list[Tensor | None] = field(default_factory=list)
-    """The results as meta tensors of the global shapes."""
+    """The results as meta tensors of the global shapes; None for a result that is no tensor."""
     key: Any = None
-    """A hash key, equal for calls with the same shapes, dtypes and plain arguments; None if there is no rule."""
+    """A hash key, equal for calls that differ only in the values of tensors; None if the operator has no rule."""
 
     @property
     def name(self) -> str:
@@ -137,8 +137,9 @@ Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 class Decision:
     """How an operator call is sharded: the sbp that each input must have (``ins``) and each output gets (``outs``).
 
-    An sbp says for each axis of the placement whether the tensor is split, broadcast or a partial sum. If ``run`` is
-    given, it is called on the local tensors in place of the operator.
+    An sbp says for each axis of the placement whether the tensor is split, broadcast or a partial sum. ``outs`` is
+    empty if the shapes of the outputs depend on values. If ``run`` is given, ``run(call, decision, args, kwargs)`` is
+    called in place of the operator, with the local tensors among ``args`` and ``kwargs``.
     """
 
     ins: list[tuple[Sbp, ...]]
@@ -323,7 +324,10 @@ def number_of(given: Any) -> Any:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to sum in for a mean of ``dtype``: float32 for 16-bit floats, whose sum could overflow."""
+    """Returns the dtype to sum in for a mean of ``dtype``.
+
+    It is float32 for 16-bit floats, whose sum could overflow, and otherwise ``dtype``.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

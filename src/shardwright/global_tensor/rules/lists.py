@@ -28,7 +28,10 @@ _EQUIVALENT = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 @lru_cache(maxsize=1024)
 def handler(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
-    """Returns the function that runs an operator on lists of tensors, or None if the operator takes no lists."""
+    """Returns the function (func, args, kwargs) that runs a ``_foreach_*`` operator or a fused optimizer step.
+
+    The result is None for any other operator.
+    """
     name = func._schema.name.removeprefix("aten::")
     return _foreach if name.startswith(_FOREACH) else _fused if name in _FUSED else None
 

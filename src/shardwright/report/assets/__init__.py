@@ -14,5 +14,8 @@ def read_asset(name: str) -> str:
 
 
 def fill_template(name: str, **parts: str) -> str:
-    """Returns an HTML template of this folder with every ``$name`` replaced by the part of that name, which is HTML."""
+    """Returns an HTML template of this folder with every ``$name`` replaced by the part of that name, unescaped.
+
+    Raises: KeyError: a part of the template is not given.
+    """
     return Template(read_asset(name)).substitute(parts)

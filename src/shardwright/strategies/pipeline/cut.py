@@ -2,7 +2,7 @@
 
 Calls are weighed by their cost. Among cuts whose slowest chunk is equally fast, the one whose largest chunk holds the
 fewest bytes is taken. A module that alone costs more than a chunk's fair share is opened: its inner calls are weighed
-instead, if its code can be followed.
+instead, if its code can be followed. Modules are also opened while there are fewer calls than chunks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def cut(
 ) -> Stages:
     """Returns the contiguous pipeline chunks (:class:`Stages`) of a model, balanced by cost or cut at named modules.
 
-    The model is on the meta device. ``names`` are the modules at which the chunks begin. Without names costs
-    decide: counted on ``example``, a microbatch's inputs on the meta device, or estimated from the weights and
-    ``num_tokens``; ``seconds`` are measured times of single modules. Modules in ``closed`` are not cut inside;
-    ``whole`` are containers that stay one call, because they are recomputed or compiled as one.
+    ``names`` are the modules at which the chunks begin. Without names costs decide. They are counted on ``example``, a
+    microbatch's inputs on the meta device, or estimated from the weights and ``num_tokens``, the tokens of a
+    microbatch; ``seconds`` are measured times of single modules. Modules in ``closed`` are not cut inside; ``whole``
+    are containers that stay one call, because they are recomputed or compiled as one.
 
-    Raises: LayoutError: the model makes fewer calls than chunks, or its code cannot be followed; ``names`` are not as
-        many as chunks, are inside a closed module, or are not called in this order; ``seconds`` has an unknown module
-        or a negative time.
+    Raises: LayoutError: the model makes fewer calls than chunks, or its code cannot be followed; ``names`` are unknown,
+        are not as many as chunks, are inside a closed module, or are not called in this order; ``seconds`` has an
+        unknown module, or a time that is negative or infinite; chunks share memory that one of them writes in place, or
+        a module whose dropout is not called once in each call. PlanError: the example does not fit the forward.
 
     >>> stages = cut(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64)), 2)
     >>> [stages.chunked.calls_of(chunk) for chunk in range(2)]
@@ -296,10 +297,11 @@ def _list_modules(movable: Sequence[CallSite]) -> str:
 def stages_by_device(model: nn.Module) -> tuple[str, ...]:
     """Returns the modules at which the parameters' device changes from call to call, as names for the option ``cut:``.
 
-    A model whose parts a user has moved to devices with ``.to`` is cut there. Empty if all parameters are on one
-    device.
+    A model whose parts a user has moved to devices with ``.to`` is cut there. The first name is that of the first
+    called module with parameters. The tuple is empty if all parameters are on one device.
 
-    Raises: LayoutError: the parameters of one called module are on several devices.
+    Raises: LayoutError: the parameters of one called module are on several devices, or the model's code cannot be
+        traced.
 
     >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
     ('0', '1')

@@ -24,9 +24,10 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     """Returns the job's model cut into ``num_chunks`` chunks: by its traced code, or by a record of its forward.
 
     The forward is recorded on the job's example. The record is cut if tensor parallelism runs the model on shards. If
-    the layout has no axis but ``pp`` and ``dp``, it is also cut if the code cannot be traced or its output is a dict,
-    and if code that cannot be traced leaves over three quarters of the work in one chunk and the record leaves less.
-    ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as the ``names`` of modules to begin chunks at.
+    the job has an example and the layout no axis but ``pp`` and ``dp``, it is also cut if the code cannot be traced or
+    its output is a dict, and if code that cannot be traced leaves over three quarters of the work in one chunk and the
+    record leaves less. ``asked`` are keyword arguments for ``cut`` and ``cut_events``, such as the ``names`` of modules
+    to begin chunks at.
 
     Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where planning
         again with ``job.recorded`` set may help.

@@ -1,7 +1,7 @@
 """Cuts a recorded forward into pipeline chunks of balanced work and memory.
 
 Of the cuts whose largest chunk is at most a tenth larger than it must be, the one that sends the fewest bytes between
-chunks is taken; work may be less even where memory would else be too uneven. A module whose call costs more than a
+chunks is taken. Work may be less even where memory would otherwise be too uneven. A module whose call costs more than a
 small part of a chunk's share is opened: the calls that its code makes are events of their own, at any depth.
 """
 
@@ -33,10 +33,13 @@ from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.strategies.pipeline.cut import partition
 
 FINEST = (0.25, 0.06, 0.0)
-"""A module is cut inside if its call costs more than this part of an even chunk. Later values are for uneven cuts.
+"""A module is cut inside if its call costs more than this part of an even chunk.
 
-Chunks begin at units, so the largest may exceed its share by about one unit: by a quarter, and less where smaller units
-stand at the boundary. Finer units balance better, and each is one more event that every stage compares with the record.
+The values are tried in order; a later one is tried only if the cuts so far are uneven or fail.
+
+Chunks begin at units, the modules that are one event for each call. So the largest chunk may exceed its share by about
+one unit: by a quarter, and less where smaller units stand at the boundary. Finer units balance better, and each is one
+more event that every stage compares with the record.
 """
 
 FINER = 0.9
@@ -45,8 +48,8 @@ FINER = 0.9
 SLACK = 1.1
 """The largest chunk's work may be this many times the least possible, if fewer bytes then cross between chunks.
 
-A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it. Chunks
-may be as uneven in work as ``UNEVEN`` allows where they would be more uneven in memory otherwise.
+With this tenth of a stage's work to spare, a cut falls on the border of a block where one is near, and not inside of
+it. Chunks may be as uneven in work as ``UNEVEN`` allows where they would be more uneven in memory otherwise.
 """
 
 
@@ -56,12 +59,13 @@ def cut_events(
 ) -> EventStages:  # fmt: skip
     """Returns the contiguous pipeline chunks (:class:`EventStages`) of a model's forward, recorded on ``example``.
 
-    The model is on the meta device. ``names`` are the modules at which chunks begin, ``seconds`` measured times of
-    modules; modules in ``closed`` are not cut inside. Use it for models whose code cannot be traced, else ``cut``.
+    The model is on the meta device, and ``example`` has the inputs of one microbatch. ``names`` are the modules at
+    which chunks begin, one for each chunk. ``seconds`` are measured times of modules; modules in ``closed`` are not cut
+    inside. Use it for models whose code cannot be traced, else ``cut``.
 
     Raises: LayoutError: the forward's calls depend on values of parameters or activations, it makes too few calls of
         modules with weights or does not call ``names`` in this order, it changes an attribute in every call, or modules
-        exchange tensors otherwise than as arguments and results.
+        exchange tensors otherwise than as arguments and results. TypeError: the example does not fit the forward.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -126,6 +130,13 @@ def _cut(
             raise _counts(f"{path}.{name}".lstrip("."))
     costs = _costs(model, found, seconds)
     sites = _sites(found, names)
+    if names and len(names) != num_chunks:
+        raise LayoutError(
+            f"{num_chunks} stages begin at {len(names)} names",
+            given=f"cut:{','.join(names)}",
+            allowed=f"{num_chunks} names, the first of them where the model begins",
+            fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
+        )
     if len(sites) < num_chunks:
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks",
@@ -327,7 +338,7 @@ def _shares(values: Sequence[float]) -> list[float]:
 
 
 Price = tuple[float, float]
-"""The price of a run of events: a term that is summed over all runs, then a term of which the largest counts."""
+"""The price of a chunk, a run of events: a term that is summed over all chunks, and one of which the largest counts."""
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:

@@ -42,14 +42,15 @@ class ChunkStoppedError(Exception):
 class GhostMode(TorchFunctionMode):
     """A context that runs one chunk's calls of the forward for one microbatch; other chunks' calls return meta tensors.
 
-    ``chunk`` is its number; with None no call is run, and the forward is only compared with the record. ``plain`` is
-    the model that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters. ``received``
-    are the values that other chunks have sent, by name. ``made`` collects this chunk's values that other chunks take.
-    ``before`` is called with the number of each recorded call before the call runs.
+    ``chunk`` is the number of the chunk; with None no call is run, and the forward is only compared with the record.
+    ``plain`` is the model that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters.
+    ``received`` are the values that other chunks have sent, by name, and ``device`` is the one on which this chunk
+    computes. ``made`` collects this chunk's values that other chunks take. ``before`` is called with the number of each
+    of this chunk's recorded calls before the call runs.
     """
 
     takes_draws = True
-    """True: ``KeyedDraws`` leaves the call of a random function to this mode, so that it is one event as recorded."""
+    """Tells ``KeyedDraws`` to leave the call of a random function to this mode, so that it is one event as recorded."""
 
     def __init__(
         self, chunked: EventsChunked, chunk: int | None, plain: nn.Module, names: ParameterIndex,
@@ -75,7 +76,8 @@ class GhostMode(TorchFunctionMode):
         ``units`` are the modules that the record has as single calls, with their paths. Hooks on ``opened`` modules do
         not run.
 
-        Raises: PlanError: the forward makes other calls than the recorded one.
+        Raises: PlanError: the forward makes other calls than the recorded one, or code between modules reads a value
+            that another stage computes.
         """
         callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
         callers.update((module, self._caller(path, module)) for module, path in units.items())

@@ -30,7 +30,10 @@ class GhostParameters:
         for _, module, own, name in owners(whole):
             names[module][name] = own
         self.opened = [model.get_submodule(path) for path in stages.opened if not has_hooks(whole.get_submodule(path))]
-        """The modules whose code runs on every stage, without the hooks that strategies have put on them."""
+        """The modules whose code runs on every stage and on which the user has put no hooks.
+
+        The caller runs them without the hooks that strategies have put on them.
+        """
         for path, module in model.named_modules():
             theirs = whole.get_submodule(path)._parameters
             held = dict(dict.items(module._parameters))

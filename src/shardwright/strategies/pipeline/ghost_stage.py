@@ -37,7 +37,8 @@ KEPT_PATHS = 8
 class GhostStage(PipelineStage[EventStages]):
     """This rank's pipeline chunks of a model whose forward was recorded; the executor runs the chunks.
 
-    ``rng`` numbers the random draws of each microbatch; it is None in a step on the meta device.
+    ``rng`` numbers the random draws of each microbatch. It is None in the rehearsal on the meta device that finds which
+    values stages send each other.
     """
 
     rng: RngTracker | None = None
@@ -66,7 +67,10 @@ class GhostStage(PipelineStage[EventStages]):
         """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
 
         The forward is recorded again for a microbatch whose input shapes, or whose path through the code, are new.
+        Every rank of ``pp`` calls it.
 
+        Traffic: one all-reduce over ``pp`` for the first batch of each kind (arguments, training or evaluation), to
+            compare the records.
         Raises: PlanError: ranks have recorded different forwards.
         """
         self._prepare()

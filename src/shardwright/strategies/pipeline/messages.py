@@ -27,7 +27,9 @@ class StageMessage(NamedTuple):
 
 
 def leaving(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """Returns the messages that are sent after an action (F, B, I or W). The caller skips those within one stage.
+    """Returns the messages that are sent after an action: activations after F, gradients after B or I, none after W.
+
+    The caller skips messages within one stage.
 
     >>> edges = (Edge(0, 1, ("x",)), Edge(0, 2, ("y",)))
     >>> [(message.source, message.target) for message in leaving(Action("F", 3, 0), edges)]

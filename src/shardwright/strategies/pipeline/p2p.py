@@ -29,13 +29,14 @@ from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.spec_bytes import pack, unpack
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
-"""The types of leaves beside tensors that may cross between stages: numbers, strings, None, dtypes, devices, sizes."""
+"""The types of leaves beside tensors that may cross between stages: plain values, dtypes, devices, sizes and slices."""
 
 
 class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor that a p2p message carries, and whether its gradient is sent back.
 
-    ``part`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and its cuts.
+    ``part`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and the cuts of its
+    dims as a :class:`TensorPart` has them.
     """
 
     shape: tuple[int, ...]
@@ -212,6 +213,7 @@ class P2P:
     def send(self, message: StageMessage, spec: ValueSpec, tensors: Sequence[Tensor], to: int) -> None:
         """Sends the activations of a message to stage ``to``; the first time, their shapes and dtypes are sent before.
 
+        Traffic: one send for each tensor; the first time on an edge under the microbatch's key, two more before.
         Raises: PlanError: shapes, dtypes or values that are no tensors differ from those sent before.
         """
         kept, edge = self._by_microbatch[message.microbatch], (message.source, message.target)
@@ -235,7 +237,10 @@ class P2P:
             self.axis.send(tensor, to)
 
     def send_gradients(self, gradients: Sequence[Tensor], to: int) -> None:
-        """Sends gradients of activations to stage ``to``, which sent the activations and so knows the shapes."""
+        """Sends gradients of activations to stage ``to``, which sent the activations and so knows the shapes.
+
+        Traffic: one send for each tensor.
+        """
         for gradient in gradients:
             self.axis.send(gradient, to)
 
@@ -291,7 +296,10 @@ def _unpack_spec(packed: bytes) -> ValueSpec:
 def share_output(axis: Axis, output: Any, source: int) -> Any:
     """Broadcasts the model's output from the stage ``source`` that computed it, and returns it on every stage.
 
+    Every rank of ``axis`` calls it; ``output`` is read on ``source`` alone.
+
     Traffic: one broadcast of its spec's size, one of its spec and one of each tensor.
+    Raises: PlanError: on ``source``, the output has a leaf that is neither a tensor nor a plain value.
     """
     here = axis.index == source
     tensors: list[Tensor] = []

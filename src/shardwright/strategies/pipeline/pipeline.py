@@ -114,8 +114,10 @@ class Pipeline:
 
         A parameter that no code uses is on the first stage, and such a buffer on all of them.
 
-        Raises: LayoutError: the model cannot be cut into that many chunks, has hooks itself, or calls a layer that
-            updates state in every call, such as a BatchNorm, on several stages; or the options of ``pp`` do not fit.
+        Raises: LayoutError: the model cannot be cut into that many chunks or has hooks itself; an option of ``pp`` does
+            not fit; several stages call a layer that updates state in every call, such as a BatchNorm, or share an
+            embedding table with ``max_norm``. PlanError: no schedule fits the memory limit of ``auto``, or the
+            example's inputs do not fit the forward.
         """
         if has_hooks(job.model):
             raise LayoutError(
@@ -155,8 +157,8 @@ class Pipeline:
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks.
 
-        It also connects the stages that exchange messages and, under a schedule that runs weight gradients apart (W),
-        makes the layers defer these.
+        Every rank calls it, because it also connects the stages that exchange messages. Under a schedule that runs
+        weight gradients apart (W), it makes this rank's layers defer these.
         """
         schedule, stages = _placed(plan)
         if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
@@ -175,7 +177,10 @@ class Pipeline:
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's p2p messages of the rank at ``coord``, and all-reduces for weights that stages share."""
+        """Returns the p2p messages that the rank at ``coord`` sends and receives in a step, and its all-reduces.
+
+        The all-reduces sum the gradients of weights that stages share.
+        """
         schedule, stages = _placed(plan)
         edges = stages.chunked.edges
         sizes = {(edge.source, edge.target): edge.values for edge in edges}
@@ -278,7 +283,10 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
 
 
 LEAST_MOST_STAGES, CALLS_OF_ONE = 1024, 16
-"""More stages than the first number, and than the second for each module, are refused before the model is cut."""
+"""Two limits on the number of chunks in all: a fixed one, and one for each module of the model. The larger one holds.
+
+A layout with more chunks is refused before the model is cut.
+"""
 
 
 def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages | EventStages) -> None:

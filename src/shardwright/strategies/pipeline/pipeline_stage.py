@@ -35,7 +35,10 @@ KEPT_ROUTES = 4
 
 @dataclass
 class Incoming:
-    """The received tensors of one message that need gradients; after the backward also their gradients."""
+    """The received tensors of one message that need gradients; after the backward also their gradients.
+
+    A gradient is None if the backward did not reach the tensor. Both are emptied once the gradients are sent back.
+    """
 
     message: StageMessage
     tensors: tuple[Tensor, ...]
@@ -92,8 +95,8 @@ class PipelineStage(Generic[StagesT]):
     """This rank's pipeline chunks, which the executor runs; subclasses define how a chunk runs (``begin``, ``_run``).
 
     ``stage_of`` gives the stage of each chunk. ``repeat`` is called before a module that earlier chunks call too, with
-    the number of their calls: dropout masks are numbered over all calls. ``frame`` is the context that strategies put
-    around the model's forward.
+    the number of their calls: dropout masks are numbered over all calls. ``frame`` is the code that strategies run
+    around the model's forward, if there is any.
     """
 
     model: nn.Module

@@ -24,7 +24,9 @@ _SHOWN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.d
 
 
 def lines_of(chunked: Chunked | EventsChunked, schedule: Schedule | None = None) -> list[str]:
-    """Returns lines of text for ranks to compare: every call of the model with its chunk, and each stage's actions.
+    """Returns lines of text for ranks to compare: every call of the model with its chunk.
+
+    With ``schedule``, one more line for each stage has the stage's actions.
 
     >>> from torch import nn
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
@@ -59,6 +61,8 @@ def _text(argument: Any) -> str:
 
 def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
     """Raises PlanError on all ranks of the axis unless they have equal ``lines``, as :func:`lines_of` gives them.
+
+    Every rank of the axis calls it.
 
     Traffic: one all-reduce of two numbers; where lines differ, also all-gathers of them for the error.
     """

@@ -40,6 +40,8 @@ class ChunkTimes:
 
     ``transfer_s`` is the time from the end of an action to its result's arrival on another stage: one number, or one
     for each pair (from stage, to stage); a missing pair has the time of the opposite direction.
+
+    Raises: LayoutError: a tuple is empty or of another length than the others, or a time is negative.
     """
 
     forward_s: tuple[float, ...]
@@ -95,6 +97,8 @@ class ChunkMemory:
 
     ``activation_bytes`` are held for each microbatch from its F to the end of its B or I, ``weight_bytes`` (what W
     needs) from its F to the end of its B or W, ``parameter_bytes`` all the time.
+
+    Raises: LayoutError: a tuple is empty or of another length than the others, or a number is negative.
     """
 
     activation_bytes: tuple[int, ...]
@@ -125,9 +129,10 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
 
     A stage runs its actions in order, one at a time, each as soon as the stage is free and all inputs have arrived.
     A send takes time but does not block its stage. The schedule has passed
-    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`, or consists of forwards alone.
+    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`, or consists of forwards alone. Without
+    ``memory`` the timeline has no bytes.
 
-    Raises: LayoutError: a deadlock, or times or bytes for another number of chunks.
+    Raises: LayoutError: a deadlock, times or bytes for another number of chunks, or no transfer time for two stages.
 
     >>> from shardwright.strategies.pipeline.schedules import build
     >>> timeline = simulate(build("1f1b", 2, 4), ChunkTimes.equal(2), ChunkMemory.equal(2))

@@ -20,6 +20,8 @@ from shardwright.errors import PlanError
 def pack(tree: Any, leaves: Sequence[Any]) -> bytes:
     """Returns a structure as JSON: ``tree``, nested containers of indices, and ``leaves``, the values that they index.
 
+    Raises: PlanError: a leaf, or the context of a container such as the keys of a dict, is no plain value.
+
     >>> pack({"x": 0}, [(2, 3)])
     b'[["builtins:dict", ["x"], [0]], [{"tuple": [2, 3]}]]'
     """

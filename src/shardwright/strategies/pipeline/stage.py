@@ -36,7 +36,9 @@ class StageCode:
     """The model's traced calls for one set of forward arguments and train/eval modes, cut into chunks.
 
     ``ready`` are the calls of this stage's chunks, with the functions that they run. ``attributes`` are the values that
-    modules' attributes had when the code was traced; ``shared`` checks writes into buffers.
+    modules' attributes had when the code was traced; ``shared`` checks writes into buffers. ``routes`` caches the
+    messages by schedule. ``has_run`` says that these calls have been run before; until then each chunk's run checks
+    that it has not changed the attributes.
     """
 
     chunked: Chunked
@@ -76,10 +78,12 @@ class Stage(PipelineStage[Stages]):
         """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
 
         The model's code is traced again if its arguments, a module's train/eval mode or an attribute that it reads have
-        changed.
+        changed. Every rank of ``pp`` calls it.
 
+        Traffic: one all-reduce over ``pp`` for the first batch of each kind (arguments, training or evaluation), to
+            compare the traced code.
         Raises: PlanError: ranks have traced different code, or an attribute that the code reads has changed to a value
-            that is no number, string or tuple.
+            that is no number, string, tuple or None.
         """
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]

@@ -28,10 +28,11 @@ from shardwright.strategies.spatial.maps import AVERAGE_POOLS, MAX_POOLS, TRANSP
 def compute(
     module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequence[int], forward: Callable[..., Any]
 ) -> Tensor:
-    """Returns this rank's rows of a layer's output; ``x`` has its rows of the input, ``sizes`` the rows on each rank.
+    """Returns this rank's rows of a layer's output; the mean of an adaptive pool is returned whole.
 
-    ``step`` is the traced call, with the rows that each output row reads; ``forward`` is the module's own forward. The
-    mean of an adaptive pool is returned whole.
+    ``x`` has this rank's rows of the input (dim 2), and ``sizes`` gives the number of input rows on each rank. ``step``
+    is the traced call, with the rows that each output row reads; ``forward`` is the module's own forward. All ranks of
+    the axis call it.
 
     Traffic: that of the operator of :mod:`shardwright.operators` that it calls.
     """

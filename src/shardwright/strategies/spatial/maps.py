@@ -41,7 +41,8 @@ Kind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone"
 """The kind of a step: how its output rows depend on its input rows.
 
 ``resize`` reads neighbouring rows; norms combine statistics over rows; ``alone`` and ``dropout`` treat each row by
-itself; ``mean`` averages over rows; ``ends`` is anything else, and needs whole maps.
+itself; ``mean`` averages over rows. ``input`` and ``output`` stand for the model's arguments and its output. ``ends``
+is anything else, and needs whole maps.
 """
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -63,9 +64,11 @@ class MapStep:
     """One traced call of a module or function: how it treats feature maps, and the steps whose values it reads.
 
     ``takes`` are these steps' numbers. ``path`` is the module called, or the name of a function; ``call`` counts the
-    earlier calls of that module, None for a function. ``arguments`` gives, by position or name, the number of the step
-    whose value is that argument of a module; it is None for a function, and where a value is inside a list or a dict.
-    ``joins`` is True for a concatenation. ``num_groups`` is that of a group norm; 0 stands for as many as channels.
+    earlier calls of that module, None if the step calls no module. ``resize`` says which input rows an output row
+    reads, for a step of that kind. ``arguments`` gives, by position or name, the number of the step whose value is that
+    argument of a module, or that tensor of the output; it is None for a function, and where a module's argument is a
+    list or a dict with a value inside. ``joins`` is True for a concatenation. ``num_groups`` is that of a
+    ``GroupNorm``; 0 stands for as many as channels.
     """
 
     kind: Kind
@@ -80,7 +83,8 @@ class MapStep:
     def num_rows(self, size: int | None) -> int | None:
         """Returns the number of output rows for ``size`` input rows; None if it is unknown.
 
-        A mean over rows gives one row for any input.
+        A mean over rows gives one row for any input. The number is unknown for the kind ``ends``, and else if ``size``
+        is None.
         """
         if self.kind == "mean":
             return 1
@@ -93,10 +97,10 @@ class MapStep:
 class Settled:
     """Which feature maps are cut by rows, and which are all-gathered at which step, for pictures of one height.
 
-    ``rows`` has the rows of the value of each step (traced call); the others are numbers of steps. The values of
-    ``cut`` are cut, and the steps ``work`` run on cut maps. ``take`` all-gather their inputs, ``give`` their outputs.
-    ``share`` return a whole value of one row, such as weights of channels, which each rank combines with its own rows:
-    the gradient of this value is summed over the ranks.
+    ``rows`` has the number of rows of the value of each step (traced call), None if it is unknown; the other fields
+    have numbers of steps. The values of ``cut`` are cut, and the steps ``work`` run on cut maps. ``take`` all-gather
+    their inputs, ``give`` their outputs. ``share`` return a whole value of one row, such as weights of channels, which
+    each rank combines with its own rows: the gradient of this value is summed over the ranks.
     """
 
     rows: tuple[int | None, ...]
@@ -106,7 +110,7 @@ class Settled:
     give: frozenset[int]
     share: frozenset[int]
     blame: Mapping[int, int]
-    """For each value that is all-gathered after its module, the step that needs it whole; for error messages."""
+    """For each value that must be whole as soon as it is computed, the step that needs it so; for texts to the user."""
 
     def touches(self, number: int) -> bool:
         """Returns whether a traced call runs otherwise than on one device: on cut maps, or with a collective."""
@@ -265,8 +269,9 @@ def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps |
     """Returns a model's traced calls (:class:`Maps`), from which row sharding is planned; None if it cannot be traced.
 
     It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which
-    feature maps are cut; the modules in ``copied`` take whole maps. If the code of any submodule cannot be traced, none
-    is followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is then one step.
+    feature maps are cut; the modules whose paths are in ``copied`` take whole maps. If the code of any submodule cannot
+    be traced, none is followed: each call of a direct child, or of one inside containers such as ``nn.Sequential``, is
+    then one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)

@@ -50,10 +50,10 @@ ROWS = 2
 
 @dataclass(frozen=True)
 class Spatial:
-    """Cuts pictures and feature maps in rows; weights are copied, windows that reach over a cut fetch a halo.
+    """Cuts pictures and feature maps in rows; every rank holds a copy of the weights.
 
-    It is for pictures whose feature maps are too large for one device. A halo is the rows of other ranks that the
-    window of a convolution or a pool reads.
+    It is for pictures whose feature maps are too large for one device. Where the window of a convolution or a pool
+    reads rows of other ranks (a halo), these ranks send them.
     """
 
     name: ClassVar[str] = "spatial"
@@ -70,8 +70,8 @@ class Spatial:
 
         On one rank nothing is sharded.
 
-        Raises: LayoutError: no convolution can work on row-sharded maps, or the job's example pictures have fewer rows
-            than there are ranks.
+        Raises: LayoutError: the model's code cannot be traced, no convolution can work on row-sharded maps, the job's
+            example pictures have fewer rows than there are ranks, or a role that the user gave to a layer does not fit.
         """
         parts = plan.mesh["tp"]
         overrides = overrides_of(job)

@@ -94,8 +94,9 @@ class OperatorStep(NamedTuple):
 class CallPlan:
     """The operators on this rank's shards (parts) that run in place of one call, and the parts of its results.
 
-    ``parts`` is the part that each slot holds, None for a whole tensor; ``given`` are the slots of the arguments,
-    ``made`` those of the results. ``runs_as_is``: the function itself does the same on parts, without a message.
+    ``results`` is what the call returns, with a :class:`Slot` in place of each tensor. ``parts`` is the part that each
+    of the ``num_slots`` slots holds, None for a whole tensor; ``given`` are the slots of the arguments, ``made`` those
+    of the results. ``runs_as_is``: the function itself does the same on parts, without a message.
     """
 
     steps: tuple[OperatorStep, ...]
@@ -123,6 +124,7 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     """Returns the plan of one call for one rank: the operators on the rank's shards and the collectives between them.
 
     ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists with the part held of each.
+    ``rank`` is the rank's index on the axis; ``device`` takes the place of the meta device in operators' arguments.
 
     Raises: NotOnPartsError, ValueReadError: the call cannot run on parts. WriteToPartError: it writes in place to a
         shard of a tensor that it needs whole.

@@ -68,9 +68,10 @@ class ChannelsNote:
 def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
     """Returns the plan with chains of convolutions cut by channels, where there are enough channels.
 
-    Layers with parameters in ``shared``, the layer ``head`` and layers for which the plan already has a role, such as
-    column-parallel or copied, are left out. Chains and GroupNorms with too few channels or groups stay whole, with a
-    reason for ``show``.
+    Over axes that cut rows nothing is cut: there BatchNorms get the role "statistics". Layers with parameters in
+    ``shared``, the layer ``head`` and layers for which the plan already has a role, such as column-parallel or copied,
+    are left out; so is every ``nn.Linear`` if some axis cuts rows or features between layers. Chains and GroupNorms
+    with too few channels or groups stay whole, with a reason for ``show``.
     """
     over = [axis.name for axis in mode.axes if axis.stream == "T"]
     busy = {*plan.roles, *plan.notes}
@@ -196,7 +197,8 @@ class _ChainCut:
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
     """Replaces the forward of a convolution or norm by one on this rank's channels; ``note`` says how they are cut.
 
-    The numbers of groups and channels of the module are set to those of this rank. ``by`` is the strategy's name.
+    The number of groups of a GroupNorm or of a grouped convolution is set to this rank's, and so is the number of
+    channels of a GroupNorm. ``by`` is the strategy's name.
     """
     if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
         held = note.features.held({name: axes[name].index for name in note.features.names})

@@ -48,9 +48,10 @@ class Value(NamedTuple):
 class FeatureUse:
     """The call of one module as traced: its kind, and whether its input (``takes_cut``) and output features are cut.
 
-    ``size`` is the number of features that are cut; ``from_input``: its input is the model's own, so needs no gradient.
-    Of the kinds, a ``chain`` is a pair of a column- and a row-parallel layer, a ``gate`` gets whole features, and
-    ``inside`` is a module whose inner calls are traced.
+    ``size`` is the number of features of the output of a layer, pair or table, cut or not (of the input, for the loss's
+    head), or of those that a norm or elementwise module gets cut, 0 if none. ``from_input``: the input is the model's
+    own, which needs no gradient. Of the kinds, a ``chain`` is a pair of a column- and a row-parallel layer, a ``gate``
+    gets whole features, and ``inside`` is a module whose inner calls are traced.
     """
 
     kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
@@ -64,7 +65,10 @@ class FeatureUse:
 
 @dataclass
 class Flow:
-    """The calls of a model's modules as traced, by path; ``output_size`` is the number of output features left cut."""
+    """The calls of a model's modules as traced, by path: ``uses`` has those that differ from the calls on one device.
+
+    ``output_size`` is the number of features of the model's output if they are left cut, else 0.
+    """
 
     uses: dict[str, FeatureUse] = field(default_factory=dict)
     output_size: int = 0

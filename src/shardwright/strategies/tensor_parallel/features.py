@@ -126,8 +126,8 @@ class Features:
 def nested(held: Mapping[tuple[int, ...], Sequence[Range]], parts: int) -> Ranges:
     """Cuts the index ranges of each rank further, into ``parts`` balanced slices, and returns the ranges by slice.
 
-    The entries of ``held`` are the ranges of the ranks, by joint index. Slice i of the result is the union of the i-th
-    slices of all entries.
+    ``held`` gives the ranges of each rank, by the rank's indices on the axes that cut them so far. Entry i of the
+    result is the union of the i-th slices of all ranks.
     """
     slices: list[list[Range]] = [[] for _ in range(parts)]
     for ranges in held.values():

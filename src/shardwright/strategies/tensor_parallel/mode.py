@@ -170,7 +170,10 @@ class LinearNote:
 
 @dataclass(frozen=True)
 class EntryNote:
-    """The one all-gather of an input that several layers of a module share, such as q, k and v."""
+    """The collectives of an input that several layers of a module share, such as q, k and v: they run once for all.
+
+    ``step`` says how each axis cuts these layers, and ``x`` how the features of the input are cut.
+    """
 
     step: RoleStep
     x: Features
@@ -189,7 +192,8 @@ class TokensNote:
     """The all-gathers of keys and values for an attention whose sequences are sharded by tokens.
 
     ``rows`` says how the tokens of a query are cut. ``kv`` is the cut of the keys' features, which the values share;
-    ``makers`` are the layers that compute both, and ``elements`` is the number of elements that a rank sends.
+    ``causal``: a query sees no later tokens. ``makers`` are the layers that compute keys and values, and ``elements``
+    is the number of elements that a rank sends for both in a microbatch.
     """
 
     rows: RowMoves
@@ -205,8 +209,11 @@ class HeadsNote:
     """The cut of an attention's heads over the grid of ranks.
 
     ``heads`` and ``kv`` are the cuts of query heads and of key and value heads. Rank i along the axes that cut them
-    (counted row-major) has the query heads ``held[i]``, and of each head the elements ``slices[i]`` (start, stop).
-    These are all elements, except if ``inside`` is True: then several ranks divide a head.
+    (counted row-major) has the query heads ``held[i]``, and of each head the elements ``slices[i]`` (start, stop), or
+    the pairs of elements that a rotary embedding turns. These are all elements, except if ``inside`` is True: then
+    several ranks divide a head. ``rows`` are the gathers and cuts of rows since the model's input. ``entry`` is the
+    all-gather of the input of q, k and v, if they are separate layers; ``tokens`` that of keys and values, if sequences
+    are cut.
     """
 
     heads: Features
@@ -236,8 +243,8 @@ class EmbeddingNote:
     """The cut of an embedding table: its rows (the vocabulary) over some axes, its features over others.
 
     ``gathers`` are the all-gathers of its tokens, and ``sums`` the reduce-scatters or all-reduces that add up the
-    ranks' looked-up rows. ``per_sample`` is False for a table that does not look up the model's own input, such as one
-    of positions.
+    ranks' looked-up rows. ``rows`` are the gathers and cuts of rows up to the look-up. ``per_sample`` is False for a
+    table that does not look up the model's own input, such as one of positions.
     """
 
     vocabulary: Features
@@ -279,8 +286,9 @@ class GatherNote:
 def input_moves(step: RoleStep, axes: tuple[GridAxis, ...], x: Features) -> tuple[AxisMove, ...]:
     """Returns the collectives of a layer's input (:class:`AxisMove`) in order; ``step`` says how each axis cuts it.
 
-    They are all-gathers of rows, then of features, fastest axis first. Before these come the moves "whole", for axes
-    that copy the input: such a move gathers nothing, and all-reduces the input's gradient in the backward.
+    They are all-gathers of rows in the order of ``step.gathers``, then of features, fastest axis first. Before these
+    come the moves "whole", for axes that copy the input: such a move gathers nothing, and all-reduces the input's
+    gradient in the backward.
     """
     found = [
         AxisMove(axis.name, "whole")

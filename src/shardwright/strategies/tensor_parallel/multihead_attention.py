@@ -44,7 +44,12 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiheadNote:
-    """The cut of one ``nn.MultiheadAttention`` by heads: how each axis cuts its projections before and after them."""
+    """The cut of one ``nn.MultiheadAttention`` by heads: how each axis cuts its projections before and after them.
+
+    ``x`` and ``y`` are the cuts of its input and output features, and ``heads`` that of its heads. ``projections`` are
+    the weights that compute queries, keys and values, and ``bias`` is the model's name of ``in_proj_bias``, None
+    without one. ``elements`` is the number of elements that a rank sends for ``projections`` in a microbatch.
+    """
 
     before: RoleStep
     after: RoleStep

@@ -9,7 +9,8 @@ sharded between steps and all-gathered when its module runs::
 
 Traffic: for each layer whose input features are cut, one all-reduce of its output forward. For each tensor that cut
     layers read, one all-reduce of its gradient backward. For each operator that needs a whole tensor, an all-gather.
-    For each weight that is sharded between steps, one all-gather forward and one reduce-scatter of its gradient.
+    For each weight that is sharded between steps, over each axis that shards it, one all-gather forward and one
+    reduce-scatter of its gradient.
 """
 
 from __future__ import annotations
@@ -117,10 +118,10 @@ class PartsNote:
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
     """Returns the plan to run the model's own forward on tensor shards, cut as its recorded operators allow, or None.
 
-    It is None if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be recorded, the
-    layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one axis cuts
-    features, it is None for a model with backward hooks, or with autograd functions whose backward does more than
-    elementwise work. If an axis cuts samples, it is None for a model that selects experts by values.
+    It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
+    recorded, the layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one
+    axis cuts features, it is None for a model with backward hooks, or with autograd functions whose backward does more
+    than elementwise work. If an axis cuts samples, it is None for a model that selects experts by values.
 
     ``known`` is the plan that cuts only layers of known classes. If it would cut a weight that other code reads too,
     such as an embedding table that code uses as the output head, the share :data:`LEAST_SHARE` is enough.
@@ -134,6 +135,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
         return None
     name = columns[0].name if columns else None
+    if columns and columns[0].size >= ALL:  # a label of one byte for each rank
+        return None
     try:
         run = job.graph.run
         functions = [name for each in job.graph.every_run for name in mixing_functions(each.recording)]
@@ -281,7 +284,8 @@ def apply_on_parts(
 def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
     """Returns this rank's slices of a sharded tensor, and a function that marks another tensor as the same shard.
 
-    None for a whole tensor. It is the RNG tracker's ``part_of``: a rank draws random numbers for its own elements only.
+    Returns None for a whole tensor. ``rank`` is this rank's index on the axis that cuts the tensor. The function is the
+    RNG tracker's ``part_of``: a rank draws random numbers for its own elements only.
     """
     part = tagged(tensor)
     if part is None:

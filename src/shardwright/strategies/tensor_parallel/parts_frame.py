@@ -20,8 +20,8 @@ from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 class HeldPart(NamedTuple):
     """A module's parameter or buffer, and the shard (part) of the whole tensor that this rank computes with.
 
-    ``part`` is None for a whole tensor. ``fetch`` all-gathers a parameter that is sharded at rest. ``whole`` is the
-    parameter's name in the model.
+    ``name`` is its name in the module, and ``part`` is None for a whole tensor. ``fetch`` all-gathers a parameter that
+    is sharded at rest. ``whole`` is the parameter's name in the model, empty for a buffer.
     """
 
     module: nn.Module
@@ -50,8 +50,8 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
 class PartsFrame:
     """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
-    ``tags`` are the tensors to mark as shards; ``stored`` the weights that are sharded at rest, by name, of which those
-    in ``everywhere`` are read by other modules than their own.
+    ``mode`` is None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the weights that
+    are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their own.
     """
 
     mode: PartsMode | None
@@ -70,7 +70,8 @@ class PartsFrame:
         Of the weights that are sharded between steps, these are the ones that functions between modules read
         (``read``), and those ``used`` in the chunk that modules other than their own read.
 
-        Traffic: one all-gather for each of these weights, and a reduce-scatter of its gradient.
+        Traffic: for each of these weights and each axis that shards it, one all-gather, and in the backward one
+            reduce-scatter of its gradient.
         """
         tag_all(self.tags)
         fetched, before = {}, []

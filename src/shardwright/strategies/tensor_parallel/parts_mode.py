@@ -75,7 +75,10 @@ _OF_PARTS = frozenset(
 class PartsMode(TorchFunctionMode):
     """A torch function mode under which functions run on this rank's tensor shards and give shards as results.
 
-    ``gathered`` counts, by function, the calls whose tensors had to be all-gathered because they cannot run on shards.
+    Where a function cannot run on shards, its tensors are all-gathered; ``gathered`` counts these calls by the
+    function's name. All ranks of ``axis`` must run the same functions. A function raises PlanError if it writes in
+    place to a shard and needs the whole, if it writes to a copy that was all-gathered, or if it registers a user's hook
+    on the gradient of a shard.
 
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
@@ -353,7 +356,9 @@ def _has_part(args: tuple[Any, ...]) -> bool:
 
 
 def signature_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Returns the key under which a call's plan is cached, all that the plan depends on, and the call's tensors.
+    """Returns the key under which a call's plan is cached, and the tensors among the call's arguments, in order.
+
+    The key has all that the plan depends on. It cannot be hashed if one of the arguments cannot.
 
     >>> signature_of(torch.add, (torch.ones(2), 1), {})[0][2:]
     (torch.Size([2]), (1,), torch.float32, False, 0, <class 'int'>, 1, ())

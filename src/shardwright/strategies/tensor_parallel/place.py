@@ -55,7 +55,8 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
 
     Tokens are cut in place of samples if the layout has ``/seq``, or if samples are fewer than ranks and that works.
 
-    Raises: LayoutError: no layer can be cut, or a layer mixes the samples or tokens that the layout cuts.
+    Raises: LayoutError: no layer can be cut, an attention has fewer elements than the one axis has ranks, a role that
+        the user gave to a layer does not fit, or a layer mixes the samples or tokens that the layout cuts.
     """
     found = with_rows(job, plan, mode)
     if found.dim == 1 and not is_asked(plan):
@@ -96,9 +97,11 @@ def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Returns the plan of a model that is one ``nn.Linear``.
+    """Returns the plan of a model that is one ``nn.Linear``, with its input cut like an activation between layers.
 
-    Its output features are cut over the axes over which activations between layers would be copied.
+    Its output is cut by features over every axis that does not cut rows.
+
+    Raises: GridError: the layer is too small for the grid.
     """
     layer = job.model
     assert isinstance(layer, nn.Linear)

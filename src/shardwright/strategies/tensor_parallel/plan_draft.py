@@ -180,7 +180,10 @@ class PlanDraft:
             self.plan = self.plan.cut(name, axis, dim, ranges)
 
     def cut_activation(self, path: str, features: Features, dim: int = -1, step: RoleStep | None = None) -> None:
-        """Records in the plan how a module's activation is cut, so that dropout draws its numbers by global element."""
+        """Records in the plan how a module's input is cut, so that dropout draws its numbers by global element.
+
+        ``features`` is the cut of its dim ``dim``. With ``step`` its rows are those after that layer's output.
+        """
         for axis in features.names:
             activation = ActivationCut(axis, dim, features.size, features.along(axis))
             self.plan = self.plan.cut_activation(path, activation)
@@ -194,7 +197,7 @@ class PlanDraft:
     def linear_role(self, path: str, what: str, step: RoleStep) -> None:
         """Adds to the plan, for ``show``, how each axis cuts a Linear (h, k or t), why, and the bytes that it sends.
 
-        h is column-parallel, k row-parallel, and t cuts samples or tokens.
+        h is column-parallel, k row-parallel, and t cuts samples or tokens. :meth:`cut_weight` must be called before.
         """
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
@@ -225,12 +228,15 @@ class PlanDraft:
         return any(name in self.shared for name in self.names.get(path, {}).values())
 
     def users(self, path: str) -> set[str]:
-        """Returns the paths of all modules that use a parameter of the module at ``path``, that one included."""
+        """Returns the paths of all modules that use a parameter of the module at ``path``, that one included.
+
+        The set is empty if the module has no parameters of its own.
+        """
         mine = set(self.names.get(path, {}).values())
         return {other for other, names in self.names.items() if mine & set(names.values())}
 
     def tables(self) -> set[str]:
-        """Returns the paths of the model's embeddings, without those whose options need the whole table."""
+        """Returns the paths of the model's unmodified ``nn.Embedding`` modules that no option forbids to cut."""
         return {
             path
             for path, module in self.model.named_modules()

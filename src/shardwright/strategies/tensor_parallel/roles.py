@@ -81,7 +81,8 @@ class RoleStep(NamedTuple):
     """One layer's role on each axis (h column-parallel, k row-parallel, t rows cut), and the states around it.
 
     ``gathers`` and ``cuts``: the axes that all-gather the input's rows and reduce-scatter the output's, in that order.
-    ``misfit``: for ``show``, why the roles that the layout pins do not fit here; empty where they do.
+    ``rows_before``: the gathers and cuts of rows from the model's input up to this layer. ``misfit``: for ``show``, why
+    the roles that the layout pins do not fit here; empty where they do.
     """
 
     before: States

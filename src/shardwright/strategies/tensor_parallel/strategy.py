@@ -145,7 +145,8 @@ class TensorParallel:
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
         gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
         the modules are wrapped instead and the loss is left as it is: the result then has only the context in which
-        pipeline stages run their calls, or nothing if the layout has no stages.
+        pipeline stages run their calls, or nothing if the layout has no stages. Dropout then draws the numbers of this
+        rank's shards, because ``job.rng`` is told which they are.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):

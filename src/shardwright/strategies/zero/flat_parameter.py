@@ -36,6 +36,9 @@ class UpdateState(Enum):
 class FlatParameter:
     """Several parameters as one flat sequence, of which this rank stores a shard (FSDP's FlatParameter).
 
+    The constructor copies this rank's shard out of ``parameters``, which are whole, and then reshards them in place; it
+    sends nothing. ``ranges`` gives each parameter's range of the shard, empty if other ranks store all of it.
+
     :meth:`unshard` and :meth:`wait_for_unshard` all-gather the sequence into ``unsharded``, :meth:`reshard` frees it.
     With ``keeps_buffer`` (stages 1 and 2) the buffer's memory stays allocated. ``sharded_parameters`` are the
     tensors that the optimizer steps, by name: views of ``ranges`` of ``shard``.
@@ -108,7 +111,10 @@ class FlatParameter:
     # ---- parameters
 
     def unshard(self) -> None:
-        """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values."""
+        """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values.
+
+        All ranks of the axis call it. The buffer and what is sent have the compute dtype.
+        """
         if self.update_state is UpdateState.SHARD_UPDATED:
             self.update_state = UpdateState.UNSHARDED_UPDATED
         if self.unsharded is None:
@@ -165,8 +171,9 @@ class FlatParameter:
     def reduce_scatter(self) -> Pending[Tensor]:
         """Starts the reduce-scatter of the parameters' gradients; returns a handle that waits for this rank's result.
 
-        The parameters' ``.grad`` is set to None. For a parameter that this rank's backward did not reach, negative
-        zeros are sent: from the sum :func:`is_reached` tells whether any rank's backward reached it.
+        The result is 1-D, of the size of this rank's shard. All ranks of the axis call it. The parameters' ``.grad`` is
+        set to None. For a parameter that this rank's backward did not reach, negative zeros are sent: from the sum
+        :func:`is_reached` tells whether any rank's backward reached it.
         """
         gradients, reached = [], []
         self.accumulate_wide()
@@ -187,12 +194,15 @@ class FlatParameter:
         return self.axis.reduce_scatter_together_async(gradients, self.shard_sizes)
 
     def accumulate_shard(self, gradient: Tensor) -> None:
-        """Adds ``gradient``, one reduce-scatter's result, to the shard's gradient."""
+        """Adds ``gradient``, the result of one reduce-scatter, to the shard's gradient, in the shard's dtype."""
         gradient = gradient.to(self.shard.dtype)
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
     def discard_gradients(self) -> None:
-        """Drops all gradients of the parameters and of the shard; called after a step that failed."""
+        """Drops all gradients of the parameters and of the shard that are not published yet.
+
+        It is called before each step and each evaluation, because the step before may have failed.
+        """
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         self._sums = None
@@ -202,8 +212,9 @@ class FlatParameter:
     def publish_gradients(self) -> None:
         """Sets ``.grad`` of the sharded parameters for the optimizer, and clears the accumulated gradient of the shard.
 
-        A parameter that no rank's backward has reached gets None, as on one device. If the shard is offloaded, the copy
-        of the gradient to the host is only started.
+        A parameter that no rank's backward has reached gets None, as on one device; where this rank stores none of its
+        elements, the gradient may be empty instead. If the shard is offloaded, the copy of the gradient to the host is
+        only started.
         """
         summed = self.shard_gradient
         gradient = None if summed is None else summed.to(self.shard.device, non_blocking=True)

@@ -57,7 +57,8 @@ class _BackwardUpdates:
 class OffloadedState:
     """A rank's parameter shards and optimizer state in host memory or on disk, updated one param group at a time.
 
-    ``groups`` are the flat parameters of each trained param group, by its name.
+    ``groups`` are the flat parameters of each param group, without the frozen ones, by its name. ``place`` says where
+    ``storage`` is: ``host`` or ``disk``.
     """
 
     def __init__(self, storage: OffloadStorage, groups: Mapping[str, Sequence[FlatParameter]]) -> None:
@@ -83,13 +84,15 @@ class OffloadedState:
         return self.storage.tensors
 
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
-        """Makes ``optimizer.step`` update one param group at a time, with its state offloaded. All ranks call it.
+        """Makes ``optimizer.step`` update one param group at a time, with its state offloaded.
+
+        All ranks call it: they all-gather whether any of them lacks space for the state.
 
         ``make`` takes a list of parameter groups and returns a new optimizer of the same kind for them. Hooks of
         ``step`` run once a step, around all groups. A new optimizer for the same parameters reuses the storage of the
         one before.
 
-        Raises: PlanError, on every rank: there is no space for the state.
+        Raises: PlanError, on every rank: there is no space on disk for the state.
         """
         wanted: dict[_StateKey, None] = {}  # a set that keeps its order: space is allocated in the same way every time
         for group in optimizer.param_groups:
@@ -139,7 +142,7 @@ class OffloadedState:
     def begin(self, optimizer: Optimizer, factor: Tensor) -> None:
         """Begins a backward in which ``optimizer`` updates each param group as soon as its gradients are complete.
 
-        Gradients are first multiplied by ``factor``, and set to None after the update.
+        Gradients are first multiplied by ``factor``, a tensor of one element, and set to None after the update.
         """
         self._updated.clear()
         factor = factor if factor.is_meta else factor.to("cpu", non_blocking=True)  # it comes with the gradients
@@ -208,9 +211,10 @@ class OffloadedState:
         return home
 
     def put_away(self) -> None:
-        """Releases the process memory of the offloaded tensors that are on disk, and ends the updates of a step.
+        """Releases the process memory of the offloaded tensors that are on disk, until they are used again.
 
-        It is called after each optimizer step, and after each file of a checkpoint is saved.
+        It also marks all param groups as not updated in this step. It is called whenever stored parameters have
+        changed, as after an optimizer step, and when the tensors of a checkpoint's file have been copied.
         """
         self._updated.clear()
         self.storage.put_away(self.tensors)

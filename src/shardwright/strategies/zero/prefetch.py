@@ -36,9 +36,11 @@ from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateStat
 
 
 class UnshardStatus(Enum):
-    """The status of a param group: sharded, being unsharded by all-gathers, or unsharded::
+    """The status of a param group: sharded, being unsharded by all-gathers, or unsharded.
 
-    SHARDED -- unshard() --> UNSHARDING -- wait_for_unshard() --> UNSHARDED -- reshard() --> SHARDED
+    ::
+
+        SHARDED -- unshard() --> UNSHARDING -- wait_for_unshard() --> UNSHARDED -- reshard() --> SHARDED
     """
 
     SHARDED = auto()
@@ -172,9 +174,11 @@ class Prefetcher:
         self.end_action()
 
     def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
-        """Unshards ``group`` if it is not unsharded, waits for it, and prefetches the groups that follow in order.
+        """Makes ``group`` unsharded: if it is not, unshards it, waits for it, and prefetches the groups expected next.
 
-        ``hold`` says how long the group then stays unsharded while others are used, if a longer hold is not set yet.
+        ``hold`` says how long the group then stays unsharded while others are used, unless it has a longer hold. Stage
+        3 expects the order of the last forward, reversed in a backward. It prefetches nothing for a group that is not
+        in the rest of this order.
 
         Raises: PlanError: the optimizer has updated the group during this backward, which still needs the old values.
         """
@@ -287,7 +291,10 @@ class Prefetcher:
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:
-        """Returns the tensor that was given to :meth:`pack`; its group is unsharded again if need be."""
+        """Returns the tensor that was given to :meth:`pack`; its group is unsharded again if need be.
+
+        Raises: PlanError: as in :meth:`ensure_unsharded`.
+        """
         if not isinstance(packed, _FlatView):
             tensor: Tensor = packed
             return tensor

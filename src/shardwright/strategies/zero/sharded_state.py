@@ -98,10 +98,13 @@ class _UnshardingParameters(dict[str, Any]):
 class FSDPState:
     """One rank's parameters, gradients and optimizer state, sharded over one axis by ZeRO stage 1, 2 or 3.
 
-    Stage 1 reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
-    ``storage`` shards and optimizer state are offloaded there. Param groups are reduce-scattered in an order that the
-    plan fixes, because autograd's own order depends on the code that the samples take. In stage 3 all ranks of
-    ``world`` raise PlanError if ranks that share shards unshard param groups in different orders.
+    The constructor flattens and shards the parameters of ``model`` and hooks its modules, in place. Stage 1
+    reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
+    ``storage`` shards and optimizer state are offloaded there. ``num_prefetch`` is how many param groups are
+    prefetched, and how many reduce-scatters stay under way. Param groups are reduce-scattered in an order that the plan
+    fixes, because autograd's own order depends on the code that the samples take. In stage 3 all ranks of ``world``,
+    the axis of all ranks, raise PlanError if ranks that share shards unshard or reduce param groups in different
+    orders.
     """
 
     def __init__(
@@ -143,7 +146,11 @@ class FSDPState:
         self._hook(model)
 
     def applied(self) -> Applied:
-        """Returns what the run needs of this state: event listeners, sharded parameters, hooks, offloaded state."""
+        """Returns this state's additions to the run: event listeners, sharded parameters by name, offloaded state.
+
+        With them come functions that return whether a param group's gradients are final and which unsharded buffers
+        exist, and in stage 3 the hooks for tensors that autograd saves.
+        """
         flats = [flat for group in self.groups.values() for flat in group.flats]
         events = Events(
             restart=self._restart,

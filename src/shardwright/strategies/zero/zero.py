@@ -96,8 +96,8 @@ class Zero:
     def place(self, job: Job, plan: Plan) -> Plan:
         """Returns the plan with the training state of the layout's ZeRO stage sharded over ``dp``.
 
-        Raises: LayoutError: the layout does not have exactly one ZeRO stage, or ``ahead`` or ``offload`` has a value
-            that is not allowed.
+        Raises: LayoutError: the layout has several ZeRO stages or none, or gives one a value; ``ahead`` has no whole
+            number as its value; or ``offload`` has a value other than ``disk``.
         """
         stage = _stage(plan)
         reshards = stage == 3 and plan.mesh["dp"] > 1
@@ -113,7 +113,8 @@ class Zero:
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Flattens and shards this rank's parameters, and hooks the model so that they are unsharded before use.
 
-        Returns the event listeners, sharded parameters and offloaded state for the run.
+        Returns the event listeners, sharded parameters and offloaded state for the run. All ranks call it: with
+        ``offload`` they all-gather whether any of them lacks space.
 
         Raises: PlanError, on every rank: there is no space on disk for offloaded shards.
         """
@@ -124,7 +125,10 @@ class Zero:
         return FSDPState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns one step's all-gathers and reduce-scatters of the flat parameters of the rank at ``coord``."""
+        """Returns one step's all-gathers and reduce-scatters of the flat parameters of the rank at ``coord``.
+
+        The all-reduces by which ranks compare their calls in stage 3 are not among them.
+        """
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
         for group in _groups(plan, stage):

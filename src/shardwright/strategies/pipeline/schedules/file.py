@@ -88,7 +88,8 @@ def read_schedule(path: str | Path) -> Schedule:
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Writes a pipeline schedule to a file: JSON if the name ends in ``.json``, CSV otherwise.
 
-    :func:`read_schedule` reads it again. CSV does not keep the schedule's name: it becomes the name of the file.
+    :func:`read_schedule` reads it again. CSV does not keep the schedule's name: the name is then that of the file,
+    without ``.csv``.
     """
     path = Path(path)
     rows = [[str(action) for action in actions] for actions in schedule.actions]
