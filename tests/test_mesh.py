@@ -84,3 +84,8 @@ def test_a_mesh_without_axes_is_one_rank():
 def test_an_unknown_or_empty_axis_is_refused_with_its_fix(sizes, fix):
     with pytest.raises(LayoutError, match=fix):
         Mesh(**sizes)
+
+
+def test_coords_take_axes_that_can_be_read_once():
+    mesh = Mesh(dp=2, tp=2)
+    assert mesh.coords(iter(["dp", "tp"])) == mesh.coords(["dp", "tp"])

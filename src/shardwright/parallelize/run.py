@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.devices import HOST, moment, seconds_between
+from shardwright.errors import LayoutError
 from shardwright.parallelize.batches import as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
@@ -133,10 +135,19 @@ class Run:
         rank's tokens of each sample are kept.
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
-        Raises: LayoutError: the layout cuts sequences and the samples are not sequences; PlanError: the sequences are
-            too short, or a value is an array or an object with tensors instead of a tensor, or contains a tensor
-            without dims.
+        Raises: LayoutError: there are more or fewer samples than in :meth:`share`, or the layout cuts sequences and the
+            samples are not sequences; PlanError: the sequences are too short, or a value is an array or an object with
+            tensors instead of a tensor, or contains a tensor without dims.
         """
+        found = {len(each) for each in tree_leaves((inputs, targets)) if isinstance(each, Tensor) and each.dim()}
+        share = self.share(num_global)
+        if len(found) == 1 and found != {len(share)}:
+            raise LayoutError(
+                "a part of a batch has another number of samples than this rank's share",
+                given=f"{found.pop()} samples of {num_global}, on rank {self.world.rank}",
+                allowed=f"{len(share)} samples, numbers {share.start} to {share.stop - 1} of the batch",
+                fix="give only the samples of run.share(num_global), or the whole batches to run.shard",
+            )
         return self._from_samples(inputs, targets, num_global, None)
 
     def _from_samples(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:

@@ -47,7 +47,7 @@ from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffi
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
-from shardwright.sharding.tensor_part import TensorPart, held, tag, tagged
+from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts, mixing_functions
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
