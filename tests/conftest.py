@@ -91,7 +91,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "of_threads: about what threads alone tell, so never over NCCL's rules")
     config.addinivalue_line("markers", "sampled(n): `make test` runs the first case and every n-th after it; of 0 none")
-    config.pluginmanager.register(garbage)
+    if not config.pluginmanager.is_registered(garbage):  # by the other folder of tests
+        config.pluginmanager.register(garbage)
     if config.getoption("--tier") == "test":
         settings.load_profile("few")
 

@@ -13,7 +13,8 @@ stay_on_one_core()
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(garbage)
+    if not config.pluginmanager.is_registered(garbage):  # by the other folder of tests
+        config.pluginmanager.register(garbage)
     config.addinivalue_line("markers", "sampled(n): of tests/contract, whose models are used here")
 
 
