@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
 from shardwright.comm import failures
 from shardwright.comm.backends import processes
+from shardwright.errors import PlanError
+from shardwright.train.out_folder import in_use
 
 PARTS = "\n  given:   .*\n  allowed: .*\n  fix:     "
 
@@ -18,6 +21,13 @@ def test_ranks_that_end_without_a_word_are_explained():
     failure = failures.first_failure([], {}, [])
     with pytest.raises(failures.RankFailedError, match=f"the ranks ended before their work did{PARTS}"):
         raise failure
+
+
+def test_an_error_for_users_is_raised_as_it_is_and_any_other_with_its_rank():
+    for failure in (PlanError("no"), in_use(Path("x")), failures.StopRequested()):
+        assert failures.first_failure([failures.note_of(0, failure)], {}, []) is failure
+    with pytest.raises(failures.RankFailedError, match="rank 1 failed"):
+        raise failures.first_failure([failures.note_of(1, KeyError("x"))], {}, [])
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -164,10 +164,11 @@ _DRAWING = (
 
 @contextmanager
 def other_generators() -> Iterator[list[str]]:
-    """Returns a context that finds draws from the generators of Python and NumPy, and restores their state.
+    """Returns a context that finds draws from the global generators of Python and NumPy, and restores their state.
 
-    It yields a list, to which the names of the generators that were used inside are appended at the end. One thread
-    at a time is inside such a context; others wait.
+    These are ``random`` and, if NumPy is imported already, ``numpy.random``; generator objects, such as those of
+    ``numpy.random.default_rng``, are not watched. It yields a list, to which the names of the generators that were used
+    inside are appended at the end. One thread at a time is inside such a context; others wait.
     """
     numpy = sys.modules.get("numpy")
     found: list[str] = []

@@ -105,10 +105,10 @@ class MetaValues(DispatchMode):
         """
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """Returns a tensor's values, or None if they are known only in a real run or were too many to keep.
+        """Returns a tensor's values, or None if they are known only in a real run or were too many to compute or keep.
 
-        A tensor that is not on the meta device is returned itself. Of a result with more than
-        :data:`MOST_ELEMENTS` elements no values are kept.
+        A tensor that is not on the meta device is returned itself. A result has no values if it has more than
+        :data:`MOST_ELEMENTS` elements, or if the operands of its operator have more together.
         """
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
 

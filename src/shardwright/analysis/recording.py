@@ -116,11 +116,12 @@ class Recording:
 
 
 class Recorded(MetaValues):
-    """A dispatch mode that records every operator that runs inside it into ``recording``.
+    """A dispatch mode that records the operators that run inside it, in order, into ``recording``.
 
-    ``where`` is a function that returns the name of the running module and the number of its call. ``guess`` is as in
-    :class:`MetaValues`; if it is given, ``selects_all`` is set too. A function of :data:`WHOLE_CALLS` is recorded
-    as one operator.
+    Not recorded are reads of values such as ``item``, ``detach``, ``alias`` and ``lift_fresh``, and what runs in a
+    :meth:`quiet` context. A function of :data:`WHOLE_CALLS` is recorded as one operator. ``where`` is a function that
+    returns the name of the running module and the number of its call. ``guess`` is as in :class:`MetaValues`; if it is
+    given, ``selects_all`` is set too.
 
     Raises: NotImplementedError: code inside it calls autograd, such as ``backward``.
     """

@@ -11,7 +11,8 @@ from shardwright.analysis.dim_letters import Concat, Dims, Letters, Role, Rule, 
 from shardwright.analysis.recording import RecordedCall
 
 VIEW_RULES: dict[str, Rule] = {}
-"""Maps the name of each operator that only moves elements to its rule. ``operator_dims`` includes this table."""
+"""Maps the name of each operator that only moves elements, such as ``view``, to a function (:data:`Rule`) that returns
+which dims of its inputs and results correspond. ``operator_dims`` includes this table."""
 
 _rule = partial(rule, VIEW_RULES)
 

@@ -1,7 +1,8 @@
-"""Binds the ranks of one machine to CPU cores: each to cores of its own, or to one shared core if there are too few.
+"""Binds the ranks of one machine to CPU cores: each to cores of its own or, with fewer cores than ranks, to one core.
 
-The system moves a busy process between cores, away from its memory. An optimizer update on state in host memory or
-files (``offload``) waits for memory most of its time, so it gains most from binding.
+In the second case some ranks share a core. The system moves a busy process between cores, away from its memory. An
+optimizer update on state in host memory or files (``offload``) waits for memory most of its time, so it gains most from
+binding.
 """
 
 from __future__ import annotations

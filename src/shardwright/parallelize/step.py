@@ -65,7 +65,7 @@ class TrainStep:
 
         Both are float64 scalars. Gradients of the mean loss end in ``parameters[name].grad``; in fp16 they are None if
         one overflowed. With ``update``, an optimizer, offloaded param groups are updated during the backward where that
-        is possible. The optimizer's own step is left to the caller.
+        is possible; their gradients are None afterwards. The optimizer's own step is left to the caller.
 
         Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen since the model was laid out, a
             microbatch without samples needs statistics of its own, or gradients are not finite, with ``stop_at_nan`` or

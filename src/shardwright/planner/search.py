@@ -77,8 +77,9 @@ class Found:
 class Wanted:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
-    ``fix`` has the parts and ``without`` the words, which name axes or options. ``limit_bytes`` is the memory that a
-    rank may take, and ``most`` the most layouts to price.
+    ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1": each names an axis, with or without its size,
+    and options that it must have. ``without`` has the words, which name axes or options. ``limit_bytes`` is the memory
+    that a rank may take, and ``most`` the most layouts to price.
     """
 
     fix: str = ""

@@ -62,7 +62,8 @@ class TextTokens:
     """A dataset of the bytes of a text as tokens: windows of ``seq`` tokens, each with its next tokens as targets.
 
     Windows do not overlap. The source ``stdlib`` is 8 MB of the source code of Python's standard library; any other
-    source is the path of a text file.
+    source is the path of a text file. ``split`` says which part of the text is read: "eval" is its last 5 %, "train"
+    the rest.
 
     Raises: PlanError: the file cannot be read, ``seq`` is below 1, or the split is too short for one window.
 

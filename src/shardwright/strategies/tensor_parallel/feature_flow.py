@@ -31,10 +31,11 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class Value(NamedTuple):
-    """A traced activation: whether its features are cut, how many they are, and the module that made it.
+    """A traced activation: whether its features are cut and, if they are, how many the whole activation has (``size``).
 
-    ``chain`` is the row-parallel layer of the pair of layers that the value is inside of, empty outside of pairs.
-    ``is_input`` is True for the model's input.
+    ``size`` means nothing if the features are whole. ``producer`` is the path of the linear layer, attention or pair
+    that computed the value, empty for any other. ``chain`` is the row-parallel layer of the pair of layers that the
+    value is inside of, empty outside of pairs. ``is_input`` is True for the model's input.
     """
 
     cut: bool = False
