@@ -83,7 +83,7 @@ def bases_of(node):
 def errors_without_parts(trees):
     """By file and code, the errors that are made without given, allowed and fix, of classes that take these parts."""
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    known = {"_ExplainedError"}
+    known = {"ExplainedError"}
     while more := {node.name for node in classes if bases_of(node) & known} - known:
         known |= more
     for file, tree in trees.items():
@@ -105,6 +105,6 @@ def test_every_error_is_made_of_its_parts_or_has_a_reason_not_to_be():
     "code", ["raise LayoutError('no')", "raise LayoutError", "error = errors.LateError('no', given=1, fix=2)"]
 )
 def test_an_error_without_parts_is_found(code):
-    classes = "class LayoutError(_ExplainedError, ValueError): ...\nclass LateError(errors.LayoutError): ...\n"
+    classes = "class LayoutError(ExplainedError, ValueError): ...\nclass LateError(errors.LayoutError): ...\n"
     assert list(errors_without_parts({"one.py": ast.parse(classes + code)}))
     assert not list(errors_without_parts({"one.py": ast.parse(classes + "LateError('no', given=1, allowed=2, fix=3)")}))

@@ -59,7 +59,7 @@ def imported() -> None:
     The handlers of SIGTERM, SIGHUP and SIGUSR1 stay until a command sets its own. Garbage is collected again, but not
     among what was imported. In a program that is not the ``shardwright`` command there is nothing to restore.
     """
-    if _is_command():
+    if _IS_COMMAND:
         gc.freeze()
         gc.enable()
     while _BEFORE:
@@ -95,9 +95,10 @@ def _trains_here() -> bool:
     return not (threads or {"--help", "--ranks=threads"} & {*words})
 
 
-if _is_command():
+_IS_COMMAND = _is_command()  # asked once: later ``python -m`` has put its module's path into sys.argv
+if _IS_COMMAND:
     gc.disable()  # until all modules are imported: see ``imported``
-if _is_command() and threading.current_thread() is threading.main_thread():
+if _IS_COMMAND and threading.current_thread() is threading.main_thread():
     for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
         _handle(_name, _end)
     _handle("SIGUSR1", _pass)

@@ -31,7 +31,7 @@ def aligned(lines: Iterable[str]) -> str:
     return "\n           ".join(lines)
 
 
-class _ExplainedError(Exception):
+class ExplainedError(Exception):
     """An error made from its four parts, or from one text that contains them, as unpickling makes it."""
 
     def __init__(self, what: str, *, given: object = None, allowed: object = None, fix: object = None) -> None:
@@ -39,7 +39,7 @@ class _ExplainedError(Exception):
         super().__init__(what if fix is None else explain(what, given=given, allowed=allowed, fix=fix))
 
 
-class LayoutError(_ExplainedError, ValueError):
+class LayoutError(ExplainedError, ValueError):
     """Raised for a layout that cannot run: a malformed line, or sizes that do not fit the model or the ranks."""
 
 
@@ -58,7 +58,7 @@ class UnknownCodeError(LayoutError):
     """Raised if a model's code cannot be traced; callers catch it to cut the model into pipeline stages another way."""
 
 
-class PlanError(_ExplainedError, ValueError):
+class PlanError(ExplainedError, ValueError):
     """Raised if a run is impossible for a reason other than its layout, such as its model, loss or device."""
 
 
@@ -78,15 +78,15 @@ class RankDifferenceError(PlanError):
     """
 
 
-class CheckpointError(_ExplainedError, ValueError):
+class CheckpointError(ExplainedError, ValueError):
     """Raised for a checkpoint that cannot be written, or that is missing, broken or of another format."""
 
 
-class CommunicationError(_ExplainedError, RuntimeError):
+class CommunicationError(ExplainedError, RuntimeError):
     """Raised if ranks make different collective calls, deadlock, or lose a rank; and for a call with bad arguments."""
 
 
-class RankFailedError(_ExplainedError, RuntimeError):
+class RankFailedError(ExplainedError, RuntimeError):
     """Raised by the launcher if a rank raised or died, which ends the run, or if ranks could not be started.
 
     As far as the launcher knows them, the message has the rank and its traceback, or how it died.

@@ -22,3 +22,14 @@ def test_a_part_with_another_number_of_samples_than_the_share_is_refused():
         return len(run.part(x[mine.start : mine.stop], y[mine.start : mine.stop], 4).samples)
 
     assert sw.launch(work, 2, ranks="threads") == [2, 2]
+
+
+def test_a_part_whose_targets_are_of_other_samples_than_its_inputs_is_refused():
+    plain = nn.Linear(3, 3)
+
+    def work(world):
+        run = sw.parallelize(plain, "dp2", world)
+        with pytest.raises(LayoutError, match="different numbers of samples"):
+            run.part(torch.randn(2, 3), torch.zeros(4, dtype=torch.int64), 4)
+
+    sw.launch(work, 2, ranks="threads")

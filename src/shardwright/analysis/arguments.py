@@ -56,7 +56,7 @@ def _suffix(value: Any) -> str:
 
 
 def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
-    """Returns a batch's inputs by the names of the placeholder nodes in the graph of ``chunked``.
+    """Returns a batch's inputs as a dict; its keys are the names of the placeholder nodes of the graph of ``chunked``.
 
     ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it.
 

@@ -26,7 +26,7 @@ UNKNOWN = frozenset(("item", "tolist", "topk", "sort", "max", "min", "median", "
 """Functions and methods whose results differ in class by their arguments or values."""
 TENSORS_OF_TENSORS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 NO_TENSOR = "no_tensor"
-"""A key of a placeholder's ``meta``: whether the argument is known to be no tensor."""
+"""A key of the ``meta`` dict of an fx placeholder node: set if the argument is known to be no tensor."""
 
 ResultClass = Callable[[str], type | None]
 """A function from a module's name to the class of its output, or None if that is unknown."""

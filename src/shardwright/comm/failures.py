@@ -13,14 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwright.errors import (
-    CheckpointError,
-    CommunicationError,
-    LayoutError,
-    PlanError,
-    RankFailedError,
-    explain,
-)
+from shardwright.errors import CommunicationError, ExplainedError, RankFailedError, explain
 
 GRACE_S = 0.3
 """Seconds that a rank with a CommunicationError waits before it ends, so that the note of the rank that failed first is
@@ -38,9 +31,6 @@ class StopRequested(KeyboardInterrupt):
 
 INTERRUPTED = 130
 """The exit code of a rank that a signal asked to stop."""
-
-OURS = (LayoutError, PlanError, CheckpointError, CommunicationError, RankFailedError, StopRequested)
-"""The errors of a rank, with their subclasses, that the launcher raises as they are: their texts say all."""
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
@@ -88,7 +78,7 @@ def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stoppe
     first = min(notes, key=lambda note: (not note.explains, note.time_s), default=None)
     if first is not None and first.explains:
         # an error of the user, not of one rank: every rank raises the same text, so none is named
-        if isinstance(first.failure, OURS):
+        if isinstance(first.failure, ExplainedError | StopRequested):
             return first.failure
         return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")
     if exits:

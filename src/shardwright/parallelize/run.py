@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import gather_json
@@ -135,23 +134,23 @@ class Run:
         rank's tokens of each sample are kept.
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
-        Raises: LayoutError: there are more or fewer samples than in :meth:`share`, or the layout cuts sequences and the
+        Raises: LayoutError: a tensor has more or fewer samples than :meth:`share`, or the layout cuts sequences and the
             samples are not sequences; PlanError: the sequences are too short, or a value is an array or an object with
             tensors instead of a tensor, or contains a tensor without dims.
         """
-        found = {len(each) for each in tree_leaves((inputs, targets)) if isinstance(each, Tensor) and each.dim()}
-        share = self.share(num_global)
-        if len(found) == 1 and found != {len(share)}:
+        inputs, targets, share = as_tensors(inputs), as_tensors(targets), self.share(num_global)
+        given = num_rows((inputs, targets))
+        if given != len(share):
             raise LayoutError(
                 "a part of a batch has another number of samples than this rank's share",
-                given=f"{found.pop()} samples of {num_global}, on rank {self.world.rank}",
-                allowed=f"{len(share)} samples, numbers {share.start} to {share.stop - 1} of the batch",
+                given=f"{given} samples of {num_global}, on rank {self.world.rank}",
+                allowed=f"{len(share)} samples: those of {share} in the batch",
                 fix="give only the samples of run.share(num_global), or the whole batches to run.shard",
             )
         return self._from_samples(inputs, targets, num_global, None)
 
     def _from_samples(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:
-        inputs, targets, num_tokens = as_tensors(inputs), as_tensors(targets), 0
+        num_tokens = 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)

@@ -35,7 +35,7 @@ from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
 
 
 class TrainStep:
-    """Runs one rank's part of training steps, evaluations and predictions; all ranks call its methods together.
+    """Runs training steps, evaluations and predictions on this rank's samples; all ranks call its methods together.
 
     ``loss_scale`` is the fp16 loss scale; None in other precisions.
     """

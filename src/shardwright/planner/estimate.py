@@ -39,7 +39,8 @@ microbatches and seconds of a transfer of the toy model whose schedules are simu
 microbatch's forward, input gradient and weight gradient take a second each."""
 
 FEW_SAMPLES = (1, 8)
-"""The numbers of samples in a microbatch at which each way to cut operators is priced, to extrapolate from."""
+"""Two sizes of a microbatch, in samples: each way to cut the operators is priced at both, and prices of other sizes are
+extrapolated from the two."""
 
 
 class Estimate(NamedTuple):

@@ -37,7 +37,10 @@ class MessageRecord(NamedTuple):
 
 
 class WaitRecord(NamedTuple):
-    """The moment at which a rank waits for a message; ``began`` is the index of its record in the same action."""
+    """A wait of a rank for a message that it started before, at this point of a pipeline action.
+
+    ``began`` is the index of the message's :class:`MessageRecord` among the records of the same action.
+    """
 
     began: int
 

@@ -189,7 +189,7 @@ class WholeModel:
         return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns ``(None,)``: backward starts from the loss, without a received gradient."""
+        """Returns ``(None,)``: without stages no gradient is received, and the backward starts from the loss itself."""
         return (None,)
 
     def pass_back(self, chunk: int, number: int) -> None:

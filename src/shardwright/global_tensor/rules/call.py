@@ -324,7 +324,7 @@ def number_of(given: Any) -> Any:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to sum in for a mean of ``dtype``.
+    """Returns the dtype in which ranks add up the elements of a mean of tensors of ``dtype``.
 
     It is float32 for 16-bit floats, whose sum could overflow, and otherwise ``dtype``.
     """

@@ -232,6 +232,17 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
             )
 
 
+def check_num_names(names: Sequence[str], num_chunks: int) -> None:
+    """Raises LayoutError unless the option ``cut`` names as many modules as there are pipeline chunks."""
+    if len(names) != num_chunks:
+        raise LayoutError(
+            f"{num_chunks} stages begin at {len(names)} names",
+            given=f"cut:{','.join(names)}",
+            allowed=f"{num_chunks} names, the first of them where the model begins",
+            fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
+        )
+
+
 def _by_hand(
     model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
     seconds: Mapping[str, float] | None, closed: Collection[str], whole: Collection[str],
@@ -255,13 +266,7 @@ def _by_hand(
                 allowed="names of modules: " + ", ".join(name for name in known if name.count(".") < 2),
                 fix=f"write {nearest(name, known)}",
             )
-    if len(names) != num_chunks:
-        raise LayoutError(
-            f"{num_chunks} stages begin at {len(names)} names",
-            given=f"cut:{given}",
-            allowed=f"{num_chunks} names, the first of them where the model begins",
-            fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
-        )
+    check_num_names(names, num_chunks)
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
     graph = read_graph(model, opened, arguments_given(model, example) if example is not None else (), whole)
     movable = _movable(graph, model)

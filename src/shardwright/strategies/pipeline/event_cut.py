@@ -30,7 +30,7 @@ from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
-from shardwright.strategies.pipeline.cut import partition
+from shardwright.strategies.pipeline.cut import check_num_names, partition
 
 FINEST = (0.25, 0.06, 0.0)
 """A module is cut inside if its call costs more than this part of an even chunk.
@@ -130,13 +130,8 @@ def _cut(
             raise _counts(f"{path}.{name}".lstrip("."))
     costs = _costs(model, found, seconds)
     sites = _sites(found, names)
-    if names and len(names) != num_chunks:
-        raise LayoutError(
-            f"{num_chunks} stages begin at {len(names)} names",
-            given=f"cut:{','.join(names)}",
-            allowed=f"{num_chunks} names, the first of them where the model begins",
-            fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
-        )
+    if names:
+        check_num_names(names, num_chunks)
     if len(sites) < num_chunks:
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks",

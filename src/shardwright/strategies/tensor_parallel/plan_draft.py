@@ -180,7 +180,9 @@ class PlanDraft:
             self.plan = self.plan.cut(name, axis, dim, ranges)
 
     def cut_activation(self, path: str, features: Features, dim: int = -1, step: RoleStep | None = None) -> None:
-        """Records in the plan how a module's input is cut, so that dropout draws its numbers by global element.
+        """Records in the plan which slice of a module's input each rank holds.
+
+        Dropout reads it to draw the number of each element by the element's place in the whole tensor.
 
         ``features`` is the cut of its dim ``dim``. With ``step`` its rows are those after that layer's output.
         """
