@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwright import launch, parallelize, verify
-from shardwright.analysis.copying import check_apart
+from shardwright.analysis.copying import check_apart, copied
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.models import MeanSquaredError
 from shardwright.parallelize.planning import structural_copy
@@ -118,6 +118,32 @@ def test_a_model_with_closures_is_equal_to_one_device_and_the_callers_is_left_al
     assert verdict.equal, str(verdict)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembers(nn.Module):
+    """A recurrent layer that leaves its last states, results of autograd, in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.last, self.all = nn.Linear(6, 6), None, []
+
+    def forward(self, x):
+        self.last = torch.tanh(self.mlp(x))
+        self.all = [self.last * 2]
+        return x + self.last
+
+
+def test_a_result_that_a_forward_left_in_an_attribute_is_copied_without_its_history():
+    model = nn.Sequential(Remembers(), Remembers())
+    model(batch()[0])
+    other = copied(model, {})
+    for module, own in zip(model, other, strict=True):
+        assert torch.equal(own.last, module.last)
+        assert torch.equal(own.all[0], module.all[0])
+        assert own.last.is_leaf
+        assert own.all[0].is_leaf
+        assert not module.last.is_leaf
+        assert own.mlp.weight is not module.mlp.weight
 
 
 @pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero1", "dp2/zero3", "pp2/1f1b mb2"])

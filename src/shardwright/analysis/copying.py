@@ -16,7 +16,7 @@ from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.reached import (
     ATOMS,
@@ -40,7 +40,8 @@ def copied(model: M, memo: dict[int, Any]) -> M:
 
     ``memo`` maps ids of objects to the copies to use for them, as for ``deepcopy``, and all other copies are added to
     it. Functions that hold an object of the model, for instance in a closure, are rebuilt to hold its copy. Most of a
-    module's attributes are empty dicts for hooks, which are copied directly, to save time.
+    module's attributes are empty dicts for hooks, which are copied directly, to save time. A result of autograd that a
+    forward has left in an attribute, which ``deepcopy`` refuses, is copied without its history.
 
     Raises: PlanError: a function that holds an object of the model cannot be rebuilt.
 
@@ -50,6 +51,21 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     >>> other[0] is model[0], other[0].weight is model[0].weight, other.first.__defaults__[0] is other[0]
     (False, True, True)
     """
+    given = dict(memo)
+    try:
+        return _copied(model, memo)
+    except RuntimeError:  # deepcopy's refusal of a tensor with a history; looking for them costs a walk
+        histories = [each for _, each in outside_registration(model) if isinstance(each, Tensor) and not each.is_leaf]
+        if not histories:
+            raise
+        memo.clear()
+        memo.update(given)
+        for each in histories:
+            memo.setdefault(id(each), each.detach().clone())
+        return _copied(model, memo)
+
+
+def _copied(model: M, memo: dict[int, Any]) -> M:
     plain = [module for module in model.modules() if id(module) not in memo and _is_plain(module)]
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
