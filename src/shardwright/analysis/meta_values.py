@@ -117,6 +117,20 @@ class MetaValues(DispatchMode):
         self._values[view_key(tensor)] = values
         self._kept.append(tensor)
 
+    def index_within(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the arguments of a torch function; in ``x[i]`` a scalar ``i`` that is too large becomes the last index.
+
+        That is done once everything was selected: a loop over the experts of a mixture may then come to one more than
+        there are, since a mask may have a row that no sample chooses (as DBRX's has).
+        """
+        if function is not Tensor.__getitem__ or not self.num_selected:
+            return args
+        x, index = args
+        value = self.values(index) if isinstance(index, Tensor) and index.dim() == 0 else None
+        if value is None or value.dtype is torch.bool or not x.dim() or int(value) < x.shape[0]:
+            return args
+        return x, x.shape[0] - 1
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
