@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, job_of, planned
+from tests.contract.cases import CHECKS, Case, check_equal, job_of, planned
 from torch import nn
 from torch.nn import functional
 
@@ -86,6 +86,37 @@ class GroupedBlock(nn.Module):
         return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 
 
+class OneKeyBlock(nn.Module):
+    """Queries in one layer with the one key and value head that all queries share; a short convolution of all."""
+
+    def __init__(self):
+        super().__init__()
+        size = WIDTH // HEADS
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH + 2 * size)
+        self.short = nn.Conv1d(WIDTH + 2 * size, WIDTH + 2 * size, 3, padding=2, groups=WIDTH + 2 * size)
+        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x):
+        h = self.qkv(self.norm(x)).transpose(1, 2)
+        h = self._mixed(h)
+        h = h[..., : x.size(1)].transpose(1, 2).reshape(*x.shape[:2], HEADS + 2, WIDTH // HEADS)
+        q, k, v = (each.transpose(1, 2) for each in (h[..., :-2, :], h[..., [-2], :], h[..., [-1], :]))
+        attended = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(functional.gelu(self.up(x)))
+
+    def _mixed(self, h):
+        return self.short(h)
+
+
+class OneKeyBlockWithItsOwnConvolution(OneKeyBlock):
+    """The same, with code that reads the convolution's weight."""
+
+    def _mixed(self, h):
+        weight = self.short.weight.squeeze(1).unsqueeze(1)
+        return functional.conv1d(h, weight, self.short.bias, padding=2, groups=h.size(1))
+
+
 class Language(nn.Module):
     def __init__(self, block: type[nn.Module]):
         super().__init__()
@@ -120,7 +151,7 @@ def case_of(block: type[nn.Module]) -> OwnCase:
     return OwnCase(block.__name__, Language(block), CrossEntropy(), num_tokens=TOKENS)
 
 
-CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock)}
+CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock, OneKeyBlock)}
 
 
 LINES = (
@@ -174,6 +205,23 @@ def test_code_may_read_the_weights_and_shapes_of_other_layers(line):
     case = OwnCase("", ReadsTables(), CrossEntropy(), num_tokens=TOKENS)
     verdict = verify(case.model, line, case.batches, loss=CrossEntropy())
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("block", [OneKeyBlock, OneKeyBlockWithItsOwnConvolution])
+def test_a_fused_layer_is_cut_by_query_heads_though_all_ranks_hold_its_key_head(block):
+    case = case_of(block)
+    plan, strategies = planned("tp2", case)
+    size = WIDTH // HEADS
+    held = {"qkv.weight": (4 * size, WIDTH), "qkv.bias": (4 * size,), "short.weight": (4 * size, 1, 3)}
+    for name, shape in held.items():
+        assert plan.compute[f"blocks.0.{name}"].local_shape({"tp": 1}) == shape, (
+            "two query heads, the key and the value"
+        )
+    inputs = torch.zeros(2, TOKENS, dtype=torch.int64)
+    traffic = StepTraffic(job_of("tp2", case), plan, strategies, inputs).at({"tp": 0})
+    sent = [each for found in traffic.values() for each in found]
+    assert not [each for each in sent if each.kind == "all_gather" and each.num_bytes > inputs.numel() * WORDS * 8]
+    check_equal("tp2", case)
 
 
 @pytest.mark.parametrize("line", ["tp4", "dp2/zero3 tp2"])

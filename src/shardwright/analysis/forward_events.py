@@ -150,7 +150,7 @@ class _ForwardRecorder(TorchFunctionMode):
         # every stage runs the code between modules, so that code may not decide by values that one stage has
         selected, self._values.selects_all = self._values.num_selected, self._running[-1][0] != ""
         try:
-            results = call_on_meta(func, self._values.index_within(func, args), named, self._device)
+            results = call_on_meta(*self._values.indexing(func, args), named, self._device)
         finally:
             self._values.selects_all = False
         if self._values.num_selected > selected and self._unit is None:

@@ -117,19 +117,24 @@ class MetaValues(DispatchMode):
         self._values[view_key(tensor)] = values
         self._kept.append(tensor)
 
-    def index_within(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the arguments of a torch function; in ``x[i]`` a scalar ``i`` that is too large becomes the last index.
+    def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.
 
-        That is done once everything was selected: a loop over the experts of a mixture may then come to one more than
-        there are, since a mask may have a row that no sample chooses (as DBRX's has).
+        A list of numbers that is a range becomes the copy of a slice, of which more is known. A scalar that is too
+        large becomes the last index once everything was selected: a loop over the experts of a mixture may then come
+        to one more than there are, since a mask may have a row that no sample chooses (as DBRX's has).
         """
-        if function is not Tensor.__getitem__ or not self.num_selected:
-            return args
+        if function is not Tensor.__getitem__ or not args[0].is_meta:
+            return function, args
         x, index = args
-        value = self.values(index) if isinstance(index, Tensor) and index.dim() == 0 else None
+        places = index if isinstance(index, tuple) else (index,)
+        ranges = [_slice_of(each) for each in places]
+        if sum(isinstance(each, list | Tensor) for each in places) == 1 and any(ranges):
+            return _copied_slice, (x, tuple(new or old for new, old in zip(ranges, places, strict=True)))
+        value = self.values(index) if isinstance(index, Tensor) and index.dim() == 0 and self.num_selected else None
         if value is None or value.dtype is torch.bool or not x.dim() or int(value) < x.shape[0]:
-            return args
-        return x, x.shape[0] - 1
+            return function, args
+        return function, (x, x.shape[0] - 1)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -241,6 +246,20 @@ def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor])
     for result in tensors_of(results):
         result.fill_(0.5)
     return results
+
+
+def _slice_of(index: Any) -> slice | None:
+    """Returns the slice that takes what a list of numbers takes, None if there is none or ``index`` is no such list."""
+    if not isinstance(index, list) or not index or not all(type(each) is int for each in index):
+        return None
+    first, last = index[0], index[-1]
+    if index != list(range(first, first + len(index))) or first < 0 <= last:
+        return None
+    return slice(first, None if last == -1 else last + 1)
+
+
+def _copied_slice(x: Tensor, index: tuple[Any, ...]) -> Tensor:
+    return x[index].clone()
 
 
 def _has_size_of_values(name: str, args: Sequence[Any]) -> bool:

@@ -222,7 +222,7 @@ class _WholeCalls(TorchFunctionMode):
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         if func not in WHOLE_CALLS:
-            return call_on_meta(func, self._recorded.index_within(func, args), named, "cpu")
+            return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
         with self._recorded.quiet():
             results = func(*args, **named)
         self._recorded.ran(func, args, named, results, random=False)

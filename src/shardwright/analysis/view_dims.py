@@ -46,8 +46,8 @@ def _group(a: Letters, before: Sequence[int], after: Sequence[int]) -> tuple[Dim
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(call: RecordedCall, a: Letters) -> Any:
     x, y = call.operands[0], call.results[0]
-    if 0 in x.shape:
-        return all_whole(call, a)
+    if 0 in x.shape and prod(filter(None, x.shape)) != prod(filter(None, y.shape)):
+        return all_whole(call, a)  # of a batch without samples, whose dims do not show what became of which
     before, after = _group(a, x.shape, y.shape)
     return [before], [after]
 

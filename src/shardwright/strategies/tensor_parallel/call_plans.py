@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.analysis.dim_letters import Dims, Letters, Role
 from shardwright.analysis.operator_dims import Relation, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
+from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
 from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
 
@@ -36,10 +37,16 @@ SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", 
 # fmt: off
 _PARTLY_CUT = frozenset((
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "slice", "narrow",
-    "split", "split_with_sizes", "clone", "expand", "_to_copy", "linear", "addmm", "mm", "add",
+    "split", "split_with_sizes", "clone", "expand", "_to_copy", "linear", "addmm", "mm", "add", "convolution",
 ))
 # fmt: on
-"""The operators that run on a dim of which all ranks hold some elements: they move elements, or treat each alone."""
+"""The operators that run on a dim of which all ranks hold some elements: they move elements, or treat each alone.
+
+A product's or a convolution's own output features may be such a dim, but not one that it sums over."""
+
+
+PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
+"""The products with a weight, and the number of the operand that the weight multiplies, among the operands."""
 
 
 class NotOnPartsError(Exception):
@@ -230,10 +237,16 @@ class _Planning:
         if labels:
             changes += _changes(relation, slots, parts, labels, written, summed)
             changes = [each for each in changes if each.kind != "copy" or each.slot in self.learning]
+        copies = {each.slot for each in changes if each.kind == "copy"}
+        shared = next((cut for cut in some if ALL in cut), None)
+        if shared is not None and copies and (call.name not in PRODUCTS or copies != {slots[PRODUCTS[call.name]]}):
+            raise _GatherFirstError  # the gradient of what all hold would count once for each rank
         made = [part_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
         step = _localized(call, step, relation, labels, made, self.rank) if labels else step
+        if shared is not None and copies:
+            step = _partly_shared(call, step, shared, self.rank)
         same = step.function is call.function and step.args == call.args and step.named == call.named
         self.as_is = self.as_is and same and not (changes or summed or written)
         self._add(call, step, made)
@@ -364,6 +377,24 @@ def _localized(
         named = {key: value for key, value in call.named.items() if key != "bias"}
         return step._replace(args=tuple(args[:2]), named=named, addend=bias)
     return step
+
+
+def _partly_shared(call: RecordedCall, step: OperatorStep, cut: bytes, rank: int) -> OperatorStep:
+    """Returns the step of a product whose output features are in part this rank's, in part those of all ranks."""
+    mine = [label == ALL for label in cut if label in (rank, ALL)]
+    edges = [at for at in range(len(mine) + 1) if (at > 0 and mine[at - 1]) != (at < len(mine) and mine[at])]
+    shared = tuple(zip(edges[::2], edges[1::2], strict=True))
+    if call.name == "addmm":
+        if any(value != 1 for value in step.named.values()):
+            raise NotOnPartsError("addmm with factors")
+        bias, x, weight = step.args
+    else:
+        x, weight = step.args[:2]
+        bias = call.argument(2, "bias") if call.name == "linear" else None
+    function = partial(
+        partly_shared_product, shared=shared, is_first=rank == 0, transposed=call.name == "linear"
+    )  # a gradient that all ranks have counts on the first
+    return step._replace(function=function, args=(x, weight, bias), named={})
 
 
 COPIED = "_shardwright_copied_view"

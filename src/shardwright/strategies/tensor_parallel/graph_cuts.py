@@ -11,7 +11,7 @@ blocks would cost a sum after every layer that reads them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
@@ -21,10 +21,16 @@ from torch import nn
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.reached import tensors_outside
-from shardwright.analysis.recording import RecordedCall, Recording
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
+
+_FEATURES = {
+    ("linear", 1): 0, ("linear", 2): 0, ("mm", 1): 1, ("addmm", 0): 0, ("addmm", 2): 1, ("add", 0): 0, ("add", 1): 0,
+    ("convolution", 1): 0, ("convolution", 2): 0,
+}  # fmt: skip
+"""The dim of a weight or bias that has output features, by the operator and the number of the operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +111,12 @@ def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str
     for each in by_cost:
         if each.axis not in each.excludes and each.excludes.isdisjoint(taken):
             taken[each.axis] = each
-    for use in recording.parameters.values():  # a rank's copy of what all hold would need its own sum of gradients
+    features = _dims_of_features(recording)
+    for use in recording.parameters.values():
         labels = {axis: bytes(axis.size) for axis in taken}
-        for axis in axes.of(use):
+        for number, axis in enumerate(axes.of(use)):
             cut = labels_of(axis, labels)
-            if cut is not None and ALL in cut:
+            if cut is not None and ALL in cut and features.get(use) != number:
                 for leaf in leaves(axis):
                     taken.pop(leaf, None)
     inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
@@ -139,6 +146,59 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
         for axis in dims:
             _exclude_inside(axis, found)
     return found
+
+
+def _dims_of_features(recording: Recording) -> dict[TensorUse, int | None]:
+    """Returns, for each parameter that operators use, the dim of its output features; None if it has other uses too.
+
+    Of such features a rank may hold some of its own and, beside them, others that all ranks hold, as of the key head of
+    multi-query attention in a fused layer. In other uses what all hold would be gathered, or count several times.
+    """
+    found: dict[TensorUse, int | None] = {}
+    views = {use: (use, tuple(range(len(use.shape)))) for use in recording.parameters.values()}
+    read = {use for call in recording.calls for use in call.operands} | set(recording.outputs)
+    for call in recording.calls:
+        if read.isdisjoint(call.results) and not call.written:
+            continue  # code computed it for a branch that is not taken
+        for number, operand in enumerate(call.operands):
+            if operand not in views:
+                continue
+            parameter, dims = views[operand]
+            if call.name in _TURNS:
+                views.setdefault(call.results[0], (parameter, _TURNS[call.name](dims, *call.args[1:])))
+                continue
+            dim = _dim_of_features(call, number)
+            own = None if dim is None else dims[dim]
+            found[parameter] = own if found.get(parameter, own) == own else None
+    return found
+
+
+def _dim_of_features(call: RecordedCall, number: int) -> int | None:
+    """Returns the dim of an operand of a product or a depthwise convolution that has output features, else None."""
+    if call.name == "convolution" and call.args[8] != call.operands[1].shape[0]:
+        return None
+    if call.name == "add" and len(call.operands[number].shape) != 1:
+        return None
+    return _FEATURES.get((call.name, number))
+
+
+def _without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    dim %= len(dims)
+    return dims[:dim] + dims[dim + 1 :]
+
+
+def _with(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    dim %= len(dims) + 1
+    return (*dims[:dim], -1, *dims[dim:])
+
+
+_TURNS: Mapping[str, Callable[..., tuple[int, ...]]] = {
+    "t": lambda dims: dims[::-1],
+    "squeeze": _without,
+    "unsqueeze": _with,
+    "permute": lambda dims, order: tuple(dims[each] for each in order),
+}
+"""Views of a weight, and the dims of the weight that theirs are, from those of the weight before."""
 
 
 def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
