@@ -7,7 +7,6 @@ ranks whose shards have the same sizes are computed once (``_state_at``, ``_Step
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -58,8 +57,9 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
 
     With ``inputs``, a global batch without targets, the description also says what each rank sends, and what is sent
     for each layer; with ``nodes``, which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how
-    many bytes they send there. With more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike`` says. The plan is made on the meta
-    device, so that neither values nor other ranks are needed. The optimizer is taken to be AdamW.
+    many bytes they send there. With more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike``
+    says. The plan is made on the meta device, so that neither values nor other ranks are needed. The optimizer is taken
+    to be AdamW.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
     Raises: LayoutError, PlanError: the layout does not fit the model. LayoutError: it has more than 2**20 ranks, or
@@ -294,7 +294,7 @@ class _StepSends:
         self.calls_by_key: dict[object, list[Traffic]] = {}
         self.calls: dict[int, list[Traffic]] = {}
         """The collective calls of a step, by rank, of the ranks that were described."""
-        self._by_layer: Counter[tuple[str, str]] = Counter()  # bytes, which may be fractions
+        self._by_layer: dict[tuple[str, str], float] = {}
 
     def of(self, coord: Coord, state: _RankState) -> dict[str, Any]:
         """Returns a rank's number of samples, its sent bytes by strategy and, if sequences are cut, its tokens.
@@ -314,11 +314,12 @@ class _StepSends:
             traffic = self.traffic.at(coord)
             self.sent_bytes[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
             self.calls_by_key[key] = [call for calls in traffic.values() for call in calls]
-            here: Counter[tuple[str, str]] = Counter()
+            here: dict[tuple[str, str], float] = {}
             for name, calls in traffic.items():
                 for call in calls:
-                    here[call.layer, name] += call.sent_bytes
-            self._by_layer |= here  # of each layer the most
+                    here[call.layer, name] = here.get((call.layer, name), 0.0) + call.sent_bytes
+            for layer, sent in here.items():
+                self._by_layer[layer] = max(sent, self._by_layer.get(layer, 0.0))
         self.calls[self.plan.mesh.rank(coord)] = self.calls_by_key[key]
         found = {"samples": len(samples), "sent_bytes": self.sent_bytes[key]}
         return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})

@@ -11,8 +11,7 @@ from pathlib import Path
 from shardwright.formatting import format_bytes, format_seconds
 from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
 from shardwright.planner.plans import UTILISATION, Plans
-from shardwright.report.assets import fill_template, read_asset
-from shardwright.report.page import html_table, section
+from shardwright.report.page import fact_list, html_table, section, write_html
 from shardwright.report.plan_picture import plans_figure
 
 
@@ -30,16 +29,8 @@ def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference
         *(_comparison(f"Why not {each.other.layout}?", each) for each in compared),
         _memory(plans), *_left_out(plans), _constants(plans),
     ]  # fmt: skip
-    page = fill_template(
-        "page.html",
-        title=escape(title),
-        style=read_asset("page.css"),
-        under=f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step",
-        sections="\n".join(sections),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    under = f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step"
+    return write_html(path, title=title, under=under, sections=sections)
 
 
 def _summary(plans: Plans) -> str:
@@ -53,12 +44,8 @@ def _summary(plans: Plans) -> str:
         ("memory", format_bytes(best["memory_bytes"]), f"of {format_bytes(plans.cluster.device.memory_bytes)}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
     ]
-    cells = "\n".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(words)}</small></dd></div>"
-        for name, value, words in facts
-    )
     warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())
-    return f"<section>\n<dl>\n{cells}\n</dl>\n{warnings}</section>"
+    return f"<section>\n{fact_list(facts)}\n{warnings}</section>"
 
 
 def _picture(plans: Plans) -> str:
