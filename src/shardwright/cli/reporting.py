@@ -90,12 +90,14 @@ def run_in(folder: Path, name: str = "", *, model: str | None = None) -> Recorde
 
     A factory that the folder names is called only if ``model`` names it too, since importing it runs its code.
 
-    Raises: CheckpointError: there is no run in the folder.
+    Raises: CheckpointError: there is no run in the folder. PlanError: a file of it is a link, or no regular file.
     """
     from shardwright.report.recorded_runs import record_run
     from shardwright.train.progress import read_metrics_counted
     from shardwright.train.run_file import parts_of
+    from shardwright.train.same_run import check_regular
 
+    check_regular(folder)
     parts = parts_of(folder)
     rows, num_damaged = read_metrics_counted(folder)
     return record_run(name or folder.name, parts, rows, lambda part: described(part, model), num_damaged)

@@ -42,7 +42,8 @@ class Chart(NamedTuple):
 
 def chart_section(chart: Chart) -> str:
     """Returns the HTML section of a chart; of a chart without any point it has the sentence alone."""
-    curves = [curve for curve in chart.curves if curve.steps]
+    coloured = [(n, curve) for n, curve in enumerate(chart.curves) if curve.steps]  # the colors are those of all charts
+    curves = [curve for _, curve in coloured]
     kind = "whole" if chart.is_wide else ""
     if not curves:
         return section(chart.heading, "", chart.seen, name=chart.name, kind=kind)
@@ -56,7 +57,7 @@ def chart_section(chart: Chart) -> str:
         "compared": chart.is_compared,
         "marks": list(chart.marks),
         "level": chart.level,
-        "curves": [curve._asdict() for curve in curves],
+        "curves": [{**curve._asdict(), "colour": n} for n, curve in coloured],
     }
     label = f"{chart.heading}, by step. The arrow keys move from step to step."
     drawn = (
@@ -69,21 +70,21 @@ def chart_section(chart: Chart) -> str:
         note += " A point is the mean of several steps, and the band their lowest and highest."
     return section(
         chart.heading,
-        f'<figure class="of-chart">\n<figcaption>{escape(chart.seen)}{note}</figcaption>\n{_legend(curves)}{drawn}\n'
+        f'<figure class="of-chart">\n<figcaption>{escape(chart.seen)}{note}</figcaption>\n{_legend(coloured)}{drawn}\n'
         f"{data_element(data)}\n</figure>\n{details('Some of the values', _values(chart, curves), kind='more')}",
         name=chart.name,
         kind=kind,
     )
 
 
-def _legend(curves: Sequence[Curve]) -> str:
+def _legend(coloured: Sequence[tuple[int, Curve]]) -> str:
     """Returns the names of the curves, as buttons that hide and show them; "" for one curve."""
-    if len(curves) < 2:
+    if len(coloured) < 2:
         return ""
     buttons = "".join(
         f'<button type="button" aria-pressed="true"><span class="swatch c{n % NUM_COLOURS} {curve.style}"></span>'
         f"{escape(curve.name)}</button>"
-        for n, curve in enumerate(curves)
+        for n, curve in coloured
     )
     return f'<div class="legend" role="group" aria-label="curves">{buttons}</div>\n'
 
@@ -115,12 +116,12 @@ def map_section(found: MemoryMap, word: str) -> str:
 
     ``word`` says which memory it is, "held" or "peak".
     """
-    num_ranks = len(found.cells) * found.ranks_in_line
     heading = f"Memory {'held' if word == 'held' else 'at the peak so far'} by each rank"
     least, most = format_bytes(found.least_bytes), format_bytes(found.most_bytes)
     last = [line[-1] for line in found.cells]
     fullest = max(range(len(last)), key=lambda rank: last[rank]) * found.ranks_in_line
-    seen = f"About {num_ranks:,} ranks from top to bottom, steps from left to right: {least} to {most}."
+    lines = f", {found.ranks_in_line} in a line" if found.ranks_in_line > 1 else ""
+    seen = f"{found.num_ranks:,} ranks from top to bottom{lines}, steps from left to right: {least} to {most}."
     seen += f" After the last step, rank {fullest} is among those that hold most."
     label = f"{heading}. The arrow keys move from rank to rank and from step to step."
     return section(

@@ -52,7 +52,8 @@ def write_comparison_page(path: Path, runs: Sequence[RecordedRun]) -> Path:
         _differences(runs, found["differences"]),
         _commands(runs),
     ]
-    title = f"{' beside '.join(run.name for run in runs)}" if len(runs) < 4 else f"{len(runs)} runs compared"
+    names = [run.name for run in runs]
+    title = f"{', '.join(names[:-1])} beside {names[-1]}" if len(runs) < 4 else f"{len(runs)} runs compared"
     under = f"{len(runs)} runs compared; differences are those from {escape(runs[0].name)}."
     return write_html(path, title=title, under=under, sections=sections, parts=("chart",))
 

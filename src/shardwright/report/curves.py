@@ -114,6 +114,7 @@ class MemoryMap(NamedTuple):
     cells: list[str]
     least_bytes: int
     most_bytes: int
+    num_ranks: int
     ranks_in_line: int
 
 
@@ -185,7 +186,7 @@ def memory_map(rows: Rows) -> MemoryMap | None:
         "".join(" " if value is None else chr(48 + round((value - least) * scale)) for value in line) for line in lines
     ]
     ends = [found[end - 1][0] for _, end in thinned(len(found), MOST_COLUMNS)]
-    return MemoryMap(ends, cells, least, most, in_line)
+    return MemoryMap(ends, cells, least, most, num_ranks, in_line)
 
 
 # ---- what is seen
@@ -260,7 +261,7 @@ def memory_seen(run: RecordedRun) -> str:
         return "Memory was not measured."
     step, last = found[-1]
     peaks = [(max(peaks_of(part.rows)), part) for part in run.shown if peaks_of(part.rows)]
-    text = f"After step {step:,} {_ranks_hold(last)}." if word == "held" else ""
+    text = f"After step {step:,}, {_ranks_hold(last)}." if word == "held" else ""
     if peaks:
         peak, part = max(peaks, key=lambda entry: entry[0])
         rank = peaks_of(part.rows).index(peak)

@@ -39,12 +39,9 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
     """
     drawn = outlines(timelines)
     under = filter(None, (_counts(drawn), times_as_long(drawn)))
-    panels = [_panel(place, outline) for place, outline in enumerate(drawn)]
+    panels = "\n".join(f"<section>\n{_panel(place, outline)}</section>" for place, outline in enumerate(drawn))
     sections = [
-        f'<div class="timelines">\n{_bar(drawn)}\n{"".join(f"<section>{panel}</section>" for panel in panels)}\n'
-        f"{data_element(_data(drawn))}</div>"
-        if any(outline.makespan_s for outline in drawn)
-        else section("No timeline", f"<p>{NOTHING}</p>"),
+        _group(drawn, panels) if drawn else section("No timeline", f"<p>{NOTHING}</p>"),
         _stage_table(drawn),
         f"<section>\n{details('As text', _as_text(timelines))}\n</section>",
     ]
@@ -59,14 +56,15 @@ def timeline_group(timelines: Sequence[Timeline]) -> str:
     The page needs the part "timeline".
     """
     drawn = outlines(timelines)
-    if not any(outline.makespan_s for outline in drawn):
-        return f'<p class="note">{NOTHING}</p>'
     panels = "\n".join(_panel(place, outline, "h4") for place, outline in enumerate(drawn))
-    return (
-        f'<div class="timelines">\n{_bar(drawn)}\n{panels}\n{data_element(_data(drawn))}</div>\n'
-        f'<p class="note">{escape(_KEYS)}</p>\n'
-        f"{details('The pipeline as text', _as_text(timelines), kind='more')}"
-    )
+    text = details("The pipeline as text", _as_text(timelines), kind="more")
+    return f'{_group(drawn, panels)}\n<p class="note">{escape(_KEYS)}</p>\n{text}'
+
+
+def _group(drawn: Sequence[Outline], panels: str) -> str:
+    """Returns the HTML of panels that the script draws on one time axis, with their legend and their data."""
+    bar = _bar(drawn) if any(outline.makespan_s for outline in drawn) else ""
+    return f'<div class="timelines">\n{bar}\n{panels}\n{data_element(_data(drawn))}</div>'
 
 
 def _as_text(timelines: Sequence[Timeline]) -> str:

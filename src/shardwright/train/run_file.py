@@ -111,7 +111,7 @@ def _is_part(part: Any) -> bool:
     """Returns whether an entry of ``parts`` has what each part has, so that a report can be made of it."""
     try:
         read_options(part["options"], given_in=RUN_FILE)
-        return type(part["first_step"]) is int and part["first_step"] >= 0
+        return type(part["first_step"]) is int and 0 <= part["first_step"] < 2**63
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -63,7 +63,7 @@ function startChart(figure) {
     const marks = chart.marks.length ? 18 : 6, under = height - 24;
     const ticks = log ? decades(10 ** bottom, 10 ** top)
       : niceTicks(bottom, top, Math.max(3, Math.floor(height / 55)), chart.unit === "bytes");
-    const left = Math.min(90, 14 + 7 * Math.max(...ticks.map((tick) => spelled(tick).length)));
+    const left = Math.min(90, Math.max(42, 14 + 7 * Math.max(...ticks.map((tick) => spelled(tick).length))));
     const right = width - 10;
     const x = (step) => left + (last > first ? (step - first) / (last - first) : 0.5) * (right - left);
     const y = (value) => under - (scaled(value) - bottom) / (top - bottom) * (under - marks);
@@ -93,7 +93,7 @@ function startChart(figure) {
     }
     const paths = chart.curves.map((curve, n) => {
       if (off.has(n) || !curve.steps.length) return null;
-      const group = node("g", {class: `curve c${n % 8} ${curve.style}`}), size = curve.steps.length;
+      const group = node("g", {class: `curve c${curve.colour % 8} ${curve.style}`}), size = curve.steps.length;
       const line = (values, steps) => values.map((value, i) => value === null ? ""
         : `${i && values[i - 1] !== null ? "L" : "M"}${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}`).join("");
       if (curve.low.length) {
@@ -120,7 +120,7 @@ function startChart(figure) {
       const index = firstFrom(curve.steps, step);
       if (index >= curve.steps.length || step < curve.steps[0] && index === 0) return [];
       if (curve.style === "points" && curve.steps[index] !== step || curve.values[index] === null) return [];
-      return [{curve, index, n}];
+      return [{curve, index}];
     });
   }
   function words(found) {
@@ -136,8 +136,8 @@ function startChart(figure) {
     if (step === null || step < here.first || step > here.last) return;
     const at_x = here.x(step);
     here.cursor.append(node("line", {x1: at_x, x2: at_x, y1: here.top, y2: here.under}));
-    if (isOwn) for (const {curve, index, n} of at(step)) here.cursor.append(node("circle",
-      {class: `c${n % 8}`, cx: here.x(curve.steps[index]), cy: here.y(curve.values[index]), r: 4}));
+    if (isOwn) for (const {curve, index} of at(step)) here.cursor.append(node("circle",
+      {class: `c${curve.colour % 8}`, cx: here.x(curve.steps[index]), cy: here.y(curve.values[index]), r: 4}));
   }
   function choose(index, x, y) {
     if (!steps.length) return;
