@@ -67,7 +67,7 @@ $(BROWSER_READY): constraints-browser.txt
 	@touch $@
 
 test-browser: $(READY) $(BROWSER_READY)  ## the pages in Chromium, where Debian's chromium and chromium-driver are (1 minute)
-	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser
+	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py
 
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and a job on a real Slurm where Debian's is installed (5 minutes)
 	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from tools.chromium import browser, missing
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
-
 from tools.chromium import look
 
 PAGES = ["run", "long", "comparison", "timeline", "plan"]
@@ -89,9 +88,10 @@ def test_a_page_fits_its_window_reads_well_and_loads_nothing_else(driver, pages,
     assert (ground < 0.1) == dark
 
 
+@pytest.mark.parametrize("name", ["run", "long"])
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
-def test_text_in_a_chart_is_not_cut_and_no_tick_covers_another(driver, pages, width):
-    opened(driver, pages["run"], width=width)
+def test_text_in_a_chart_is_not_cut_and_no_tick_covers_another(driver, pages, name, width):
+    opened(driver, pages[name], width=width)
     found = driver.execute_script(
         """
         return [...document.querySelectorAll(".chart svg")].map((svg) => {
@@ -126,7 +126,8 @@ def test_the_pointer_reads_the_values_of_a_step(driver, pages):
     assert step.startswith("step ")
     assert values[0] == "training"
     number = int(step.split()[1])
-    rows = [json.loads(line) for line in (pages["run"].parent / "small" / "metrics.jsonl").open()]
+    metrics = (pages["run"].parent / "small" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in metrics.splitlines()]
     assert float(values[1]) == pytest.approx(rows[number - 1]["loss"], rel=1e-4)
     ActionChains(driver).move_to_element(driver.find_element("tag name", "h1")).perform()
     assert not tip.is_displayed()
@@ -222,7 +223,7 @@ def test_a_pipeline_is_drawn_and_read_by_the_keyboard(driver, pages, name):
 @pytest.mark.parametrize("name", PAGES)
 def test_headings_are_nested_and_each_part_has_a_name(driver, pages, name):
     opened(driver, pages[name], opens_all=True)
-    levels = driver.execute_script("return [...document.querySelectorAll('h1,h2,h3,h4')].map((h) => +h.tagName[1])")
+    levels = driver.execute_script("return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map((h) => +h.tagName[1])")
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
