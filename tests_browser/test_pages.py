@@ -223,7 +223,9 @@ def test_a_pipeline_is_drawn_and_read_by_the_keyboard(driver, pages, name):
 @pytest.mark.parametrize("name", PAGES)
 def test_headings_are_nested_and_each_part_has_a_name(driver, pages, name):
     opened(driver, pages[name], opens_all=True)
-    levels = driver.execute_script("return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map((h) => +h.tagName[1])")
+    levels = driver.execute_script(
+        "return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map((h) => +h.tagName[1])"
+    )
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))

@@ -7,6 +7,7 @@ their lowest and highest value, so that a single high step is still seen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from math import isfinite
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -172,13 +173,11 @@ def memory_map(rows: Rows) -> MemoryMap | None:
         return None
     in_line = -(-num_ranks // MOST_LINES)
     columns = [[each for _, each in found[first:end]] for first, end in thinned(len(found), MOST_COLUMNS)]
+    tops = [list(map(max, zip_longest(*column, fillvalue=-1))) for column in columns]  # -1: there is no such rank
     lines = []
     for first in range(0, num_ranks, in_line):
-        ranks = range(first, min(first + in_line, num_ranks))
-        lines.append([
-            max((each[rank] for each in column for rank in ranks if rank < len(each)), default=None)
-            for column in columns
-        ])  # fmt: skip
+        found_here = [max(top[first : first + in_line], default=-1) for top in tops]
+        lines.append([value if value >= 0 else None for value in found_here])
     known = [value for line in lines for value in line if value is not None]
     least, most = min(known), max(known)
     scale = (LEVELS - 1) / max(most - least, 1)
