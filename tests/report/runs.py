@@ -1,4 +1,4 @@
-"""Recorded runs for tests of the report's pages: rows and parts that are made up, with the layouts of a small model."""
+"""Training runs for tests of the report's pages: rows and parts that are made up, with the layouts of a small model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.layout import Layout
 from shardwright.plan.plan import Job
 from shardwright.report.description import describe
-from shardwright.report.recorded_runs import record_run
+from shardwright.report.training_runs import record_run
 
 OPTIONS = {"model": "mlp", "settings": {"widths": [8, 16]}, "data": "stdlib", "batch": 8, "seq": 16, "steps": 4,
            "clip": 1.0}  # fmt: skip

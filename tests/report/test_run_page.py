@@ -11,8 +11,8 @@ import pytest
 from report.runs import OPTIONS, described, part, row, run, two_parts
 from report.test_page import NASTY, checked, read
 from shardwright.report.layout_sections import layout_html
-from shardwright.report.recorded_runs import record_run
 from shardwright.report.run_page import write_run_page
+from shardwright.report.training_runs import record_run
 
 
 def charts_of(path):

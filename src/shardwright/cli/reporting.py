@@ -17,7 +17,7 @@ from shardwright.parallelize.planning import job_for
 from shardwright.rng import without_values
 
 if TYPE_CHECKING:
-    from shardwright.report.recorded_runs import RecordedRun
+    from shardwright.report.training_runs import TrainingRun
 
 PAGE, COMPARISON = "report.html", "comparison.html"
 
@@ -39,8 +39,8 @@ def report(
     No rank is started, and the runs' folders stay as they are, but for the page.
     """
     from shardwright.report.compare_page import compare_runs, write_comparison_page
-    from shardwright.report.recorded_runs import run_names
     from shardwright.report.run_page import write_run_page
+    from shardwright.report.training_runs import run_names
 
     check_number(runs, compare=compare)
     found = [run_in(folder, name, model=model) for folder, name in zip(runs, run_names(runs), strict=True)]
@@ -85,14 +85,14 @@ def check_number(runs: Sequence[Path], *, compare: bool) -> None:
         )
 
 
-def run_in(folder: Path, name: str = "", *, model: str | None = None) -> RecordedRun:
+def run_in(folder: Path, name: str = "", *, model: str | None = None) -> TrainingRun:
     """Returns the run in a folder as a report shows it, with the description of each of its layouts.
 
     A factory that the folder names is called only if ``model`` names it too, since importing it runs its code.
 
     Raises: CheckpointError: there is no run in the folder. PlanError: a file of it is a link, or no regular file.
     """
-    from shardwright.report.recorded_runs import record_run
+    from shardwright.report.training_runs import record_run
     from shardwright.train.progress import read_metrics_counted
     from shardwright.train.run_file import parts_of
     from shardwright.train.same_run import check_regular
@@ -133,7 +133,7 @@ def described(part: Mapping[str, Any], model: str | None = None) -> Mapping[str,
     return describe(job._replace(seconds=seconds if isinstance(seconds, dict) else {}), layout, inputs=inputs)
 
 
-def remarks(run: RecordedRun) -> list[str]:
+def remarks(run: TrainingRun) -> list[str]:
     """Returns what the user is told about a run's folder beside its page: damaged metrics, no steps, no map."""
     found = []
     if run.num_damaged:
@@ -144,7 +144,7 @@ def remarks(run: RecordedRun) -> list[str]:
     return found
 
 
-def figures(run: RecordedRun) -> dict[str, Any]:
+def figures(run: TrainingRun) -> dict[str, Any]:
     """Returns the figures of one run, of its parts, and remarks, as plain data for JSON."""
     from shardwright.report.compare_page import compare_runs
 

@@ -12,15 +12,15 @@ from shardwright.formatting import format_bytes, format_count, format_duration
 from shardwright.report.charts import NUM_COLOURS, Chart, Unit, chart_section
 from shardwright.report.curves import Curve, curve_of, highest_peaks, number, peaks_of, points_of
 from shardwright.report.page import html_table, section, write_html
-from shardwright.report.recorded_runs import RecordedRun
 from shardwright.report.run_page import spelled_option
+from shardwright.report.training_runs import TrainingRun
 
 _SAME_MODEL = ("model", "settings")
 _SAME_STEPS = ("data", "batch", "seq")
 _OF_A_PLACE = ("offload_folder",)
 
 
-def compare_runs(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[TrainingRun]) -> dict[str, Any]:
     """Returns the figures of several runs, the options in which they differ, and remarks, as plain data for JSON.
 
     ``runs`` has, for each run, its name, layouts, number of ranks and of steps, first and last loss, last evaluation
@@ -37,7 +37,7 @@ def compare_runs(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     }
 
 
-def write_comparison_page(path: Path, runs: Sequence[RecordedRun]) -> Path:
+def write_comparison_page(path: Path, runs: Sequence[TrainingRun]) -> Path:
     """Writes a page that compares two or more training runs to ``path``, and returns the path.
 
     Curves of all runs share each chart, and tables show their figures and the options in which they differ. The file
@@ -61,7 +61,7 @@ def write_comparison_page(path: Path, runs: Sequence[RecordedRun]) -> Path:
 # ---- figures
 
 
-def _figures(run: RecordedRun) -> dict[str, Any]:
+def _figures(run: TrainingRun) -> dict[str, Any]:
     def values(rows: Any, key: str) -> list[float]:
         return [value for _, value in points_of(rows, key)]
 
@@ -92,7 +92,7 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
 """The figures of a run's line: key, head of the column, and how the number is written."""
 
 
-def _figure_table(runs: Sequence[RecordedRun], figures: Sequence[Mapping[str, Any]]) -> str:
+def _figure_table(runs: Sequence[TrainingRun], figures: Sequence[Mapping[str, Any]]) -> str:
     body = []
     for place, (run, found) in enumerate(zip(runs, figures, strict=True)):
         cells = [
@@ -119,7 +119,7 @@ def _change(share: float) -> str:
     return "equal" if share == 0 else f"{share:+.2%}" if abs(share) < 0.1 else f"{share:+.0%}"
 
 
-def _losses_apart(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def _losses_apart(runs: Sequence[TrainingRun]) -> dict[str, Any]:
     """Returns at how many steps all runs have a loss, by how much these differ at most, and at which step they do."""
     found = [dict(points_of(run.rows, "loss")) for run in runs]
     shared = sorted(set(found[0]).intersection(*found[1:])) if found else []
@@ -133,7 +133,7 @@ def _losses_apart(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 # ---- charts
 
 
-def _charts(runs: Sequence[RecordedRun], apart: Mapping[str, Any]) -> str:
+def _charts(runs: Sequence[TrainingRun], apart: Mapping[str, Any]) -> str:
     if not any(run.rows for run in runs):
         return ""
 
@@ -161,7 +161,7 @@ def _charts(runs: Sequence[RecordedRun], apart: Mapping[str, Any]) -> str:
     return '<div class="charts">\n' + "\n".join(sections) + "\n</div>"
 
 
-def _loss_words(runs: Sequence[RecordedRun], apart: Mapping[str, Any]) -> str:
+def _loss_words(runs: Sequence[TrainingRun], apart: Mapping[str, Any]) -> str:
     ends = []
     for run in runs:
         losses = points_of(run.rows, "loss")
@@ -208,7 +208,7 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def option_differences(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+def option_differences(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
     """Returns the options, versions and kinds of machine in which runs differ: each with its value in each run.
 
     An option that a run does not have is None there. Options are those of a run's last part.
@@ -225,7 +225,7 @@ def option_differences(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     return [{"option": name, "values": each} for name, each in values.items() if len(set(each)) > 1]
 
 
-def remarks_on(runs: Sequence[RecordedRun]) -> list[str]:
+def remarks_on(runs: Sequence[TrainingRun]) -> list[str]:
     """Returns sentences on what keeps runs from being compared: other models or data, no steps, damaged metrics."""
     found = []
     if differ := _differing(runs, _SAME_MODEL):
@@ -241,7 +241,7 @@ def remarks_on(runs: Sequence[RecordedRun]) -> list[str]:
     return found
 
 
-def _differing(runs: Sequence[RecordedRun], keys: Sequence[str]) -> str:
+def _differing(runs: Sequence[TrainingRun], keys: Sequence[str]) -> str:
     """Returns which of the options ``keys`` are not equal in all runs, with their values; "" if none."""
     found = []
     for key in keys:
@@ -251,7 +251,7 @@ def _differing(runs: Sequence[RecordedRun], keys: Sequence[str]) -> str:
     return "; ".join(found)
 
 
-def _differences(runs: Sequence[RecordedRun], differences: Sequence[Mapping[str, Any]]) -> str:
+def _differences(runs: Sequence[TrainingRun], differences: Sequence[Mapping[str, Any]]) -> str:
     if not differences:
         return section("Options", "", "All options, versions and machines are equal.", name="options")
     body = [
@@ -264,7 +264,7 @@ def _differences(runs: Sequence[RecordedRun], differences: Sequence[Mapping[str,
     return section("What differs", html_table(heads, body, stacked=True), note, name="options")
 
 
-def _commands(runs: Sequence[RecordedRun]) -> str:
+def _commands(runs: Sequence[TrainingRun]) -> str:
     blocks = []
     for run in runs:
         lines = [str(part.facts["command"]) for part in run.shown if part.facts.get("command")]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardwright.formatting import format_bytes, format_count
 from shardwright.report.pictures import Rows
-from shardwright.report.recorded_runs import RecordedRun
+from shardwright.report.training_runs import TrainingRun
 
 MOST_POINTS = 500
 """The most points of a curve; a wide page has about two pixels for each."""
@@ -191,7 +191,7 @@ def memory_map(rows: Rows) -> MemoryMap | None:
 # ---- what is seen
 
 
-def loss_seen(run: RecordedRun) -> str:
+def loss_seen(run: TrainingRun) -> str:
     """Returns sentences on the losses of a run: from where to where they go, and where the run was resumed."""
     losses = points_of(run.rows, "loss")
     if not losses:
@@ -207,7 +207,7 @@ def loss_seen(run: RecordedRun) -> str:
     return f"{text}{resumed_words(run)}"
 
 
-def resumed_words(run: RecordedRun) -> str:
+def resumed_words(run: TrainingRun) -> str:
     """Returns a sentence on where a run was resumed, and under which layouts; "" if it never was."""
     if not run.resumes:
         return ""
@@ -217,7 +217,7 @@ def resumed_words(run: RecordedRun) -> str:
     return f" Resumed {' and '.join([', '.join(few[:-1]), few[-1]] if few[1:] else few)}."
 
 
-def throughput_seen(run: RecordedRun) -> str:
+def throughput_seen(run: TrainingRun) -> str:
     """Returns a sentence on the median throughput of each part of a run."""
     found = []
     for part in run.shown:
@@ -253,7 +253,7 @@ def norm_seen(rows: Rows, clip: float) -> str:
     return f"{text} {clipped:,} of {len(values):,} steps were clipped to {number(clip)}." if clip else text
 
 
-def memory_seen(run: RecordedRun) -> str:
+def memory_seen(run: TrainingRun) -> str:
     """Returns sentences on the memory that ranks hold after the last step, and on the highest peak."""
     word, found = memory_rows(run.rows)
     if not found:

@@ -27,10 +27,10 @@ from shardwright.report.curves import (
 )
 from shardwright.report.layout_sections import layout_html, layout_words
 from shardwright.report.page import details, fact_list, html_table, section, write_html
-from shardwright.report.recorded_runs import RecordedPart, RecordedRun
+from shardwright.report.training_runs import TrainingPart, TrainingRun
 
 
-def write_run_page(path: Path, run: RecordedRun) -> Path:
+def write_run_page(path: Path, run: TrainingRun) -> Path:
     """Writes the page of a training run to ``path`` and returns the path.
 
     It has the run's key figures, charts of its metrics by step, predicted figures beside measured ones where the run
@@ -56,7 +56,7 @@ MOST_OPEN = 2
 # ---- key figures
 
 
-def _problems(run: RecordedRun) -> str:
+def _problems(run: TrainingRun) -> str:
     """Returns a section on what of the run could not be read, or is not there; "" if all is."""
     found = []
     if not run.rows:
@@ -71,7 +71,7 @@ def _problems(run: RecordedRun) -> str:
     return f"<section>\n{body}\n</section>" if found else ""
 
 
-def _missing_steps(run: RecordedRun) -> str:
+def _missing_steps(run: TrainingRun) -> str:
     """Returns a sentence on steps whose metrics are not there, between the first and the last; "" if none is."""
     if not run.rows:
         return ""
@@ -80,7 +80,7 @@ def _missing_steps(run: RecordedRun) -> str:
     return f"{missing:,} of the steps from {first:,} to {last:,} have no metrics." if missing else ""
 
 
-def _summary(run: RecordedRun) -> str:
+def _summary(run: TrainingRun) -> str:
     """Returns the key figures of a run, without those that were not measured."""
     last, rows = run.last, run.rows
     losses, evaluated = ([value for _, value in points_of(rows, key)] for key in ("loss", "eval_loss"))
@@ -107,7 +107,7 @@ def _summary(run: RecordedRun) -> str:
     return f"<section>\n{fact_list(facts)}\n</section>"
 
 
-def _ranks(run: RecordedRun) -> str:
+def _ranks(run: TrainingRun) -> str:
     sizes = [str(part.facts["world_size"]) for part in run.shown if part.facts.get("world_size")]
     return ", then ".join(size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1])
 
@@ -119,7 +119,7 @@ def _arrow(losses: Sequence[float]) -> str:
     return first if len(losses) == 1 else f"{first} \N{RIGHTWARDS ARROW} {last}"
 
 
-def _parts(run: RecordedRun) -> Iterator[str]:
+def _parts(run: TrainingRun) -> Iterator[str]:
     """Yields a table of the parts of a run that was resumed."""
     if len(run.shown) < 2:
         return
@@ -141,7 +141,7 @@ def _parts(run: RecordedRun) -> Iterator[str]:
 # ---- charts
 
 
-def _charts(run: RecordedRun) -> Iterator[str]:
+def _charts(run: TrainingRun) -> Iterator[str]:
     """Yields the charts of a run as one grid."""
     if not run.rows:
         return
@@ -180,7 +180,7 @@ _FORMATS = {
 """For each table of ``predicted`` and ``measured`` in ``run.json``: its heading, and how its numbers are written."""
 
 
-def _predicted(run: RecordedRun) -> Iterator[str]:
+def _predicted(run: TrainingRun) -> Iterator[str]:
     """Yields the section of predicted figures beside measured ones, for the parts of a run that have any."""
     blocks = []
     for part in run.shown:
@@ -245,13 +245,13 @@ def _waterfalls(predicted: Mapping[tuple[str, str], float], measured: Mapping[tu
 # ---- layouts and options
 
 
-def _named(part: RecordedPart) -> str:
+def _named(part: TrainingPart) -> str:
     return f"{part.steps[:1].upper()}{part.steps[1:]}: {part.layout}"
 
 
-def _layouts(run: RecordedRun) -> Iterator[str]:
+def _layouts(run: TrainingRun) -> Iterator[str]:
     """Yields the sections of the layouts of a run: one for the parts that have the same."""
-    alike: dict[object, list[RecordedPart]] = {}
+    alike: dict[object, list[TrainingPart]] = {}
     for number_of_part, part in enumerate(run.shown):  # parts of one layout share the description
         alike.setdefault(number_of_part if part.description is None else id(part.description), []).append(part)
     for place, group in enumerate(alike.values(), 1):
@@ -274,7 +274,7 @@ def _layouts(run: RecordedRun) -> Iterator[str]:
         )
 
 
-def _about(run: RecordedRun) -> str:
+def _about(run: TrainingRun) -> str:
     """Returns a section with all that is needed to repeat the run: command lines, versions, machines and options."""
     commands = [
         f'<p class="note">{escape(_named(part))}</p>\n' * (len(run.shown) > 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from report.runs import described, part, row, run, two_parts
-from shardwright.report.recorded_runs import record_run
+from shardwright.report.training_runs import record_run
 
 
 def test_each_step_belongs_to_the_part_that_took_it():

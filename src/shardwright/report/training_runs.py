@@ -13,7 +13,7 @@ from shardwright.report.pictures import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedPart:
+class TrainingPart:
     """The steps of a run from one start to the next, all under one layout.
 
     It has taken the steps from ``first_step`` + 1 to ``last_step``; none if the two are equal. ``facts`` is its entry
@@ -54,24 +54,24 @@ class RecordedPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedRun:
+class TrainingRun:
     """A training run as a report shows it: its ``name``, its parts in order, and the rows of its metrics by step.
 
     ``num_damaged`` lines of the metrics could not be read.
     """
 
     name: str
-    parts: tuple[RecordedPart, ...]
+    parts: tuple[TrainingPart, ...]
     rows: Rows
     num_damaged: int = 0
 
     @property
-    def shown(self) -> tuple[RecordedPart, ...]:
+    def shown(self) -> tuple[TrainingPart, ...]:
         """The parts that have taken steps; the last part alone if none has."""
         return tuple(part for part in self.parts if part.rows) or self.parts[-1:]
 
     @property
-    def last(self) -> RecordedPart:
+    def last(self) -> TrainingPart:
         """The last part that has taken steps."""
         return self.shown[-1]
 
@@ -99,7 +99,7 @@ def record_run(
     rows: Rows,
     describe: Callable[[Mapping[str, Any]], Description],
     num_damaged: int = 0,
-) -> RecordedRun:
+) -> TrainingRun:
     """Returns a run from the parts that its ``run.json`` lists, one at least, and the rows of its metrics.
 
     ``describe`` makes the description of a part's layout; what it raises becomes the part's ``problem``. It is called
@@ -114,15 +114,15 @@ def record_run(
     for place, (facts, end) in enumerate(zip(starts, ends, strict=True)):
         first = int(facts["first_step"])
         own = [row for row in ordered if first < row["step"] and (end is None or row["step"] <= end)]
-        part = RecordedPart(first_step=first, last_step=own[-1]["step"] if own else first, facts=facts, rows=own)
+        part = TrainingPart(first_step=first, last_step=own[-1]["step"] if own else first, facts=facts, rows=own)
         if own or (not ordered and place == len(starts) - 1):
             same = next((entry for entry in described if _is_same(entry[0], facts)), None)
             if same is None:
                 same = (facts, *_described(facts, describe))
                 described.append(same)
-            part = RecordedPart(**{**vars(part), "description": same[1], "problem": same[2]})
+            part = TrainingPart(**{**vars(part), "description": same[1], "problem": same[2]})
         found.append(part)
-    return RecordedRun(name=name, parts=tuple(found), rows=ordered, num_damaged=num_damaged)
+    return TrainingRun(name=name, parts=tuple(found), rows=ordered, num_damaged=num_damaged)
 
 
 def _described(
