@@ -82,7 +82,7 @@ def test_predicted_figures_stand_beside_measured_ones(tmp_path):
     rows = [re.sub(r"<[^>]*>", " ", cells).split("  ") for cells in re.findall(r"<tr><th[^>]*>(.*?)</tr>", section)]
     cells = [" ".join(" ".join(each).split()) for each in rows]
     assert cells == [
-        "step 500 ms 400 ms 25.0% more", "matmul parts of a step 300 ms 400 ms 25.0% less", "dp parts of a step 200 ms",
+        "step 500 ms 400 ms +25.0%", "matmul parts of a step 300 ms 400 ms -25.0%", "dp parts of a step 200 ms",
         "activations memory 2.0 KiB", "dp sent in a step 1.0 KiB 1.0 KiB equal",
     ]  # fmt: skip
     checked(path)

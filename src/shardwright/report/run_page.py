@@ -197,7 +197,7 @@ def _predicted(run: TrainingRun) -> Iterator[str]:
             for (heading, what), value in predicted.items()
             for written in [_written(heading)]
         ]
-        heads = ["", "predicted", "measured", "predicted is"]
+        heads = ["", "predicted", "measured", "prediction"]
         table = html_table(heads, body, numbers_from=1)
         blocks.append(f"<h3>{escape(_named(part))}</h3>\n{_waterfalls(predicted, measured)}{table}")
     if blocks:
@@ -228,7 +228,7 @@ def _off(predicted: float, measured: float | None) -> str:
     if not measured:
         return ""
     off = predicted / measured - 1
-    return "equal" if abs(off) < 5e-5 else f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
+    return "equal" if abs(off) < 5e-5 else f"{off:+.1%}"
 
 
 def _waterfalls(predicted: Mapping[tuple[str, str], float], measured: Mapping[tuple[str, str], float]) -> str:
@@ -293,7 +293,7 @@ def _about(run: TrainingRun) -> str:
         values = list(dict.fromkeys(spelled_option(part.facts.get(key, "")) for part in run.shown))
         body.append([key, ", then ".join(f"<code>{escape(value)}</code>" for value in values if value)])
     kept = [cells for cells in body if cells[1] not in ("", "<code></code>")]
-    rest = details("All options, versions and the machine", html_table(["", ""], kept, stacked=True), is_open=True)
+    rest = details("All options, versions and the machine", html_table(["", ""], kept), is_open=True)
     return section("The run", "\n".join([*commands, rest]), name="about")
 
 
