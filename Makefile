@@ -8,12 +8,14 @@ ZOO_READY := $(ZOO)/.ready
 ZOO_OPTIONS ?=
 CLUSTER := .venv-cluster
 CLUSTER_READY := $(CLUSTER)/.ready
+BROWSER := .venv-browser
+BROWSER_READY := $(BROWSER)/.ready
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -57,6 +59,15 @@ $(CLUSTER_READY): pyproject.toml constraints.txt constraints-cluster.txt
 	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --constraint constraints-cluster.txt --editable '.[cluster,dev]'
 	@touch $@
+
+$(BROWSER_READY): constraints-browser.txt
+	$(PYTHON) -m venv $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-browser.txt selenium pytest pytest-timeout
+	@touch $@
+
+test-browser: $(READY) $(BROWSER_READY)  ## the pages in Chromium, where Debian's chromium and chromium-driver are (1 minute)
+	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py
 
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and a job on a real Slurm where Debian's is installed (5 minutes)
 	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py
@@ -107,4 +118,4 @@ format: $(READY) ## ruff's fixes
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:          ## removes the virtual environment and caches
-	rm -rf $(VENV) $(ZOO) $(CLUSTER) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(CLUSTER) $(BROWSER) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

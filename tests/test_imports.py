@@ -37,6 +37,8 @@ INSIDE = {
     ("cli/planning.py", "cost"): PLANS,
     ("cli/planning.py", "planner"): PLANS,
     ("cli/planning.py", "report"): VERBS,
+    ("cli/reporting.py", "report"): VERBS,
+    ("cli/reporting.py", "train"): VERBS,
     ("__init__.py", "planner"): PLANS,
     ("cli/launching.py", "cli"): VERBS,
     ("global_tensor/tensor.py", "global_tensor"): CYCLE,

@@ -108,6 +108,7 @@ FLAGS = {
     "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html"},
+    "report": {"RUNS", "--compare", "--model", "--out", "--json"},
     "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
@@ -134,8 +135,8 @@ JSON = [
     (
         "show --layout pp2,mb2,dp2,tp2 --memory --nodes 2x4 --explain blocks.0.mlp.up",
         {
-            "": "layout world_size mesh num_parameters strategies ranks nodes parameters layers shares schedule bubble "
-            "seconds_from stages timeline memory explain",
+            "": "layout world_size mesh num_parameters strategies ranks nodes parameters layers shares layer_traffic "
+            "schedule bubble seconds_from stages timeline memory explain",
             "strategies": "name axis source",
             "ranks": "rank coord slice num_parameters num_owned parameter_bytes gradient_bytes optimizer_bytes samples "
             "sent_bytes",
@@ -145,6 +146,7 @@ JSON = [
             "parameters.rest": "parameter gradient optimizer",
             "layers": "module kind role strategy why parameters",
             "shares": "factor share flops is_low whole text",
+            "layer_traffic": "layer strategy sent_bytes",
             "shares.whole": "module share why",
             "stages": "stage chunks share_of_time parameter_bytes activation_bytes",
             "stages.chunks": "chunk calls",

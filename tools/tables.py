@@ -170,6 +170,21 @@ def collectives() -> str:
     return "\n".join(lines)
 
 
+def report_page() -> str:
+    """The page of a long run on many ranks: its size, and how fast it is made and shown."""
+    (row,) = newest("report")["table"]
+    figures = [
+        ("metrics.jsonl", f"{row['metrics_bytes'] / 1e6:.1f} MB"),
+        ("the page, one file", f"{row['page_bytes'] / 1e6:.2f} MB"),
+        ("to write it, CPU seconds with Python's start", f"{row['write_cpu_s']:.1f}"),
+        ("to load it in Chromium, median", f"{row['load_ms']:.0f} ms"),
+        ("until its content is painted, median", f"{row['painted_ms']:.0f} ms"),
+        ("to follow the pointer on a chart, median", f"{row['pointer_ms_median']:.1f} ms"),
+        ("elements", f"{row['nodes']:,}"),
+    ]
+    return "\n".join([f"| {row['name']} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)])
+
+
 def startup() -> str:
     """Start to first step."""
     result = newest("startup")
@@ -589,6 +604,7 @@ TABLES = {
     "cluster recovery": cluster_recovery,
     "collectives": collectives,
     "startup": startup,
+    "report": report_page,
     "compile": compiled,
     "real_sizes": real_sizes,
     "tensor_modes mlp": partial(tensor_modes, "mlp"),

@@ -136,6 +136,11 @@ def peak_bytes(device: torch.device) -> int:
     return int(torch.accelerator.max_memory_allocated(device))
 
 
+def held_bytes(device: torch.device) -> int:
+    """Returns the memory of this process's tensors on an accelerator now, in bytes, as torch's allocator counts it."""
+    return int(torch.accelerator.memory_allocated(device))
+
+
 def moment(device: torch.device) -> Moment:
     """Returns a timestamp on ``device``, from which :func:`seconds_between` computes a duration.
 

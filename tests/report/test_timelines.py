@@ -349,7 +349,7 @@ def test_the_page_loads_nothing_and_forbids_loading(tmp_path):
 def test_the_numbers_of_each_stage_are_in_a_table(tmp_path):
     timeline = Timeline("two", ((Span(Action("F", 0), 0, 3),), (Span(Action("F", 0, 1), 3, 4),)))
     page = write_timeline_page(tmp_path / "page.html", [timeline]).read_text(encoding="utf-8")
-    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert rows[1:] == [["0", "3.00 s", percent(0.25)], ["1", "1.00 s", percent(0.75)]]
 
 

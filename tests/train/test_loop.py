@@ -30,6 +30,7 @@ from shardwright.train.data import Order
 from shardwright.train.loop import Stop, train
 from shardwright.train.out_folder import locked_folder
 from shardwright.train.progress import read_metrics
+from shardwright.train.run_file import parts_of
 
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2, "dropout": 0.1}
 
@@ -390,3 +391,50 @@ def test_a_first_step_that_goes_wrong_leaves_no_checkpoint(tmp_path, monkeypatch
     assert (summary["diverged"], summary["checkpoint"]) == (1, None)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert "ended before its first checkpoint" in refused(CheckpointError, config(), tmp_path / "run", resume=True)
+
+
+# ---- the parts of a run
+
+
+def parts_in(out):
+    return [(each["first_step"], each["options"]["layout"]) for each in parts_of(out)]
+
+
+def test_a_run_notes_each_of_its_parts_with_its_layout_and_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/shardwright", "train", "--layout", "dp2 tp2"])
+    train(config(steps=3, stop_at=1, layout="dp2"), tmp_path, ranks="threads")
+    train(config(steps=3, stop_at=2, layout="tp2"), tmp_path, resume=True, ranks="threads")
+    train(config(steps=3, layout="single"), tmp_path, resume=True, ranks="threads")
+    assert parts_in(tmp_path) == [(0, "dp2"), (1, "tp2"), (2, "single")]
+    assert [each["world_size"] for each in parts_of(tmp_path)] == [2, 2, 1]
+    assert {each["command"] for each in parts_of(tmp_path)} == {"shardwright train --layout 'dp2 tp2'"}
+
+
+def test_parts_whose_steps_are_taken_again_are_no_parts_any_more(tmp_path):
+    train(config(steps=3, stop_at=1, layout="dp2"), tmp_path, ranks="threads")
+    train(config(steps=3, stop_at=2, layout="tp2"), tmp_path, resume=True, ranks="threads")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    train(config(steps=3, layout="dp3"), tmp_path, resume=True, ranks="threads")
+    assert parts_in(tmp_path) == [(0, "dp2"), (1, "dp3")]
+
+
+def test_a_run_whose_folder_was_removed_keeps_its_parts(tmp_path, monkeypatch):
+    out, saving = tmp_path / "run", loop._Training._save
+    train(config(steps=2, stop_at=1, layout="dp2"), out, ranks="threads")
+
+    def remove_first(self, **named):
+        if self.world.rank == 0 and self.run.num_steps == 2:
+            shutil.rmtree(out)
+        self.everyone.barrier()
+        return saving(self, **named)
+
+    monkeypatch.setattr(loop._Training, "_save", remove_first)
+    train(config(steps=2, layout="tp2"), out, resume=True, ranks="threads")
+    assert parts_in(out) == [(0, "dp2"), (1, "tp2")]
+
+
+def test_each_row_has_the_memory_that_each_rank_holds_and_its_peak(tmp_path):
+    train(config(layout="dp2"), tmp_path, ranks="threads")
+    for row in read_metrics(tmp_path):
+        assert len(row["held_bytes"]) == len(row["memory_bytes"]) == 2
+        assert all(0 < held <= peak for held, peak in zip(row["held_bytes"], row["memory_bytes"], strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwright.cli import options as opt
 from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.cli.planning import plan
+from shardwright.cli.reporting import PAGE, report, run_in
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
 from shardwright.command_start import INTERRUPTED
@@ -126,7 +126,7 @@ def train(
 def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
     """Writes the report page of a run, prints its summary, and exits with an error code if the run ended early."""
     try:
-        summary["report"] = str(_report(out, config, summary))
+        summary["report"] = str(_report(out, config.model))
     except OSError as failure:  # the checkpoint is safe, and a page is not worth an error
         summary["report"] = f"not written: {failure}"
     emit(summary, _summary_text(summary, out), as_json=as_json)
@@ -161,26 +161,16 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     )
 
 
-def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
-    """Writes the report page of a run with its pictures, and returns the path of the page."""
-    from shardwright.report.description import describe
-    from shardwright.report.page import write_page
+def _report(out: Path, model: str) -> Path:
+    """Writes the report page of a run, and its pictures, and returns the path of the page."""
     from shardwright.report.pictures import draw_layout, draw_loss
-    from shardwright.train.data import open_data
-    from shardwright.train.loop import inputs_of
-    from shardwright.train.progress import read_metrics
+    from shardwright.report.run_page import write_run_page
 
-    with without_values():
-        model, loss, model_config = config.build()
-    layout, data = Layout.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
-    kept = json.loads((out / "run.json").read_text())
-    job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
-    description = describe(job._replace(seconds=kept["seconds"]), layout)
-    rows = read_metrics(out)
-    pictures = {"Loss": draw_loss(rows, out / "loss.png"), "Layout": draw_layout(description, out / "layout.png")}
-    run = {**kept["options"], **{k: kept[k] for k in ("world_size", "started", "versions")}, "steps": summary["steps"]}
-    title = f"{config.model} under {config.layout}"
-    return write_page(out, title=title, run=run, rows=rows, description=description, pictures=pictures)
+    run = run_in(out, model=model)
+    draw_loss(run.rows, out / "loss.png")
+    if run.last.description is not None:
+        draw_layout(run.last.description, out / "layout.png")
+    return write_run_page(out / PAGE, run)
 
 
 @app.command()
@@ -337,6 +327,7 @@ def doctor(as_json: Json = False) -> None:
 
 app.command(context_settings=EXTRA)(launch)
 app.command()(plan)
+app.command()(report)
 
 
 @checkpoints.command()

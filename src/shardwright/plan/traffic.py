@@ -105,7 +105,8 @@ class Traffic(NamedTuple):
 
     ``kind`` names the call, such as "all_reduce" or "send". ``axis`` is the mesh axis, or several joined by "+".
     ``num_bytes`` is the payload of each call, the size of the whole tensor. ``num_ranks`` is the number of ranks that
-    take part, and ``times`` the number of calls.
+    take part, and ``times`` the number of calls. ``layer`` is the module, or the param group, for which they are made;
+    "" if that is not known.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class Traffic(NamedTuple):
     num_bytes: int
     num_ranks: int
     times: int = 1
+    layer: str = ""
 
     @property
     def sent_bytes(self) -> float:
@@ -201,7 +203,8 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
                 if name not in plan.frozen:
                     sizes[is_shared_whole(plan, name, axes)] += sum(box.size for box in boxes)
             calls = [size * element_bytes for size in sizes.values() if size]
-            found += [Traffic("all_reduce", "+".join(axes), num_bytes, len(ranks)) for num_bytes in calls]
+            sums = (Traffic("all_reduce", "+".join(axes), num_bytes, len(ranks)) for num_bytes in calls)
+            found += [each._replace(layer=group.name) for each in sums]
     return tuple(found)
 
 
@@ -219,7 +222,8 @@ def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) ->
                 held = sum(b - a for a, b in cuts.get(1, ((0, call.x_shape[1]),)))
                 num_bytes = max(call.element_bytes, 4)  # statistics are no narrower than float32
                 size = plan.mesh[axis]
-                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards))
+                each = Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards, path)
+                found.append(each)
                 if call.needs_gradient:
-                    found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size))
+                    found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size, layer=path))
     return tuple(each for each in found if each.num_ranks > 1)

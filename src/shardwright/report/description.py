@@ -55,10 +55,11 @@ _ADAMW_MOMENTS = 2
 def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | None = None) -> dict[str, Any]:
     """Returns the description of a layout: what each rank stores, how each layer is parallelized and why.
 
-    With ``inputs``, a global batch without targets, the description also says what each rank sends; with ``nodes``,
-    which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how many bytes they send there. With
-    more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike`` says. The plan is made on the meta
-    device, so that neither values nor other ranks are needed. The optimizer is taken to be AdamW.
+    With ``inputs``, a global batch without targets, the description also says what each rank sends, and what is sent
+    for each layer; with ``nodes``, which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how
+    many bytes they send there. With more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike``
+    says. The plan is made on the meta device, so that neither values nor other ranks are needed. The optimizer is taken
+    to be AdamW.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
     Raises: LayoutError, PlanError: the layout does not fit the model. LayoutError: it has more than 2**20 ranks, or
@@ -98,6 +99,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
         "shares": [_share(each) for each in shares_of(job, plan)],
+        **({} if sends is None else {"layer_traffic": sends.of_layers()}),
         **_pipeline(plan, timed=bool(job.seconds)),
     }
 
@@ -292,6 +294,7 @@ class _StepSends:
         self.calls_by_key: dict[object, list[Traffic]] = {}
         self.calls: dict[int, list[Traffic]] = {}
         """The collective calls of a step, by rank, of the ranks that were described."""
+        self._by_layer: dict[tuple[str, str], float] = {}
 
     def of(self, coord: Coord, state: _RankState) -> dict[str, Any]:
         """Returns a rank's number of samples, its sent bytes by strategy and, if sequences are cut, its tokens.
@@ -311,9 +314,23 @@ class _StepSends:
             traffic = self.traffic.at(coord)
             self.sent_bytes[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
             self.calls_by_key[key] = [call for calls in traffic.values() for call in calls]
+            here: dict[tuple[str, str], float] = {}
+            for name, calls in traffic.items():
+                for call in calls:
+                    here[call.layer, name] = here.get((call.layer, name), 0.0) + call.sent_bytes
+            for layer, sent in here.items():
+                self._by_layer[layer] = max(sent, self._by_layer.get(layer, 0.0))
         self.calls[self.plan.mesh.rank(coord)] = self.calls_by_key[key]
         found = {"samples": len(samples), "sent_bytes": self.sent_bytes[key]}
         return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})
+
+    def of_layers(self) -> list[dict[str, Any]]:
+        """Returns the bytes sent for each layer by each strategy, on the rank that sends most for it; most first.
+
+        A layer is a module, a param group, or a boundary of pipeline chunks; "" if a strategy does not say which.
+        """
+        found = sorted(self._by_layer.items(), key=lambda entry: -entry[1])
+        return [{"layer": layer, "strategy": name, "sent_bytes": most} for (layer, name), most in found if most]
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:

@@ -157,12 +157,12 @@ def layer_rows(description: Description) -> list[LayerRow]:
     for layer in description["layers"]:
         shapes = tuple(_shapes(parameters[name]) for name in layer["parameters"])
         names = layer["why"].split("'")  # the parts at odd positions are module names
-        why = tuple(_starred(part) if odd % 2 else part for odd, part in enumerate(names))
-        key = (_starred(layer["module"]), layer["kind"], layer["role"], why, shapes)
+        why = tuple(starred(part) if odd % 2 else part for odd, part in enumerate(names))
+        key = (starred(layer["module"]), layer["kind"], layer["role"], why, shapes)
         groups.setdefault(key, []).append(layer)
     every: dict[str, list[str]] = {}
     for layer in description["layers"]:
-        every.setdefault(_starred(layer["module"]), []).append(layer["module"])
+        every.setdefault(starred(layer["module"]), []).append(layer["module"])
     return [_row(members, every, parameters) for members in groups.values()]
 
 
@@ -170,7 +170,7 @@ def _row(members: Sequence[Layer], every: Mapping[str, Sequence[str]], parameter
     first, names = members[0], [layer["module"] for layer in members]
     whys = zip(*(layer["why"].split("'") for layer in members), strict=True)
     return LayerRow(
-        _merged(names, every[_starred(names[0])]) or "(model)",
+        _merged(names, every[starred(names[0])]) or "(model)",
         len(members),
         first["kind"],
         first["role"],
@@ -179,8 +179,12 @@ def _row(members: Sequence[Layer], every: Mapping[str, Sequence[str]], parameter
     )
 
 
-def _starred(path: str) -> str:
-    """Returns a module path with its numbers replaced by stars; a path that is only a number is unchanged."""
+def starred(path: str) -> str:
+    """Returns a module path with its numbers replaced by stars; a path that is only a number is unchanged.
+
+    >>> starred("blocks.3.mlp.up"), starred("3")
+    ('blocks.*.mlp.up', '3')
+    """
     parts = path.split(".")
     return path if len(parts) == 1 else ".".join("*" if part.isdecimal() else part for part in parts)
 

@@ -1,169 +1,110 @@
-"""The report page of a training run: one HTML file that contains its pictures and style."""
+"""What all HTML pages of the report are made of: sections, tables, and one file with its style and its scripts."""
 
 from __future__ import annotations
 
-import base64
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from shardwright.formatting import format_bytes, format_count, format_duration
 from shardwright.report.assets import fill_template, read_asset
-from shardwright.report.description import STATES, Description
-from shardwright.report.outline import RankGroup, layer_rows, rank_groups
-from shardwright.report.pictures import Rows
 
 
-def write_page(
-    out: Path, *, title: str, run: Mapping[str, Any], rows: Rows, description: Description, pictures: Mapping[str, Path]
+def write_html(
+    path: Path,
+    *,
+    title: str,
+    under: str,
+    sections: Iterable[str],
+    parts: Sequence[str] = (),
+    wide: bool = False,
 ) -> Path:
-    """Writes ``report.html``, the report of a training run, into the folder ``out``; returns the file's path.
+    """Writes an HTML page to ``path`` and returns the path. The file opens without a network, in light and dark.
 
-    It has the run's key figures, its ``pictures`` (PNGs by heading; missing files are left out), memory, layers, and
-    all entries of ``run``, the run's options. ``rows`` are the lines of ``metrics.jsonl``. The file opens without a
-    network and follows the reader's light or dark setting. Figures that are missing in ``run`` or in a row are left
-    out. The folder is created if it does not exist.
+    ``title`` is plain text; ``under``, a line below it, and the ``sections`` are HTML already. ``parts`` are the names
+    of the style sheets and scripts that the sections need beside ``page.css``: "chart", "timeline". Missing folders
+    are created.
     """
-    sections = [_summary(run, rows), *_figures(pictures), _memory(description, rows), _layers(description), _about(run)]
-    under = " &middot; ".join(
-        [f"<code>{escape(str(run[key]))}</code>" for key in ("model", "layout", "data") if run.get(key)]
-        + ([escape(str(run["started"]))] if run.get("started") else [])
-    )
+    style = "".join(read_asset(f"{name}.css") for name in ("page", *parts))
     page = fill_template(
         "page.html",
         title=escape(title),
-        style=read_asset("page.css"),
+        style=style,
+        wide=' class="wide"' if wide else "",
         under=under,
-        sections="\n".join(sections),
+        sections="\n".join(filter(None, sections)),
+        script=_script(parts) if parts else "",
     )
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "report.html"
-    path.write_text(page, encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
-def section(heading: str, body: str, note: str = "") -> str:
+def _script(parts: Sequence[str]) -> str:
+    """Returns the elements that the scripts write into, and the scripts as one, which leaves no global names."""
+    scripts = "".join(read_asset(f"{name}.js") for name in ("shared", *parts))
+    return (
+        '<div id="tip"></div>\n<div id="live" aria-live="polite"></div>\n'
+        f'<script>\n(() => {{\n"use strict";\n{scripts}}})();\n</script>\n'
+    )
+
+
+def data_element(data: Any) -> str:
+    """Returns a script element with ``data`` as JSON, which runs nothing, and from which no text can break out."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json">{text}</script>'
+
+
+def section(heading: str, body: str, note: str = "", *, name: str = "", kind: str = "") -> str:
     """Returns a section of an HTML page: a heading, the remark ``note`` below it, and ``body``.
 
-    ``body`` is HTML already; ``heading`` and ``note`` are plain text.
+    ``body`` is HTML already; ``heading`` and ``note`` are plain text. ``name`` is the section's id, to which links
+    lead, and ``kind`` its class.
     """
     remark = f'<p class="note">{escape(note)}</p>\n' if note else ""
-    return f"<section>\n<h2>{escape(heading)}</h2>\n{remark}{body}\n</section>"
+    attributes = f' id="{escape(name)}"' * bool(name) + f' class="{escape(kind)}"' * bool(kind)
+    return f"<section{attributes}>\n<h2>{escape(heading)}</h2>\n{remark}{body}\n</section>"
 
 
-def _values(rows: Rows, key: str) -> list[float]:
-    return [float(row[key]) for row in rows if row.get(key) is not None]
+def fact_list(facts: Iterable[tuple[str, str, str]]) -> str:
+    """Returns a list of key figures, each a name, a value and words on it; those without a value are left out."""
+    cells = []
+    for name, value, words in facts:
+        kind, more = ' class="long"' * (len(value) > 16), f"<small>{escape(words)}</small>" * bool(words)
+        cells += [f"<div><dt>{escape(name)}</dt><dd{kind}>{escape(value)}{more}</dd></div>"] * bool(value)
+    return "<dl>\n" + "\n".join(cells) + "\n</dl>"
 
 
-def _peaks(rows: Rows) -> list[int]:
-    """Returns the peak bytes measured on each rank; empty if no row has any."""
-    found = [row["memory_bytes"] for row in rows if row.get("memory_bytes")]
-    return [max(of_rank) for of_rank in zip(*found, strict=False)]
-
-
-def _summary(run: Mapping[str, Any], rows: Rows) -> str:
-    """Returns the key figures of a run, without those that were not measured."""
-    losses, evaluated, peaks = _values(rows, "loss"), _values(rows, "eval_loss"), _peaks(rows)
-    speeds, times, seconds = _values(rows, "tokens_per_s"), _values(rows, "step_ms"), _values(rows, "time_s")
-    wanted = run.get("steps", len(rows))
-    steps = f"{len(rows):,}" if len(rows) == wanted else f"{len(rows):,} of {wanted:,}"
-    facts: list[tuple[str, str, str]] = [
-        ("layout", str(run.get("layout", "")), ""),
-        ("ranks", str(run.get("world_size", "")), ""),
-        ("steps", steps, format_duration(seconds[-1]) if seconds else ""),
-        ("loss", _arrow(losses), "of training, first and last"),
-        ("evaluation loss", _arrow(evaluated), "first and last"),
-        ("tokens/s", format_count(median(speeds)) if speeds else "", "median"),
-        ("step time", format_duration(median(times) / 1000) if times else "", "median"),
-        ("peak memory", format_bytes(max(peaks)) if peaks else "", "on the rank that holds most"),
-    ]
-    cells = "\n".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(words)}</small>' * bool(words)}</dd></div>"
-        for name, value, words in facts
-        if value
-    )
-    return f"<section>\n<dl>\n{cells}\n</dl>\n</section>"
-
-
-def _arrow(losses: Sequence[float]) -> str:
-    if not losses:
-        return ""
-    first, last = (f"{loss:.3f}" if math.isfinite(loss) else str(loss) for loss in (losses[0], losses[-1]))
-    return first if len(losses) == 1 else f"{first} \N{RIGHTWARDS ARROW} {last}"
-
-
-def _figures(pictures: Mapping[str, Path]) -> Iterable[str]:
-    for heading, path in pictures.items():
-        if path.is_file():
-            data = base64.b64encode(path.read_bytes()).decode()
-            image = f'<img alt="{escape(heading)}" src="data:image/png;base64,{data}">'
-            yield f'<section class="picture">\n<figure>{image}</figure>\n</section>'
-
-
-def _memory(description: Description, rows: Rows) -> str:
-    peaks = _peaks(rows)
-    measured = len(peaks) == description["world_size"]
-    heads = ["ranks", "parameters", "gradients", "optimizer", "state, predicted"]
-    body = []
-    for group in rank_groups(description):
-        states = [group.ranks[0][state] for state in STATES]
-        cells = [escape(group.name), *map(format_bytes, (*states, sum(states)))]
-        body.append([*cells, *([_measured(group, peaks)] if measured else [])])
-    note = "State is parameters, gradients and the two moments of AdamW, as the layout shards them."
-    if "offloaded_bytes" in description["ranks"][0]:
-        note += " State that is offloaded to host memory or disk is not counted."
-    if measured:
-        heads.append("peak, measured")
-        note += " The measured peak also counts activations, buffers and all else in the rank's process or device."
-    return section("Memory of each rank", html_table(heads, body, numbers_from=1), note)
-
-
-def _measured(group: RankGroup, peaks: Sequence[int]) -> str:
-    """Returns the range of measured peaks in a group of ranks."""
-    found = [peaks[rank["rank"]] for rank in group.ranks]
-    low, high = format_bytes(min(found)), format_bytes(max(found))
-    return high if low == high else f"{low} to {high}"
-
-
-def _layers(description: Description) -> str:
-    body = []
-    for row in layer_rows(description):
-        times = f' <span class="times">&times;{row.num_layers}</span>' if row.num_layers > 1 else ""
-        role = f'<span class="nowrap {"copied" * (row.role == "copied")}">{escape(row.role)}</span>'
-        shapes = "<br>".join(f"<code>{escape(shape)}</code>" for shape in row.shapes)
-        shapes = shapes.replace("-&gt;", "\N{RIGHTWARDS ARROW}")
-        body.append(
-            [f'<span class="nowrap"><code>{escape(row.module)}</code>{times}</span>', role, escape(row.why), shapes]
-        )
-    heads = ["layer", "what was done", "why", "parameters, whole \N{RIGHTWARDS ARROW} on each rank"]
-    return section("Layers", html_table(heads, body))
-
-
-def html_table(heads: Sequence[str], body: Iterable[Sequence[str]], numbers_from: int | None = None) -> str:
+def html_table(
+    heads: Sequence[str], body: Iterable[Sequence[str]], numbers_from: int | None = None, *, stacked: bool = False
+) -> str:
     """Returns an HTML table with the plain-text heads ``heads`` and the rows ``body``, whose cells are HTML already.
 
-    Columns from index ``numbers_from`` on align right.
+    Columns from index ``numbers_from`` on align right. The first cell of a row is its head. On a narrow screen the
+    table scrolls sideways or, if it is ``stacked``, the cells of a row stand below each other.
     """
     classes = [' class="number"' if numbers_from is not None and n >= numbers_from else "" for n in range(len(heads))]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(heads, classes, strict=True))
-    lines = (
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(cells, classes, strict=True)) + "</tr>"
-        for cells in body
+    named = [f' data-head="{escape(name)}"' if stacked else "" for name in heads]
+    roles = [' role="columnheader"', ' role="rowheader"', ' role="cell"', ' role="row"'] if stacked else [""] * 4
+    head = "".join(
+        f'<th scope="col"{roles[0]}{kind}>{escape(name)}</th>' if name else f"<td{roles[2]}{kind}></td>"
+        for name, kind in zip(heads, classes, strict=True)
     )
-    rows = "\n".join(lines)
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>'
+    lines = []
+    for cells in body:
+        first, *rest = [
+            f"{kind}{name}>{cell}" for cell, kind, name in zip(cells, classes, named, strict=True)
+        ]  # fmt: skip
+        line = f'<th scope="row"{roles[1]}{first}</th>' + "".join(f"<td{roles[2]}{each}</td>" for each in rest)
+        lines.append(f"<tr{roles[3]}>{line}</tr>")
+    rows, top = "\n".join(lines), f"<thead><tr{roles[3]}>{head}</tr></thead>\n" if any(heads) else ""
+    kind = ' class="stacked" role="table"' if stacked else ""
+    table = f"<table{kind}>\n{top}<tbody>\n{rows}\n</tbody>\n</table>"
+    return table if stacked else f'<div class="scroll" tabindex="0" role="region" aria-label="table">{table}</div>'
 
 
-def _about(run: Mapping[str, Any]) -> str:
-    """Returns a table of all options needed to repeat the run; nested values are spelled name=value."""
-
-    def spelled(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return " ".join(f"{name}={spelled(inner)}" for name, inner in value.items())
-        return str(value)
-
-    body = [[escape(str(key)), f"<code>{escape(spelled(value))}</code>"] for key, value in run.items() if value != ""]
-    return section("The run", html_table(["", ""], body).replace("<thead><tr><th></th><th></th></tr></thead>\n", ""))
+def details(summary: str, body: str, *, is_open: bool = False, kind: str = "") -> str:
+    """Returns HTML that is shown when its ``summary``, plain text, is clicked; ``body`` is HTML already."""
+    attributes = f' class="{kind}"' * bool(kind) + " open" * is_open
+    return f"<details{attributes}>\n<summary>{escape(summary)}</summary>\n{body}\n</details>"

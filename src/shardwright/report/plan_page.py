@@ -1,19 +1,19 @@
-"""Writes the predicted costs of layouts as one HTML page: a picture, tables, and all constants of the prediction."""
+"""Writes the predicted costs of layouts as one HTML page: bars, tables, and all constants of the prediction."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from html import escape
-from io import BytesIO
 from pathlib import Path
 
 from shardwright.formatting import format_bytes, format_seconds
 from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
 from shardwright.planner.plans import UTILISATION, Plans
-from shardwright.report.assets import fill_template, read_asset
-from shardwright.report.page import html_table, section
-from shardwright.report.plan_picture import plans_figure
+from shardwright.report.charts import Bar, bar_list
+from shardwright.report.page import fact_list, html_table, section, write_html
+
+MOST_BARS = 10
+"""The most layouts that are drawn as bars; the table has all."""
 
 
 def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference] = (), *, title: str = "Plan") -> Path:
@@ -30,16 +30,8 @@ def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference
         *(_comparison(f"Why not {each.other.layout}?", each) for each in compared),
         _memory(plans), *_left_out(plans), _constants(plans),
     ]  # fmt: skip
-    page = fill_template(
-        "page.html",
-        title=escape(title),
-        style=read_asset("page.css"),
-        under=f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step",
-        sections="\n".join(sections),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    under = f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step"
+    return write_html(path, title=title, under=under, sections=sections, parts=("chart",))
 
 
 def _summary(plans: Plans) -> str:
@@ -53,21 +45,28 @@ def _summary(plans: Plans) -> str:
         ("memory", format_bytes(best["memory_bytes"]), f"of {format_bytes(plans.cluster.device.memory_bytes)}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
     ]
-    cells = "\n".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(words)}</small></dd></div>"
-        for name, value, words in facts
-    )
     warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())
-    return f"<section>\n<dl>\n{cells}\n</dl>\n{warnings}</section>"
+    return f"<section>\n{fact_list(facts)}\n{warnings}</section>"
 
 
 def _picture(plans: Plans) -> str:
-    written = BytesIO()
-    plans_figure(plans).savefig(written, format="png")
-    data = base64.b64encode(written.getvalue()).decode()
-    words = f"Bars of the seconds and the memory of {len(plans.layouts)} layouts; the tables below have the numbers."
-    image = f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
-    return f'<section class="picture">\n<figure>{image}</figure>\n</section>'
+    """Returns bars of the seconds of each layout's step, by part, and of its memory."""
+    shown = plans.layouts[:MOST_BARS]
+    parts = [name_of_part(name) for name in parts_of_step(*(each.waterfall for each in shown))]
+    steps, memory = [], []
+    for price in shown:
+        line = str(price.layout)
+        waterfall = {name_of_part(name): seconds for name, seconds in price.waterfall.items() if seconds > 0}
+        steps.append(Bar(line, waterfall, format_seconds(price.step_s), f"{plans.utilisation(price):.0%} of peak"))
+        note = "" if plans.fits(price) else "does not fit"
+        memory.append(Bar(line, {"memory": price.memory_bytes}, format_bytes(price.memory_bytes), note))
+    full = float(max(plans.cluster.device.memory_bytes, *(each.memory_bytes for each in shown)))
+    note = "A full bar is the memory of a device, or of the layout that takes most."
+    body = (
+        f"{bar_list(steps, parts)}\n<h3>Memory of the fullest device</h3>\n"
+        f'<p class="note">{note}</p>\n{bar_list(memory, ["memory"], most=full)}'
+    )
+    return section("Predicted step, by part", body)
 
 
 def _layouts(plans: Plans) -> str:
@@ -80,7 +79,7 @@ def _layouts(plans: Plans) -> str:
             f"{plans.utilisation(price):.0%}", format_bytes(price.memory_bytes), format_bytes(sent),
             f"{price.bubble:.1%}", escape(most) if plans.fits(price) else "does not fit",
         ])  # fmt: skip
-    return section("Layouts", html_table(heads, body, numbers_from=1))
+    return section("Layouts", html_table(heads, body, numbers_from=1, stacked=True))
 
 
 def _waterfall(plans: Plans) -> str:
@@ -117,7 +116,7 @@ def _memory(plans: Plans) -> str:
     heads = ["stage", *kinds, "beside tensors", "all"]
     limit = format_bytes(plans.cluster.device.memory_bytes * plans.memory_limit)
     note = f"At the moment at which a rank of the stage holds most. Limit: {limit}."
-    return section(f"Memory of {plans.best.layout}", html_table(heads, body, numbers_from=1), note)
+    return section(f"Memory of {plans.best.layout}", html_table(heads, body, numbers_from=1, stacked=True), note)
 
 
 def _alike(stages: Sequence[object]) -> Iterator[tuple[int, int]]:
@@ -133,7 +132,7 @@ def _left_out(plans: Plans) -> Iterator[str]:
     body = [[f"{row['count']:,}", escape(row["reason"]), f"<code>{escape(str(row['nearest']))}</code>"]
             for row in plans.rejected()]  # fmt: skip
     if body:
-        yield section("What was left out", html_table(["layouts", "because", "such as"], body))
+        yield section("What was left out", html_table(["layouts", "because", "such as"], body, stacked=True))
 
 
 def _constants(plans: Plans) -> str:
@@ -143,4 +142,5 @@ def _constants(plans: Plans) -> str:
         for row in plans.constants()
     ]  # fmt: skip
     note = "A prediction is as good as these: datasheets and guesses are replaced by runs of your own, with --anchor."
-    return section("Constants", html_table(["name", "value", "unit", "source", "meaning"], body), note)
+    table = html_table(["name", "value", "unit", "source", "meaning"], body, stacked=True)
+    return section("Constants", table, note)

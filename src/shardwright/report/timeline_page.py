@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from shardwright.formatting import format_bytes
-from shardwright.report.assets import fill_template, read_asset
-from shardwright.report.page import html_table, section
+from shardwright.report.page import data_element, details, html_table, section, write_html
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
@@ -41,27 +39,36 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
     """
     drawn = outlines(timelines)
     under = filter(None, (_counts(drawn), times_as_long(drawn)))
+    panels = "\n".join(f"<section>\n{_panel(place, outline)}</section>" for place, outline in enumerate(drawn))
     sections = [
-        _bar(drawn) if any(outline.makespan_s for outline in drawn) else "",
-        *(_panel(place, outline) for place, outline in enumerate(drawn)),
-        "" if drawn else section("No timeline", f"<p>{NOTHING}</p>"),
+        _group(drawn, panels) if drawn else section("No timeline", f"<p>{NOTHING}</p>"),
         _stage_table(drawn),
-        '<section>\n<details>\n<summary>As text</summary>\n<pre class="drawing">'
-        f"{escape(timeline_text(timelines, width=130))}</pre>\n</details>\n</section>",
+        f"<section>\n{details('As text', _as_text(timelines))}\n</section>",
     ]
-    page = fill_template(
-        "timeline.html",
-        title=escape(title),
-        style=read_asset("page.css"),
-        timeline_style=read_asset("timeline.css"),
-        under=escape("; ".join(under)),
-        sections="\n".join(filter(None, sections)),
-        data=_data(drawn),
-        script=read_asset("timeline.js"),
+    return write_html(
+        path, title=title, under=escape("; ".join(under)), sections=sections, parts=("timeline",), wide=True
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+
+
+def timeline_group(timelines: Sequence[Timeline]) -> str:
+    """Returns the HTML of pipeline timelines inside of another page, on one time axis, with the drawing as text.
+
+    The page needs the part "timeline".
+    """
+    drawn = outlines(timelines)
+    panels = "\n".join(_panel(place, outline, "h4") for place, outline in enumerate(drawn))
+    text = details("The pipeline as text", _as_text(timelines), kind="more")
+    return f'{_group(drawn, panels)}\n<p class="note">{escape(_KEYS)}</p>\n{text}'
+
+
+def _group(drawn: Sequence[Outline], panels: str) -> str:
+    """Returns the HTML of panels that the script draws on one time axis, with their legend and their data."""
+    bar = _bar(drawn) if any(outline.makespan_s for outline in drawn) else ""
+    return f'<div class="timelines">\n{bar}\n{panels}\n{data_element(_data(drawn))}</div>'
+
+
+def _as_text(timelines: Sequence[Timeline]) -> str:
+    return f'<pre class="drawing" tabindex="0">{escape(timeline_text(timelines, width=130))}</pre>'
 
 
 def _counts(drawn: Sequence[Outline]) -> str:
@@ -97,15 +104,15 @@ def _css(colour: Sequence[float]) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
-def _panel(place: int, outline: Outline) -> str:
+def _panel(place: int, outline: Outline, tag: str = "h2") -> str:
     if not outline.makespan_s:
-        return section(outline.name, f"<p>{NOTHING}</p>")
+        return f"<{tag}>{escape(outline.name)}</{tag}>\n<p>{NOTHING}</p>"
     label = f"{outline.name}: {outline.summary}, on {len(outline.spans)} stages. {_KEYS}"
     return (
-        f'<section>\n<div class="head"><h2>{escape(outline.name)}</h2><span>{escape(outline.summary)}</span></div>\n'
+        f'<div class="head"><{tag}>{escape(outline.name)}</{tag}><span>{escape(outline.summary)}</span></div>\n'
         f'<div class="panel" data-timeline="{place}"><canvas tabindex="0" role="application" '
         f'aria-label="{escape(label)}"></canvas><i class="cursor"></i><i class="mark"></i></div>\n'
-        "<noscript><p>The drawing needs JavaScript; below is the same as text.</p></noscript>\n</section>"
+        "<noscript><p>The drawing needs JavaScript; below is the same as text.</p></noscript>\n"
     )
 
 
@@ -132,13 +139,13 @@ def _stage_table(drawn: Sequence[Outline]) -> str:
         body.append(cells)
     table = html_table(heads, body, numbers_from=1)
     return (
-        f'<p class="note">{escape(_KEYS)}</p>\n<section>\n<details{" open" * (len(body) <= 16)}>\n'
-        f"<summary>Stages</summary>\n{table}\n</details>\n</section>"
+        f'<p class="note">{escape(_KEYS)}</p>\n<section>\n'
+        f"{details('Stages', table, is_open=len(body) <= 16)}\n</section>"
     )
 
 
-def _data(drawn: Sequence[Outline]) -> str:
-    """Returns the script's data as JSON: for each stage, five numbers an action and two a change of memory."""
+def _data(drawn: Sequence[Outline]) -> dict[str, Any]:
+    """Returns the script's data: for each stage, five numbers an action and two a change of memory."""
     end = max((outline.makespan_s for outline in drawn), default=0.0)
     digits = digits_of(end)
     kinds = [*KINDS]
@@ -165,4 +172,4 @@ def _data(drawn: Sequence[Outline]) -> str:
         for outline in drawn
     ]
     data: dict[str, Any] = {"end": end, "kinds": [(kind, KINDS[kind], KIND_COLOURS[kind]) for kind in kinds]}
-    return json.dumps(data | {"timelines": timelines}, separators=(",", ":")).replace("<", "\\u003c")
+    return data | {"timelines": timelines}

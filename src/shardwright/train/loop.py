@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from math import isfinite
@@ -37,10 +38,10 @@ from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
-from shardwright.train.measuring import agreed_seconds, peak_bytes
+from shardwright.train.measuring import agreed_seconds, memory_of_ranks
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
-from shardwright.train.run_file import RUN_FILE, noted_data, options_of, write_run
+from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.stop import Stop, started_again
@@ -81,13 +82,14 @@ def train(
         check_same_data(config, noted_data(out))
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    command = command_line(sys.argv)  # here, since ranks that are processes have other arguments
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+            return launch(_rank, layout, config, out, resume, stop, command, ranks=ranks)[0]
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
-    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
+    return launch(_rank, layout, config, out, resume, None, command, ranks=ranks, **options)[0]
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -142,12 +144,14 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
     return inputs.expand(batch, *inputs.shape)
 
 
-def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
+def _rank(
+    world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None, command: str
+) -> dict[str, Any]:  # fmt: skip
     stop, again = stop or Stop(), started_again(out)
     with stop.on_signals(), locked_folder(world, out, new=not resume and not again) as held:
         if again:
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
-        training = _Training(world, config, out, resume, stop, held)
+        training = _Training(world, config, out, resume, stop, held, command)
         try:
             summary = training.run_all()
         except Exception as failure:  # whatever ended the run, which it still does
@@ -170,9 +174,11 @@ class _Training:
     """The training loop on one rank: its run, optimizer, data and checkpoints."""
 
     def __init__(
-        self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop, held: IO[str] | None
+        self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop, held: IO[str] | None,
+        command: str,
     ) -> None:  # fmt: skip
         self.world, self.config, self.out, self.stop, self.held = world, config, out, stop, held
+        self.command = command
         if config.deterministic:
             devices.use_deterministic_kernels()
         with without_values():
@@ -209,6 +215,7 @@ class _Training:
         self._num_saves_requested = stop.num_saves_requested
         if world.rank == 0:
             self.data_noted = fingerprint(config.data)
+            self.parts = parts_before(out, self.first_step) if resume else []
             try:
                 self._write_run()
                 if num_damaged := cut_metrics(out, self.first_step):
@@ -306,7 +313,7 @@ class _Training:
         step_s = time.perf_counter() - start_s
         if finite:
             self.emergency.note()
-        tokens = num_samples * self.tokens_per_sample
+        tokens, memory = num_samples * self.tokens_per_sample, memory_of_ranks(self.everyone)
         row: dict[str, Any] = {
             "step": run.num_steps,
             "loss": loss.item(),
@@ -314,7 +321,8 @@ class _Training:
             "grad_norm": norm.item() if norm is not None else None,
             "step_ms": step_s * 1000,
             "tokens_per_s": tokens / step_s,
-            "memory_bytes": peak_bytes(self.everyone),
+            "memory_bytes": memory.peak,
+            "held_bytes": memory.held,
             "time_s": time.time() - self.start_s,
         }
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
@@ -376,7 +384,8 @@ class _Training:
         return self.held is not None or self.world.rank != 0
 
     def _write_run(self) -> None:
-        write_run(self.out, self.config, self.world.size, self.data_noted, self.seconds)
+        part = RunPart(self.config, self.first_step, self.world.size, self.seconds, self.command)
+        write_run(self.out, part, self.data_noted, self.parts)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
         medians = {key: series.median(num_first=2) for key, series in self.series.items()}  # the first steps warm up
@@ -389,7 +398,7 @@ class _Training:
             "last_loss": rows[-1]["loss"] if rows else None,
             "step_ms_median": medians["step_ms"],
             "tokens_per_s_median": medians["tokens_per_s"],
-            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else peak_bytes(self.everyone),
+            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else memory_of_ranks(self.everyone).peak,
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
         }

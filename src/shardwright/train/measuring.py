@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -118,23 +119,36 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
     return run, optimizer, next(batches)
 
 
-def peak_bytes(everyone: Axis) -> list[int]:
-    """Returns the peak memory of every rank so far, in bytes and rank order.
+class RankMemory(NamedTuple):
+    """Bytes of memory of every rank, in rank order: ``peak``, the most so far, and ``held``, the memory held now."""
 
-    On CPUs it is the peak of the rank's process, on an accelerator that of the device's allocator. All ranks call it.
+    peak: list[int]
+    held: list[int]
 
-    Traffic: one all-gather.
+
+def memory_of_ranks(everyone: Axis) -> RankMemory:
+    """Returns the peak memory of every rank so far, and the memory that it holds now, in bytes.
+
+    On CPUs it is the memory of the rank's process, on an accelerator that of the device's allocator. All ranks call it.
+
+    Traffic: one all-gather of two numbers a rank.
     """
     device = everyone.device
-    peak = devices.peak_bytes(device) if device.type not in devices.HOST else _peak_of_process()
-    mine = torch.tensor([peak], dtype=torch.int64, device=device)
-    found: list[int] = everyone.for_strategy("progress").all_gather(mine).tolist()
-    return found
+    if device.type in devices.HOST:
+        mine = _memory_of_process()
+    else:
+        mine = devices.peak_bytes(device), devices.held_bytes(device)
+    numbers = torch.tensor([mine], dtype=torch.int64, device=device)
+    peak, held = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
+    return RankMemory(peak, held)
 
 
-def _peak_of_process() -> int:
+def _memory_of_process() -> tuple[int, int]:
+    """Returns the most bytes that this process has held so far, and the bytes that it holds now."""
+    found = psutil.Process().memory_info()
     if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
+        return int(found.peak_wset), int(found.rss)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return max(peak, found.rss), int(found.rss)

@@ -153,9 +153,19 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
     The list is empty if there is no such file.
     """
+    return read_metrics_counted(out)[0]
+
+
+def read_metrics_counted(out: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows that :func:`read_metrics` returns, and the number of damaged lines that it leaves out.
+
+    A last line that a kill has cut short is not counted.
+    """
     path = out / METRICS_FILE
-    lines = path.read_bytes().splitlines() if path.exists() else ()
-    return [row for line in lines if (row := _row(line)) is not None]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    rows = [_row(line) for line in lines]
+    num_damaged = sum(row is None and line.endswith(b"\n") for line, row in zip(lines, rows, strict=True))
+    return [row for row in rows if row is not None], num_damaged
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -164,7 +174,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
         step = row["step"]
         numbers = [value for key in _NUMBERS if (value := row.get(key)) is not None]
-        numbers += row.get("memory_bytes") or []
+        numbers += [*(row.get("memory_bytes") or []), *(row.get("held_bytes") or [])]
         fits = all(isinstance(value, int | float) and isfinite(value) for value in numbers)
         return row if fits and type(step) is int and 0 <= step < 2**63 else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):

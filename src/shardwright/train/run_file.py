@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import psutil
@@ -27,28 +29,91 @@ MOST_RUN_BYTES = 2**26
 """The size in bytes up to which a ``run.json`` is read; it includes the measured times of layers."""
 
 
-def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float]) -> None:
+class RunPart(NamedTuple):
+    """What one start of a run was given: a run has a part for each start that has taken steps.
+
+    ``first_step`` is the number of steps that were done before, ``seconds`` has the measured times of layers, and
+    ``command`` is the command line.
+    """
+
+    config: TrainConfig
+    first_step: int
+    world_size: int
+    seconds: Mapping[str, float]
+    command: str
+
+
+def write_run(out: Path, part: RunPart, data: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
-    It holds the options, the fingerprints of the data files (``data``), the measured times of layers (``seconds``), the
-    number of ranks, the id of the ``torchrun`` job if there is one, the time, and the versions and the machine that
-    were used.
+    It holds the options, the measured times of layers, the number of ranks and the command line of this ``part``, its
+    time, the versions and the machine that are used, the fingerprints of the data files (``data``), and the id of the
+    ``torchrun`` job if there is one. ``parts`` in the file lists the same of the ``earlier`` parts, and of this one.
     """
-    versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
-    machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
-    write_json(
-        out / RUN_FILE,
-        {
-            "options": config.to_dict(),
-            "data": data,
-            "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "seconds": seconds,
-            "world_size": world_size,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions,
-            "machine": machine,
-        },
-    )
+    versions = {
+        "shardwright": shardwright.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }  # fmt: skip
+    own = {
+        "first_step": part.first_step,
+        "options": part.config.to_dict(),
+        "seconds": part.seconds,
+        "world_size": part.world_size,
+        "command": part.command,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "machine": {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
+    }
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    write_json(out / RUN_FILE, {**own, "data": data, "torchrun": name, "parts": [*earlier, own]})
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Returns the arguments of a process (``sys.argv``) as a shell reads them, without the folder of its program.
+
+    >>> command_line(["/usr/bin/shardwright", "train", "--layout", "dp2 tp2"])
+    "shardwright train --layout 'dp2 tp2'"
+    """
+    program = Path(arguments[0] if arguments and arguments[0] else "python")
+    is_module = program.parts[-3:] == ("shardwright", "cli", "__main__.py")  # python -m shardwright.cli
+    return shlex.join(["shardwright" if is_module else program.name, *arguments[1:]])
+
+
+def parts_of(out: Path) -> list[dict[str, Any]]:
+    """Returns the parts of the run in ``out``, in order: for each start, what ``run.json`` holds on it.
+
+    Entries that are damaged are left out. A run that was written without parts has one, which began at step 0.
+
+    Raises: CheckpointError: there is no run in ``out``, or its ``run.json`` is damaged.
+    """
+    options_of(out)  # raises if it is no run
+    kept = _run_file(out)
+    listed = kept.get("parts")
+    found = [part for part in listed if _is_part(part)] if isinstance(listed, list) else []
+    return found or [{"first_step": 0, **{key: kept[key] for key in _OF_A_PART if key in kept}}]
+
+
+def parts_before(out: Path, first_step: int) -> list[dict[str, Any]]:
+    """Returns the parts of the run in ``out`` that began before a step, from which it now goes on; none without a run.
+
+    A run resumed from a checkpoint takes the steps after it again, so that later parts are no part of it any more.
+    """
+    try:
+        return [part for part in parts_of(out) if part["first_step"] < first_step]
+    except CheckpointError:
+        return []
+
+
+_OF_A_PART = ("options", "seconds", "world_size", "command", "started", "versions", "machine", "predicted", "measured")
+
+
+def _is_part(part: Any) -> bool:
+    """Returns whether an entry of ``parts`` has what each part has, so that a report can be made of it."""
+    try:
+        read_options(part["options"], given_in=RUN_FILE)
+        return type(part["first_step"]) is int and 0 <= part["first_step"] < 2**63
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTML templates, styles and script of the report's pages, as package data that is copied into each page."""
+"""The HTML template, styles and scripts of the report's pages, as package data that is copied into each page."""
 
 from importlib.resources import files
 from string import Template
@@ -7,8 +7,8 @@ from string import Template
 def read_asset(name: str) -> str:
     """Returns the text of a template, style or script of this folder, by file name.
 
-    >>> read_asset("timeline.js").splitlines()[0]
-    '(() => {'
+    >>> read_asset("page.html").splitlines()[0]
+    '<!doctype html>'
     """
     return (files(__name__) / name).read_text(encoding="utf-8")
 

@@ -1,13 +1,12 @@
-(() => {
-"use strict";
-const data = JSON.parse(document.getElementById("timelines").textContent);
+/* The interactive pipeline timelines of a page: one call for each group that shares an axis of time. */
+function startTimelines(root) {
+const data = JSON.parse(root.querySelector("script").textContent);
 const LEFT = 78, RIGHT = 10, TOP = 4, AXIS = 26, MEMORY = 100, GAP = 16, FIELDS = 5;
 const [KIND, MICROBATCH, CHUNK, START, END] = [0, 1, 2, 3, 4];
 const view = {start: 0, end: data.end};
-const tip = document.getElementById("tip"), live = document.getElementById("live");
 let chosen = null;
 
-const panels = [...document.querySelectorAll(".panel")].map((box) => {
+const panels = [...root.querySelectorAll(".panel")].map((box) => {
   const timeline = data.timelines[+box.dataset.timeline], rows = timeline.stages.length;
   const row = rows <= 16 ? 30 : Math.max(7, Math.floor(480 / rows));
   const counted = timeline.stages.some((stage) => stage.memory.length);
@@ -16,27 +15,6 @@ const panels = [...document.querySelectorAll(".panel")].map((box) => {
     height: TOP + rows * row + (counted ? GAP + MEMORY : 0) + AXIS};
 });
 const mostBytes = Math.max(1, ...panels.map((panel) => panel.timeline.most));
-
-/* numbers */
-const UNITS = [["h", 3600], ["min", 60], ["s", 1], ["ms", 1e-3], ["\u00b5s", 1e-6], ["ns", 1e-9]];
-function spell(seconds) {
-  if (!seconds) return "0 s";
-  if (seconds >= 59.95) {
-    const all = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-    if (all < 3600) return `${Math.floor(all / 60)} min ${two(all % 60)} s`;
-    return `${Math.floor(all / 3600)} h ${two(Math.floor(all % 3600 / 60))} min`;
-  }
-  const [name, size] = UNITS.slice(2).find((unit) => seconds >= 0.9995 * unit[1]) || UNITS[5];
-  return `${(seconds / size).toPrecision(3)} ${name}`;
-}
-function bytes(count) {
-  const found = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]].find((u) => count >= u[1]);
-  return found ? `${(count / found[1]).toFixed(1)} ${found[0]}` : `${count} B`;
-}
-function stepOf(length, most) {
-  const rough = length / most, power = 10 ** Math.floor(Math.log10(rough));
-  return power * [1, 2, 5, 10].find((part) => power * part >= rough * (1 - 1e-9));
-}
 
 /* where things are */
 const across = (panel) => panel.canvas.clientWidth - LEFT - RIGHT;
@@ -80,6 +58,7 @@ function lineColour(style, place, most) {
   return `rgb(${ends[0].map((first, n) => Math.round((1 - part) * first + part * ends[1][n])).join(" ")})`;
 }
 function draw(panel) {
+  if (!panel.canvas.clientWidth) return;  // inside of details that are closed
   const {canvas, timeline, row, bottom} = panel, ratio = window.devicePixelRatio || 1;
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
   const font = getComputedStyle(document.body).fontFamily, right = LEFT + across(panel);
@@ -231,25 +210,6 @@ function aboutMemory(panel, time) {
   const rows = stages.flatMap((stage, s) => s % step ? [] : [[`stage ${s}`, bytes(held(stage, time))]]);
   return {title: `memory at ${spell(time)}`, rows};
 }
-function show(what, x, y) {
-  tip.replaceChildren();
-  const title = document.createElement("b");
-  title.textContent = what.title;
-  tip.append(title);
-  for (const pair of what.rows) {
-    const line = document.createElement("div");
-    for (const words of pair) {
-      const cell = document.createElement("span");
-      cell.textContent = words;
-      line.append(cell);
-    }
-    tip.append(line);
-  }
-  tip.style.display = "block";
-  const width = tip.offsetWidth, height = tip.offsetHeight;
-  tip.style.left = `${Math.max(4, x + 18 + width > innerWidth ? x - width - 14 : x + 18)}px`;
-  tip.style.top = `${Math.max(4, Math.min(y + 14, innerHeight - height - 6))}px`;
-}
 function mark() {
   for (const panel of panels) {
     panel.mark.style.display = "none";
@@ -290,7 +250,7 @@ function zoom(factor, time) {
 const middle = () => chosen
   ? field(chosen.panel.timeline.stages[chosen.s], chosen.i, START) : (view.start + view.end) / 2;
 const TOOLS = {in: () => zoom(0.6, middle()), out: () => zoom(1 / 0.6, middle()), whole: () => look(0, data.end)};
-document.querySelectorAll("button[data-tool]").forEach((button) =>
+root.querySelectorAll("button[data-tool]").forEach((button) =>
   button.addEventListener("click", TOOLS[button.dataset.tool]));
 
 function step(panel, key) {
@@ -371,7 +331,8 @@ function hide() {
   point(null);
   choose(null);
 }
-new ResizeObserver(redraw).observe(document.querySelector("main"));
+new ResizeObserver(redraw).observe(root);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 redraw();
-})();
+}
+document.querySelectorAll(".timelines").forEach(startTimelines);

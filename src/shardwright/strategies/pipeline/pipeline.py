@@ -190,10 +190,11 @@ class Pipeline:
             for message, kind in [*sent, *((message, "receive") for message in coming(action, edges))]:
                 if schedule.stage_of[message.source] == schedule.stage_of[message.target]:
                     continue
+                boundary = "between chunks {} and {}".format(*sorted((message.source, message.target)))
                 for value in sizes[message.source, message.target]:
                     for crossing in batch.crossing[message.microbatch].get(value, ()):
                         if message.kind == "F" or crossing.needs_gradient:
-                            found.append(Traffic(kind, "pp", crossing.num_bytes, 2))
+                            found.append(Traffic(kind, "pp", crossing.num_bytes, 2, layer=boundary))
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
 
 

@@ -304,7 +304,7 @@ class _MapPricing:
         """Yields the collectives and messages of one microbatch's forward and backward."""
         for number, step in enumerate(self.maps.steps):
             for traffic in self._step(number, step) if self.times.get(number) else ():
-                yield traffic._replace(times=traffic.times * self.times[number])
+                yield traffic._replace(times=traffic.times * self.times[number], layer=step.path)
 
     def _step(self, number: int, step: MapStep) -> Iterator[Traffic]:
         if number in self.settled.take:

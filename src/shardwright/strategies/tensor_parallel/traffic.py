@@ -41,7 +41,7 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
         for path, note in plan.notes.items():
             where = {LOSS: note.head if isinstance(note, LossNote) else "", OUTPUT: ""}.get(path, path)
             for visit in module_calls.get(where, ()):
-                found += pricing.of(path, note, visit)
+                found += [each._replace(layer=path) for each in pricing.of(path, note, visit)]
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
     found += [each for axis in rows_cut for each in statistics_traffic(plan, batch, coord, axis)]

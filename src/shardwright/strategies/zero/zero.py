@@ -137,11 +137,13 @@ class Zero:
                 continue
             chunks = chunks_using(plan, group.param_group, coord)
             gathers = 2 * num_microbatches * times[group.param_group] * len(chunks) if stage == 3 else 1
-            found.append(Traffic("all_gather", "dp", num_elements * plan.compute_dtypes[first].itemsize, size, gathers))
+            num_bytes = num_elements * plan.compute_dtypes[first].itemsize
+            found.append(Traffic("all_gather", "dp", num_bytes, size, gathers, group.param_group))
             if group.trained:
                 wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
                 sums = 1 if stage == 1 else num_microbatches
-                found.append(Traffic("reduce_scatter", "dp", num_elements * wide[first].itemsize, size, sums))
+                num_bytes = num_elements * wide[first].itemsize
+                found.append(Traffic("reduce_scatter", "dp", num_bytes, size, sums, group.param_group))
         return tuple(found)
 
 
