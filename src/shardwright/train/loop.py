@@ -103,9 +103,9 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     if model_config is None:
         check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
-    if config.weights and not resume:
-        open_store(Path(config.weights))  # raises before ranks start; each rank opens it again
     saved, again = bool(steps_in(out / CHECKPOINTS)), started_again(out)
+    if config.weights and not (resume or (again and saved)):
+        open_store(Path(config.weights))  # raises before ranks start; each rank opens it again
     if again and not saved:
         return
     if resume and not saved and (out / METRICS_FILE).exists():
