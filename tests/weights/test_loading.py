@@ -19,7 +19,12 @@ import shardwright as sw
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.sharding.box import Box
-from shardwright.weights import safetensors_file, stores, torch_folder
+from shardwright.weights import stores, torch_records
+from shardwright.weights.files import OpenFile
+from shardwright.weights.safetensors_file import TensorFile
+from shardwright.weights.torch_file import TorchFile
+from shardwright.weights.torch_folder import TorchFolder
+from shardwright.weights.torch_records import TorchRecords
 from weights.plain_models import LAYOUTS, Normed, made, same, tied_gpt, trained, with_values
 
 
@@ -108,41 +113,51 @@ class _Counted:
             alive.add(key)
             weakref.finalize(values, alive.discard, key)
             self.most_alive = max(self.most_alive, sum(1 for each in alive if each[0] == id(store)))
-            self.kept.append(store)
+            self.stores[id(store)] = store
             return values
 
-        self.kept = []
+        self.stores = {}
         monkeypatch.setattr(kind, "read", counted)
 
 
-def _read_bytes(world, line, source):
+def _read_bytes(world, line, source, names):
     run = sw.parallelize(tied_gpt(values=False), line, world)
-    sw.load_weights(run, source)
+    sw.load_weights(run, source, names=names, strict=not callable(names))
     return sum(p.numel() for p in run.parameters.values()) * 4, max(prod(p.shape) for p in run.parameters.values()) * 4
+
+
+def _once(name):
+    """The names of a file that has the tied tensor twice: read under both, its values would be compared."""
+    return None if name == "head.weight" else f"model.{name}"
 
 
 @pytest.mark.parametrize("line", ["dp4/zero3", "tp2", "pp2 mb2 dp2/zero1", "tp2x2x2/3d", "dp2/zero1 bf16"])
 def test_a_rank_reads_its_own_bytes_and_holds_one_tensor_at_a_time(sources, line, monkeypatch):
-    counted = _Counted(monkeypatch, safetensors_file.TensorFile)
-    monkeypatch.setattr(safetensors_file, "LEAST_RUN_BYTES", 0)
-    found = launch(_read_bytes, line, next(iter(sources)))
-    assert sorted(map(sum, counted.of_rank.values())) == sorted(own for own, _ in found)
-    assert sorted(map(max, counted.of_rank.values())) <= sorted(most for _, most in found)
-    assert counted.most_alive == 1
-    stores_seen = {id(store): store for store in counted.kept}
-    assert sorted(store.num_read_bytes for store in stores_seen.values()) == sorted(own for own, _ in found)
+    monkeypatch.setattr(torch_records, "LEAST_RUN_BYTES", 0)
+    for source, kind in zip(sources, (TensorFile, TorchFile, None, TorchFolder), strict=True):
+        if kind is None:
+            continue
+        with monkeypatch.context() as patch:
+            counted = _Counted(patch, kind)
+            found = launch(_read_bytes, line, source, None if kind is TensorFile else _once)
+        assert sorted(map(sum, counted.of_rank.values())) == sorted(own for own, _ in found)
+        assert sorted(map(max, counted.of_rank.values())) <= sorted(most for _, most in found)
+        assert counted.most_alive == 1
+        if kind is TensorFile:
+            of_file = [store.file.num_read_bytes - store._start for store in counted.stores.values()]
+            assert sorted(of_file) == sorted(own for own, _ in found), "beside the header, not one byte more"
 
 
 def test_a_stage_reads_nothing_of_the_tensors_of_other_stages(sources, monkeypatch):
     names = {}
-    read = safetensors_file.TensorFile.read
+    read = TensorFile.read
 
     def noted(store, name, box):
         names.setdefault(id(store), (store, set()))[1].add(name)
         return read(store, name, box)
 
-    monkeypatch.setattr(safetensors_file.TensorFile, "read", noted)
-    launch(_read_bytes, "pp2 mb2", next(iter(sources)))
+    monkeypatch.setattr(TensorFile, "read", noted)
+    launch(_read_bytes, "pp2 mb2", next(iter(sources)), None)
     first, second = (found for _, found in names.values())
     assert first & second == {"head.weight"}, "the tied table, which both stages hold"
     assert first - second
@@ -154,9 +169,10 @@ def test_only_the_chunks_of_a_dcp_folder_that_a_rank_needs_are_read(tmp_path, mo
     for name, rows in _ROWS.items():
         torch.save(weight[rows].clone(), tmp_path / name)
     _write_metadata(tmp_path, weight)
-    store = torch_folder.TorchFolder(tmp_path)
+    store = TorchFolder(tmp_path)
     assert torch.equal(store.read("weight", Box((3, 1), (4, 3))), weight[3:4, 1:3])
-    assert store.num_read_bytes == (tmp_path / "a").stat().st_size
+    assert store.files["a"].num_read_bytes
+    assert not store.files["b"].num_read_bytes
     assert torch.equal(store.read("weight", Box((0, 0), (8, 3))), weight)
     assert torch.equal(store.read("weight", Box((2, 1), (7, 2))), weight[2:7, 1:2])
 
@@ -172,6 +188,29 @@ def _write_metadata(folder: Path, weight):
         for name, rows in _ROWS.items()
     }
     (folder / ".metadata").write_bytes(pickle.dumps(m.Metadata(state, None, places)))
+
+
+def test_of_a_large_tensor_in_a_file_of_torch_only_the_rows_of_a_box_are_read(tmp_path):
+    weight = torch.arange(float(2**18)).view(512, 512)
+    kinds = {"rows": weight, "transposed": weight.t(), "a view": weight[3:], "every other": weight[::2]}
+    torch.save({**kinds, "narrow": weight.bfloat16(), "flags": weight % 2 == 0, "one": weight[1, 1]}, tmp_path / "a.pt")
+    file = OpenFile(tmp_path / "a.pt")
+    records = TorchRecords(file, 0, file.num_bytes, "", AssertionError)
+    before = file.num_read_bytes
+    assert before < 20_000
+    box = Box((5, 100), (9, 500))
+    assert torch.equal(records.read(records.content["rows"], box), weight[box.slices])
+    assert file.num_read_bytes == before + 4 * box.size
+    for name, tensor in {**kinds, "narrow": weight.bfloat16(), "flags": weight % 2 == 0}.items():
+        assert torch.equal(records.read(records.content[name], box), tensor[box.slices]), name
+    assert records.read(records.content["one"], Box((), ())) == weight[1, 1]
+
+
+def test_tied_tensors_that_a_file_stores_once_are_read_once(sources, monkeypatch):
+    file = next(each for each in sources if each.suffix == ".pt")
+    counted = _Counted(monkeypatch, TorchFile)
+    found = launch(_read_bytes, "dp2/zero3", file, "model.")
+    assert sorted(map(sum, counted.of_rank.values())) == sorted(own for own, _ in found)
 
 
 # ---- names

@@ -46,6 +46,10 @@ class WeightStore(Protocol):
         """Prepares to read a tensor; all ranks call it for the same tensors, in the same order."""
         ...
 
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        ...
+
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of one box of a tensor, in the dtype of the store and in host memory.
 
@@ -89,6 +93,11 @@ class WholeWeights:
     def begin(self, name: str) -> None:
         """Does nothing: the tensors are there."""
 
+    def place(self, name: str) -> object:
+        """Returns the memory, shape and strides of a tensor, which tied tensors share."""
+        given = self._given[name]
+        return given.data_ptr(), given.shape, given.stride(), given.dtype
+
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a view of a box of a tensor."""
         return self._given[name].detach()[box.slices]
@@ -124,6 +133,10 @@ class ReceivedWeights:
         if size:
             values = self._everyone.broadcast(values, self._sender)
         self._now = (name, values.view(dtype).view(shape))
+
+    def place(self, name: str) -> object:
+        """Returns the same for all names: only the sender could compare tied tensors, and it sends one of them."""
+        return None
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns a view of a box of the tensor that was sent last."""
@@ -412,7 +425,9 @@ def _check_ties(run: Run, targets: Sequence[StateTensor], store: WeightStore, ma
     """
     for target in targets:
         first, *others = match.sources.get(target.names[0], ("",))
-        for other in others if target.local is not None and not isinstance(store, ReceivedWeights) else ():
+        for other in others if target.local is not None else ():
+            if store.place(other) == store.place(first):
+                continue
             for piece in target.layout.pieces(run.coord):
                 one, two = store.read(first, piece.whole), store.read(other, piece.whole)
                 if one.dtype != two.dtype or not torch.equal(bytes_of(one), bytes_of(two)):

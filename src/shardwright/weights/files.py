@@ -22,7 +22,7 @@ MOST_INDEX_BYTES = 2**28
 
 
 class OpenFile:
-    """A regular file that is open for reading; a link to one is followed.
+    """A regular file that is open for reading; a link to one is followed. ``num_read_bytes`` counts what was read.
 
     Raises: CheckpointError: there is no file, it cannot be read, or it is a folder, a device or a pipe.
     """
@@ -37,6 +37,7 @@ class OpenFile:
         weakref.finalize(self, self._file.close)
         self._state = self._now()
         self.num_bytes: int = self._state[0]
+        self.num_read_bytes = 0
 
     def _now(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
@@ -54,6 +55,7 @@ class OpenFile:
             got = self._file.readinto(buffer)
             if not got:
                 raise broken(self.path, f"it ends {len(buffer)} bytes too early")
+            self.num_read_bytes += got
             buffer = buffer[got:]
 
     def read(self, start: int, size: int) -> bytearray:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError
 from shardwright.parallelize.filling import Table
-from shardwright.sharding.box import Box, runs
+from shardwright.sharding.box import Box
 from shardwright.tensor_bytes import bytes_of
 from shardwright.weights.files import OpenFile, broken, parse_json
+from shardwright.weights.torch_records import read_box
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -41,21 +42,15 @@ MOST_HEADER_BYTES = 10**8
 METADATA = "__metadata__"
 """The key of a header that is no tensor: texts by name, which other programs read."""
 
-LEAST_RUN_BYTES = 2**10
-"""The least length in bytes of contiguous parts of a box that are read one by one; shorter ones are read together."""
-
 
 class TensorFile:
     """A :class:`WeightStore` of one safetensors file, of which only the boxes asked for are read.
-
-    ``num_read_bytes`` counts the bytes of tensors that were read.
 
     Raises: CheckpointError: the file cannot be read, or is not what its header says.
     """
 
     def __init__(self, path: Path) -> None:
         self.file = OpenFile(path)
-        self.num_read_bytes = 0
         try:
             self._start, found = _header(self.file)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
@@ -66,6 +61,10 @@ class TensorFile:
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
 
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        return self._places[name]
+
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor, and reads no other bytes unless the box is in many short parts.
 
@@ -73,22 +72,7 @@ class TensorFile:
         Raises: CheckpointError: the file has become shorter.
         """
         dtype, shape = self.tensors[name]
-        start = self._start + self._places[name]
-        size = box.size * dtype.itemsize
-        if not size:
-            return torch.empty(box.shape, dtype=dtype)
-        parts = [(at * dtype.itemsize, part.size * dtype.itemsize) for at, part in runs(shape, box)]
-        if len(parts) > 1 and parts[0][1] < LEAST_RUN_BYTES:  # a cut of the last dim: whole rows take fewer calls
-            rows = Box((box.start[0], *(0,) * (len(shape) - 1)), (box.stop[0], *shape[1:]))
-            inside = box.shift((-box.start[0], *(0,) * (len(shape) - 1)))
-            return self.read(name, rows)[inside.slices].clone()
-        values = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(values.numpy().data), 0
-        for at, length in parts:
-            self.file.read_into(view[done : done + length], start + at)
-            done += length
-        self.num_read_bytes += size
-        return (values != 0 if dtype == torch.bool else values.view(dtype)).view(box.shape)
+        return read_box(self.file, self._start + self._places[name], dtype, shape, box)
 
     def end(self) -> None:
         """Raises CheckpointError if the file was written to since it was opened."""

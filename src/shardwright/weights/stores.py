@@ -38,6 +38,10 @@ class JoinedStore:
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
 
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        return id(self._places[name]), self._places[name].place(name)
+
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor; raises as the file's own store."""
         return self._places[name].read(name, box)
@@ -66,6 +70,10 @@ class CheckpointStore:
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
+
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        return name
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor. Raises CheckpointError if a file is not what was written."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwright.errors import CheckpointError
-from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Table
 from shardwright.sharding.box import Box
 from shardwright.weights.files import OpenFile, broken
+from shardwright.weights.torch_records import TorchRecords, is_plain
 
 MAGIC = b"PK\x03\x04"
 """The first bytes of a file of ``torch.save``, which is a zip archive."""
@@ -24,7 +21,7 @@ MOST_LEVELS = 16
 
 
 class TorchFile:
-    """A :class:`WeightStore` of one ``.pt`` or ``.bin`` file, which is mapped into memory and unpickled safely.
+    """A :class:`WeightStore` of one ``.pt`` or ``.bin`` file of ``torch.save``, which is unpickled safely.
 
     torch reads it with ``weights_only``: a file whose pickle names anything else than tensors and plain containers is
     refused, and no code of it runs. Dicts in dicts are joined by dots: ``{"model": {"a": tensor}}`` has "model.a".
@@ -38,17 +35,8 @@ class TorchFile:
         if bytes(self.file.read(0, min(4, self.file.num_bytes))) != MAGIC:
             why = "no zip archive, as torch.save writes it since torch 1.6; a plain pickle could run code"
             raise broken(path, why)
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as failure:
-            raise CheckpointError(
-                f"'{path}' holds more than plain tensors, and reading that could run code",
-                given=_reason(failure),
-                allowed="a dict of tensors, or dicts of such dicts",
-                fix="write torch.save(model.state_dict(), path) in the program that made it",
-            ) from failure
-        except (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as failure:
-            raise broken(path, first_line(failure)) from failure
+        self._records = TorchRecords(self.file, 0, self.file.num_bytes, f"'{path}'", lambda what: broken(path, what))
+        content = self._records.content
         self._given: dict[str, Tensor] = {}
         for name, tensor in _tensors(path, "", content, 0):
             if name in self._given:
@@ -61,9 +49,17 @@ class TorchFile:
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
 
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        given = self._given[name]
+        return self._records.place(given), given.shape, given.stride(), given.dtype
+
     def read(self, name: str, box: Box) -> Tensor:
-        """Returns a view of a box of the mapped tensor; the system reads its pages when they are used."""
-        return self._given[name][box.slices]
+        """Returns the values of a box of a tensor; other elements are read only if rows are short, or it is transposed.
+
+        Raises: CheckpointError: the file has become shorter, or has no values of the tensor.
+        """
+        return self._records.read(self._given[name], box)
 
     def end(self) -> None:
         """Raises CheckpointError if the file was written to since it was opened."""
@@ -78,14 +74,7 @@ def _tensors(path: Path, prefix: str, value: Any, level: int) -> Iterator[tuple[
         raise broken(path, f"more than {MOST_LEVELS} dicts inside of each other")
     for key, each in value.items():
         name = f"{prefix}{key}"
-        if type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided and not each.is_quantized:
-            if not each.is_meta:
-                yield name, each.detach()
+        if is_plain(each):
+            yield name, each.detach()
         else:
             yield from _tensors(path, f"{name}.", each, level + 1)
-
-
-def _reason(failure: Exception) -> str:
-    """Returns the line of torch's text that says what the file names, without its advice to trust the file."""
-    lines = [line.strip() for line in str(failure).splitlines() if "Unsupported" in line or "GLOBAL" in line]
-    return (lines[0].partition(" was not an allowed")[0] if lines else first_line(failure))[:200]

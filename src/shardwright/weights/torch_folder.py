@@ -24,7 +24,8 @@ from shardwright.errors import CheckpointError
 from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Table
 from shardwright.sharding.box import Box
-from shardwright.weights.files import FilePart, OpenFile, broken, check_plain_name
+from shardwright.weights.files import OpenFile, broken, check_plain_name
+from shardwright.weights.torch_records import TorchRecords, is_plain
 
 METADATA = ".metadata"
 """The name of the file that makes a folder one of DCP."""
@@ -56,16 +57,15 @@ class _Chunk(NamedTuple):
 
 
 class TorchFolder:
-    """A :class:`WeightStore` of a DCP folder, read without a process group; only chunks that a box needs are read.
+    """A :class:`WeightStore` of a DCP folder, read without a process group; only the boxes asked for are read.
 
-    A chunk that is needed is read whole, one at a time. Names are those of the saved state dict, flat, as in
-    ``model.layers.0.weight``. ``num_read_bytes`` counts the bytes of chunks that were read.
+    Names are those of the saved state dict, flat, as in ``model.layers.0.weight``.
 
     Raises: CheckpointError: the folder cannot be read, or names code that torch's own folders do not.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.num_read_bytes = folder, 0
+        self.folder = folder
         described = OpenFile(folder / METADATA)
         if described.num_bytes > MOST_METADATA_BYTES:
             raise broken(folder, f"a {METADATA} of {described.num_bytes} bytes")
@@ -77,14 +77,18 @@ class TorchFolder:
         except Exception as failure:  # a pickle that was made by another program can fail anywhere
             raise broken(folder, f"{METADATA}: {first_line(failure)}"[:200]) from failure
         names = {chunk.file for chunks in self._chunks.values() for chunk in chunks}
-        self._files = {name: OpenFile(folder / check_plain_name(folder, name)) for name in sorted(names)}
+        self.files = {name: OpenFile(folder / check_plain_name(folder, name)) for name in sorted(names)}
         for name, chunks in self._chunks.items():
             for chunk in chunks:
-                if not 0 <= chunk.start <= chunk.start + chunk.num_bytes <= self._files[chunk.file].num_bytes:
+                if not 0 <= chunk.start <= chunk.start + chunk.num_bytes <= self.files[chunk.file].num_bytes:
                     raise broken(folder, f"{name!r:.80} is not inside of {chunk.file}")
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
+
+    def place(self, name: str) -> object:
+        """Returns where a tensor is stored; two names of one place have the same values."""
+        return self._chunks[name]
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor, from the chunks that hold a part of it.
@@ -92,37 +96,41 @@ class TorchFolder:
         Raises: CheckpointError: a chunk is not what the metadata say, or elements are in no chunk.
         """
         dtype, _ = self.tensors[name]
-        values, missing = torch.empty(box.shape, dtype=dtype), [box]
+        values, missing = None, [box]
         for chunk in self._chunks[name]:
             common = box.intersect(chunk.box) if box.start else box
             if common is None or not missing:
                 continue
-            if chunk.box == box and len(missing) == 1 and missing[0] == box:
-                return self._load(name, chunk)
-            back = [-a for a in chunk.box.start]
-            values[common.shift([-a for a in box.start]).slices] = self._load(name, chunk)[common.shift(back).slices]
-            missing = [rest for each in missing for rest in each.minus(common)] if box.start else []
+            part = self._read_chunk(name, chunk, common.shift([-a for a in chunk.box.start]))
+            if common == box:
+                return part
+            values = torch.empty(box.shape, dtype=dtype) if values is None else values
+            values[common.shift([-a for a in box.start]).slices] = part
+            missing = [rest for each in missing for rest in each.minus(common)]
         if missing and box.size:
             raise broken(self.folder, f"no chunk has the elements {missing[0]} of {name!r:.80}")
-        return values
+        return torch.empty(box.shape, dtype=dtype) if values is None else values
 
-    def _load(self, name: str, chunk: _Chunk) -> Tensor:
-        part = FilePart(self._files[chunk.file], chunk.start, chunk.num_bytes)
-        try:
-            found = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, OSError) as failure:
-            raise broken(self.folder, f"{name!r:.80} in {chunk.file}: {first_line(failure)}"[:300]) from failure
-        self.num_read_bytes += chunk.num_bytes
-        if type(found) not in (Tensor, torch.nn.Parameter):
-            raise broken(self.folder, f"{name!r:.80} in {chunk.file} is a {type(found).__name__}")
+    def _read_chunk(self, name: str, chunk: _Chunk, box: Box) -> Tensor:
+        """Returns the values of a box of a chunk, counted from the start of the chunk."""
+        where = f"{name!r:.80} in {chunk.file}"
+        records = TorchRecords(
+            self.files[chunk.file],
+            chunk.start,
+            chunk.num_bytes,
+            where,
+            lambda what: broken(self.folder, f"{where}: {what}"),
+        )
+        found = records.content
+        if not is_plain(found):
+            raise broken(self.folder, f"{where} is a {type(found).__name__}")
         if (found.dtype, tuple(found.shape)) != (self.tensors[name][0], chunk.box.shape):
-            raise broken(self.folder, f"{name!r:.80} in {chunk.file} is {found.dtype} {list(found.shape)}")
-        plain: Tensor = found.detach()
-        return plain
+            raise broken(self.folder, f"{where} is {found.dtype} {list(found.shape)}")
+        return records.read(found, box)
 
     def end(self) -> None:
         """Raises CheckpointError if a file was written to since the folder was opened."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.check_unchanged()
 
 
