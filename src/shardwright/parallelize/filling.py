@@ -34,6 +34,10 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """The dtype and the shape of each tensor, by name."""
 
 
+MOST_SLAB_BYTES = 2**24
+"""The most bytes of a tensor that are read at a time, unless one row of it has more."""
+
+
 class WeightStore(Protocol):
     """Whole tensors by name, of which boxes can be read."""
 
@@ -428,8 +432,8 @@ def _check_ties(run: Run, targets: Sequence[StateTensor], store: WeightStore, ma
         for other in others if target.local is not None else ():
             if store.place(other) == store.place(first):
                 continue
-            for piece in target.layout.pieces(run.coord):
-                one, two = store.read(first, piece.whole), store.read(other, piece.whole)
+            for box in (b for piece in target.layout.pieces(run.coord) for b in _slabs(piece.whole, target.dtype)):
+                one, two = store.read(first, box), store.read(other, box)
                 if one.dtype != two.dtype or not torch.equal(bytes_of(one), bytes_of(two)):
                     raise CheckpointError(
                         f"{what} has two values for one tensor of the model",
@@ -440,11 +444,24 @@ def _check_ties(run: Run, targets: Sequence[StateTensor], store: WeightStore, ma
 
 
 def _write_parts(run: Run, target: StateTensor, store: WeightStore, source: str) -> None:
-    """Reads this rank's boxes of one tensor, and writes each into its place before the next is read."""
+    """Reads this rank's boxes of one tensor, and writes each slab into its place before the next is read."""
     if target.local is None or target.local.is_meta:
         return
     for piece in target.layout.pieces(run.coord):
-        write(target.local.detach(), piece, piece.whole, store.read(source, piece.whole))
+        for box in _slabs(piece.whole, target.dtype):
+            write(target.local.detach(), piece, box, store.read(source, box))
+
+
+def _slabs(box: Box, dtype: torch.dtype) -> Iterator[Box]:
+    """Yields a box in slabs of up to ``MOST_SLAB_BYTES``, cut along its first dim of more than one element."""
+    dim = next((d for d, size in enumerate(box.shape) if size > 1), None)
+    if dim is None:
+        yield box
+        return
+    step = max(1, MOST_SLAB_BYTES * box.shape[dim] // max(1, box.size * dtype.itemsize))
+    for start in range(box.start[dim], box.stop[dim], step):
+        stop = min(start + step, box.stop[dim])
+        yield Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :]))
 
 
 def _shape_of(value: Any) -> str:
