@@ -101,7 +101,7 @@ def test_an_evaluation_of_loaded_weights_goes_on_where_the_run_was(trained, tmp_
         (["checkpoint", "export", "{run}", "{new}", "--dtype", "int8"], "no such dtype"),
         (["checkpoint", "export", "{run}", "{new}", "--max-file-gb", "0"], "too small"),
         (["checkpoint", "export", "nowhere", "{new}"], "No such file"),
-        (["checkpoint", "export", "{run}", "{run}"], "a folder with files in it"),
+        (["checkpoint", "export", "{run}", "{run}"], "a folder with files of another kind"),
         (["train", "--weights", "nowhere", "--out", "{new}", "--ranks", "threads"], "No such file"),
         (
             ["train", "--weights", "{run}", "--weights-prefix", "x.", "--out", "{new}", "--ranks", "threads"],

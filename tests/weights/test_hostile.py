@@ -104,6 +104,24 @@ def _zip(path: Path, harm: Path) -> Path:
     return path
 
 
+def _compressed(path: Path) -> Path:
+    """A file of torch.save whose entries were compressed by another program, so that values are not at their places."""
+    torch.save(good(), path)
+    with zipfile.ZipFile(path) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in entries.items():
+            file.writestr(name, content)
+    return path
+
+
+def _big_endian(path: Path) -> Path:
+    """A file of torch.save from a processor of the other byte order."""
+    torch.save(good(), path)
+    path.write_bytes(path.read_bytes().replace(b"little", b"big" + b"   "))
+    return path
+
+
 def _tensors(path: Path, tensors) -> Path:
     save_file(tensors, str(path))
     return path
@@ -155,6 +173,8 @@ SOURCES = {
     "files with one name twice": (_collision, "two files have a tensor 'bias'"),
     "a pickle": (lambda d: _write(d / "a.pt", pickle.dumps(Harm(d / "harm"))), "a plain pickle could run code"),
     "a pickle in a .pt": (lambda d: _zip(d / "a.pt", d / "harm"), "could run code"),
+    "a .pt that was compressed": (lambda d: _compressed(d / "a.pt"), "has no values"),
+    "a .pt of another processor": (lambda d: _big_endian(d / "a.pt"), "no weights to read"),
     "a model in a .pt": (lambda d: _saved(d / "a.pt", nn.Linear(2, 3)), "could run code"),
     "a list in a .pt": (lambda d: _saved(d / "a.pt", [torch.ones(2)]), "a list without tensors by name"),
     "two tensors of one name": (lambda d: _saved(d / "a.pt", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}), "two"),

@@ -127,7 +127,7 @@ def _refused(world, to, text, options):
 REFUSED = {
     "a device": ("/dev/null", "cannot write '/dev/null'", {"format": "pt"}),
     "a folder for a file": (".", "a folder", {"format": "pt"}),
-    "a folder with files": (".", "a folder with files in it", {}),
+    "a folder with files": (".", "a folder with files of another kind, such as 'file'", {}),
     "a file for a folder": ("file", "a file", {}),
     "a link": ("link", "a link", {}),
     "a place under a file": ("file/x/y", "cannot write", {}),
@@ -190,6 +190,20 @@ def test_an_earlier_file_stays_if_a_later_one_cannot_be_written(tmp_path, monkey
     sw.launch(_refused, 2, tmp_path / "a.safetensors", "cannot write", {}, ranks="threads")
     assert (tmp_path / "a.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_an_earlier_folder_of_weights_is_replaced_whole_and_one_with_other_files_is_left(tmp_path):
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pt")
+    for most in (8, 10**9, 8):  # several files, one, and several again: none of the earlier ones may stay
+        saved = sw.save_weights(tmp_path / "a.pt", tmp_path / "to", max_file_bytes=most)
+        assert sorted(saved.files) == sorted((tmp_path / "to").iterdir())
+    sw.save_weights(tmp_path / "a.pt", tmp_path / "to", format="dcp")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "to"]
+    (tmp_path / "to" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"such as 'notes.txt'"):
+        sw.save_weights(tmp_path / "a.pt", tmp_path / "to")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [".metadata", "__0_0.distcp", "notes.txt"]
 
 
 def test_a_source_that_changes_while_it_is_written_elsewhere_leaves_no_file(tmp_path, monkeypatch):

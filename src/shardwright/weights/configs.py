@@ -12,14 +12,10 @@ from torch import nn
 from shardwright.analysis.structure import kind_of
 from shardwright.errors import CheckpointError
 from shardwright.weights.files import MOST_INDEX_BYTES, OpenFile, broken, read_json
-from shardwright.weights.targets import WeightEntry
+from shardwright.weights.targets import TOKENIZER, WeightEntry
 
 CONFIG = "config.json"
-TOKENIZER = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
-)
-"""The files that are copied from a folder of transformers, beside ``config.json``, if they are there."""
+"""The name of the file that describes a model in a folder of transformers."""
 
 
 def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEntry]) -> dict[str, bytes]:

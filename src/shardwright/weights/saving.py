@@ -64,7 +64,8 @@ def save_weights(
     - "dcp": a folder of ``torch.distributed.checkpoint``, with a flat state dict that has each name.
 
     By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
-    their place and renamed, so that an error leaves none, and in memory there is one tensor at a time beside a rank's
+    their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
+    replaced. In memory there is one tensor at a time beside a rank's
     own part; only "pt" needs the whole model in host memory, on rank 0.
 
     ``names`` turns plain names into those of the files: a prefix, a mapping or a function; None leaves a tensor out.
@@ -75,8 +76,8 @@ def save_weights(
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
-        device, a link or a folder with files in it, there is no config, or the disk is full. PlanError: an option is
-        not one of those above.
+        device, a link or a folder with other files in it, there is no config, or the disk is full. PlanError: an option
+        is not one of those above.
 
     >>> import tempfile, torch, shardwright as sw
     >>> plain, folder = nn.Linear(4, 2), Path(tempfile.mkdtemp())

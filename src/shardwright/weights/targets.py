@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import stat
 import uuid
@@ -29,6 +30,18 @@ from shardwright.formatting import first_line
 from shardwright.weights.safetensors_file import header_of, write_values
 from shardwright.weights.stores import INDEX, WHOLE
 from shardwright.weights.torch_folder import METADATA
+
+TOKENIZER = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+)
+"""The files that are copied from a folder of transformers, beside ``config.json``, if they are there."""
+
+_WRITTEN = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|"
+    + "|".join(re.escape(name) for name in (INDEX, METADATA, "config.json", *TOKENIZER))
+)
+"""The names of the files of a folder that this module writes; a folder that holds no others may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ def _reserve(file: BinaryIO, size: int) -> None:
 
 
 def check_target(to: Path, *, folder: bool) -> None:
-    """Raises CheckpointError unless ``to`` is new, or a regular file that may be replaced, or an empty folder.
+    """Raises CheckpointError unless ``to`` is new, or a regular file or a folder of weights, which may be replaced.
 
     >>> check_target(Path("/dev/null"), folder=False)
     Traceback (most recent call last):
@@ -184,8 +197,9 @@ def check_target(to: Path, *, folder: bool) -> None:
     except (OSError, ValueError) as failure:
         raise _refused(to, str(failure), folder=folder) from failure
     if folder and stat.S_ISDIR(mode):
-        if any(to.iterdir()):
-            raise _refused(to, "a folder with files in it", folder=folder)
+        others = sorted(each.name for each in to.iterdir() if not (_WRITTEN.fullmatch(each.name) and each.is_file()))
+        if others:
+            raise _refused(to, f"a folder with files of another kind, such as {others[0]!r:.80}", folder=folder)
     elif folder or not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
         raise _refused(to, kinds.get(stat.S_IFMT(mode), "a device or a pipe"), folder=folder)
@@ -203,7 +217,7 @@ def _beside(to: Path, *, folder: bool) -> Iterator[Path]:
             partial.mkdir()
         yield partial
         flush(partial)
-        partial.replace(to)
+        _put(partial, to, folder=folder)
         flush(to.parent)
     except OSError as failure:
         raise _refused(to, str(failure), folder=folder) from failure
@@ -212,8 +226,24 @@ def _beside(to: Path, *, folder: bool) -> Iterator[Path]:
             remove(partial)
 
 
+def _put(partial: Path, to: Path, *, folder: bool) -> None:
+    """Renames what was written to its place; an earlier folder there is renamed first, and removed after."""
+    aside = partial.with_suffix(".old")
+    if earlier := folder and to.exists():
+        check_target(to, folder=True)  # again: other files may have come meanwhile
+        to.rename(aside)
+    try:
+        partial.replace(to)
+    except OSError:
+        if earlier:
+            aside.rename(to)
+        raise
+    if earlier:
+        shutil.rmtree(aside)
+
+
 def _refused(to: Path, why: str, *, folder: bool) -> CheckpointError:
-    allowed = "a new or empty folder" if folder else "a new file, or a regular file"
+    allowed = "a new folder, or one of weights alone" if folder else "a new file, or a regular file"
     return CheckpointError(
         f"cannot write '{to}'",
         given=why,
