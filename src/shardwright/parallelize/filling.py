@@ -469,9 +469,10 @@ def _shape_of(value: Any) -> str:
 
 
 def _unreadable(what: str, failure: Exception, then: str) -> CheckpointError:
+    why = f": {failure.given}" if isinstance(failure, CheckpointError) else ""
     return CheckpointError(
         f"the weights of {what} could not be read; {then}",
-        given=f"{type(failure).__name__}: {first_line(failure)}",
+        given=f"{type(failure).__name__}: {first_line(failure)}{why}",
         allowed="files that can be read as they were written, and room for their content",
         fix="mend what is given, then load again",
     )

@@ -41,6 +41,7 @@ class TorchFile:
         for name, tensor in _tensors(path, "", content, 0):
             if name in self._given:
                 raise broken(path, f"it has two tensors of the name {name!r:.80}")
+            self._records.check(tensor)
             self._given[name] = tensor
         if not self._given:
             raise broken(path, f"a {type(content).__name__} without tensors by name")

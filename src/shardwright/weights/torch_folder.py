@@ -126,6 +126,7 @@ class TorchFolder:
             raise broken(self.folder, f"{where} is a {type(found).__name__}")
         if (found.dtype, tuple(found.shape)) != (self.tensors[name][0], chunk.box.shape):
             raise broken(self.folder, f"{where} is {found.dtype} {list(found.shape)}")
+        records.check(found)
         return records.read(found, box)
 
     def end(self) -> None:

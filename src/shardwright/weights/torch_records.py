@@ -101,27 +101,35 @@ class TorchRecords:
         at: int = getattr(tensor.untyped_storage(), "_checkpoint_offset", -(2**63))
         return at + int(tensor.storage_offset()) * tensor.dtype.itemsize
 
+    def check(self, tensor: Tensor) -> None:
+        """Raises CheckpointError if the archive has no values for a tensor of :attr:`content`, or they are compressed."""
+        storage, num_bytes = tensor.untyped_storage(), _extent(tensor) * tensor.dtype.itemsize
+        at: int = getattr(storage, "_checkpoint_offset", -1)
+        inside = int(tensor.storage_offset()) * tensor.dtype.itemsize + num_bytes <= storage.nbytes()
+        if num_bytes and not (self._sizes.get(at, -1) == storage.nbytes() and inside):
+            raise self._broken("a tensor of which the archive has no values that are not compressed")
+
     def read(self, tensor: Tensor, box: Box) -> Tensor:
-        """Returns the values of a box of a tensor of :attr:`content`.
+        """Returns the values of a box of a tensor of :attr:`content`, which :meth:`check` has accepted.
 
         A tensor that is not in row-major order in the archive, such as a transposed one, is read whole.
 
-        Raises: CheckpointError: the archive has no values for it.
+        Raises: CheckpointError: the file has become shorter.
         """
-        storage = tensor.untyped_storage()
-        at: int = getattr(storage, "_checkpoint_offset", -1)
-        num_bytes: int = storage.nbytes()
-        shape, item = tuple(tensor.shape), tensor.dtype.itemsize
         if not tensor.numel():
             return torch.empty(box.shape, dtype=tensor.dtype)
-        last = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
-        if self._sizes.get(at, -1) != num_bytes or (tensor.storage_offset() + last + 1) * item > num_bytes:
-            raise self._broken("a tensor of which the archive has no values")
-        first = self._start + self.place(tensor)
+        first, shape = self._start + self.place(tensor), tuple(tensor.shape)
         if tensor.is_contiguous():
             return read_box(self._file, first, tensor.dtype, shape, box)
-        span = read_box(self._file, first, tensor.dtype, (last + 1,), Box((0,), (last + 1,)))
+        extent = (_extent(tensor),)
+        span = read_box(self._file, first, tensor.dtype, extent, Box.of(extent))
         return span.as_strided(shape, tensor.stride())[box.slices].clone()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the number of elements in memory from a tensor's first to its last; 0 if it has none."""
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return sum(steps) + 1 if tensor.numel() else 0
 
 
 def is_plain(value: Any) -> bool:
