@@ -102,7 +102,7 @@ class TorchRecords:
         return at + int(tensor.storage_offset()) * tensor.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raises CheckpointError if the archive has no values for a tensor of :attr:`content`, or they are compressed."""
+        """Raises CheckpointError if the archive has no plain values for a tensor of :attr:`content`."""
         storage, num_bytes = tensor.untyped_storage(), _extent(tensor) * tensor.dtype.itemsize
         at: int = getattr(storage, "_checkpoint_offset", -1)
         inside = int(tensor.storage_offset()) * tensor.dtype.itemsize + num_bytes <= storage.nbytes()
