@@ -54,13 +54,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def trained(run) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of a step of a run, and its state after it."""
+def evaluated(run) -> float:
+    """The loss of a run; unsharded and narrower copies of parameters, which the forward needs, are there after."""
+    (part,) = run.shard([batch()])
+    return run.evaluate(part).item()
+
+
+def trained(run) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a run before a step and in it, and the state after it."""
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    before = evaluated(run)
     (part,) = run.shard([batch()])
     loss = run.step(part).item()
     optimizer.step()
-    return loss, run.state_dict()
+    return [before, loss], run.state_dict()
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:

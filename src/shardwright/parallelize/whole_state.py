@@ -52,8 +52,8 @@ def _refuse_load(
         "load_state_dict() of the run's model would be undone by the next update",
         given=f"{type(module).__name__}, whose parameters are copies of master weights, or gathered from shards",
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
-        fix="load into the plain model before parallelize, or sw.load(folder, run), or write to run.parameters[name] "
-        "and call run.changed()",
+        fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
+        "run.changed()",
     )
 
 
