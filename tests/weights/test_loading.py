@@ -124,6 +124,7 @@ class _Counted:
 def _read_bytes(world, line, source, names):
     run = sw.parallelize(tied_gpt(values=False), line, world)
     sw.load_weights(run, source, names=names, strict=not callable(names))
+    assert same(run.state_dict(), tied_gpt(values=True).state_dict())
     return sum(p.nbytes for p in run.parameters.values())
 
 
