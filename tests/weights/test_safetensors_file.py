@@ -76,6 +76,9 @@ BROKEN = {
     "a shape beyond all memory": header("{" + ENTRY.format("x", "F32", [2**62, 4], [0, 8]) + "}"),
     "an offset before the start": header("{" + ENTRY.format("x", "F32", [2], [-8, 0]) + "}"),
     "two tensors in one place": header("{" + F32 + "," + ENTRY.format("y", "F32", [2], [0, 8]) + "}"),
+    "two tensors in one place of a file with room for both": header(
+        "{" + F32 + "," + ENTRY.format("y", "F32", [2], [0, 8]) + "}", b"\0" * 16
+    ),
     "a gap": header("{" + F32 + "," + ENTRY.format("y", "F32", [2], [9, 17]) + "}", b"\0" * 17),
     "bytes too many": header("{" + F32 + "}", b"\0" * 9),
     "a truncated tensor": header("{" + F32 + "}", b"\0" * 7),
