@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -214,13 +215,8 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> 
     check_target(writing.to, folder=writing.is_folder)
     beside = files_beside(writing.config, model, table) if writing.kind == "transformers" else {}
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
-    files: list[str] = []
-
-    def write() -> None:
-        files.extend(writing.write(table, values, beside))
-
-    if problem := _problem_of(writing.to, write):
-        raise CheckpointError(problem)
+    with _errors_named(writing.to):
+        files = writing.write(table, values, beside)
     return writing.outcome(table, files)
 
 
@@ -242,21 +238,29 @@ def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
 
 
+@contextmanager
+def _errors_named(to: Path) -> Iterator[None]:
+    """Returns a context that turns any exception of its block into a CheckpointError about writing ``to``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:  # any code may run here: of a config, of a user's function
+        raise CheckpointError(
+            f"the weights could not be written to '{to}'",
+            given=f"{type(failure).__name__}: {first_line(failure)}",
+            allowed="files that can be written, and options that fit the model",
+            fix="mend what is given",
+        ) from failure
+
+
 def _problem_of(to: Path, do: Callable[[], None]) -> str:
     """Returns the text of the error that ``do`` raises, "" for none."""
     try:
-        do()
+        with _errors_named(to):
+            do()
     except CheckpointError as failure:
         return str(failure)
-    except Exception as failure:  # any code may run here: of a config, of a user's function
-        return str(
-            CheckpointError(
-                f"the weights could not be written to '{to}'",
-                given=f"{type(failure).__name__}: {first_line(failure)}",
-                allowed="files that can be written, and options that fit the model",
-                fix="mend what is given",
-            )
-        )
     return ""
 
 
