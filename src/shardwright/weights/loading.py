@@ -15,7 +15,8 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     Every rank calls it, under any layout. ``source`` is a safetensors file; a folder of safetensors files, with an
     index where there are several, such as a model of transformers; a ``.pt`` or ``.bin`` file of plain tensors; a
     folder of ``torch.distributed.checkpoint``; or a checkpoint of this library. Each rank reads only the parts of
-    tensors that it stores, one after the other: beside its own part, memory holds one tensor at most.
+    tensors that it stores, 16 MiB at a time; of a tensor whose rows are cut short, or that a file has transposed, it
+    reads more, and at most the whole.
 
     ``names`` turns names of the plain model into those of the source: a prefix such as "model.", a mapping from plain
     names, of which those it lacks stay, or a function. None as a name leaves that tensor as it is. With ``strict``,
