@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright as sw
-from shardwright.checkpoint.loading import read_whole
-from shardwright.checkpoint.manifest import read
 
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 
 
-def load(folder: str | None) -> LlamaForCausalLM:
-    """Returns the model of a folder, or a tiny one, in which every byte is a token."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY)) if folder is None else LlamaForCausalLM.from_pretrained(folder)
+def built(folder: str | None) -> LlamaForCausalLM:
+    """Returns the model of a folder's config, or a tiny one, in which every byte is a token, without values."""
+    with sw.without_values():
+        return LlamaForCausalLM(LlamaConfig(**TINY) if folder is None else LlamaConfig.from_pretrained(folder))
 
 
 def tokens_of(text: str, folder: str | None) -> Tensor:
@@ -53,16 +51,19 @@ class NextToken(nn.Module):
         return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
 
 
-def train(world: sw.World, options: argparse.Namespace) -> tuple[list[float], Path]:
-    """Runs once per rank: trains, and saves a checkpoint to which every rank writes its own part."""
+def train(world: sw.World, options: argparse.Namespace) -> list[float]:
+    """Runs once per rank: trains, and writes the model in transformers' format."""
     every = list(batches(tokens_of(options.text.read_text(), options.model), options.steps))
-    run = sw.parallelize(load(options.model), options.layout, world, loss=NextToken(), example=every[0][0])
+    run = sw.parallelize(built(options.model), options.layout, world, loss=NextToken(), example=every[0][0])
+    if options.model is not None:
+        sw.load_weights(run, options.model)  # each rank reads its own parts of the files
     optimizer = run.optimizer(torch.optim.AdamW, lr=options.lr)
     losses = []
     for batch in run.shard(every):
         losses.append(run.step(batch).item())
         optimizer.step()
-    return losses, sw.save(options.out / "checkpoint", run)
+    sw.save_weights(run, options.out, format="transformers", config=options.model)
+    return losses
 
 
 def main() -> None:
@@ -74,12 +75,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=1e-2)
     options = parser.parse_args()
-    losses, checkpoint = sw.launch(train, sw.Layout.parse(options.layout), options)[0]
+    losses = sw.launch(train, sw.Layout.parse(options.layout), options)[0]
     print(f"{options.layout}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    model, manifest = load(options.model), read(checkpoint)
-    for name, parameter in model.named_parameters():
-        parameter.data = read_whole(checkpoint, manifest, name)
-    model.save_pretrained(options.out)
     prompt = tokens_of("def ", options.model)[None]
     found = LlamaForCausalLM.from_pretrained(options.out).generate(prompt, max_new_tokens=40, do_sample=False)
     print(f"saved to {options.out}; it says: {text_of(found[0], options.model)!r}")

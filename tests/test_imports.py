@@ -33,6 +33,7 @@ INSIDE = {
     ("cli/main.py", "report"): VERBS,
     ("cli/main.py", "cli"): VERBS,
     ("cli/launching.py", "report"): VERBS,
+    ("cli/weights.py", "train"): VERBS,
     ("cli/planning.py", "cli"): VERBS,
     ("cli/planning.py", "cost"): PLANS,
     ("cli/planning.py", "planner"): PLANS,

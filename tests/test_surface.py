@@ -21,7 +21,18 @@ from shardwright.train.config import TrainConfig
 
 NAMES = [
     *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *("global_tensor", "launch", "layer_alone", "load", "parallelize", "plan_layouts", "run_on_threads", "save"),
+    *(
+        "global_tensor",
+        "launch",
+        "layer_alone",
+        "load",
+        "load_weights",
+        "parallelize",
+        "plan_layouts",
+        "run_on_threads",
+        "save",
+    ),
+    "save_weights",
     *("time_layers", "verify", "without_values"),
 ]
 
@@ -34,12 +45,14 @@ PARAMETERS = {
     "launch": "work ranks_or_layout *args ranks= **options",
     "layer_alone": "layer layout world num_tokens= seed=",
     "load": "path run optimizer",
+    "load_weights": "run source names= strict=",
     "parallelize": "model layout world loss= seed= num_tokens= strategies= roles= example= seconds= stop_at_nan= "
     "offload_folder= check_every=",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
     "roles=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
+    "save_weights": "source to format= names= dtype= config= model= max_file_bytes=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds=",
     "without_values": "",
@@ -55,6 +68,7 @@ METHODS = {
     "global_parameters": "placement sbp",
     "kept": "",
     "load_global_parameters": "tensors",
+    "load_state_dict": "state full= strict= from_rank=",
     "observed": "events",
     "optimizer": "kind parameters **options",
     "part": "inputs targets num_global",
@@ -102,6 +116,7 @@ FLAGS = {
     | {"--save-every", "--save-async", "--keep", "--check-every"}
     | {"--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores", "--grace-s"}
+    | {"--weights", "--weights-prefix"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"},
@@ -114,7 +129,7 @@ FLAGS = {
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
     "checkpoint inspect": {"PATH", "--json"},
-    "checkpoint export": {"PATH", "TO", "--json"},
+    "checkpoint export": {"PATH", "TO", "--format", "--config", "--dtype", "--prefix", "--max-file-gb", "--json"},
 }
 
 OPTIONS = [
@@ -122,7 +137,7 @@ OPTIONS = [
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
     *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
-    "offload_folder",
+    *("offload_folder", "weights", "weights_prefix"),
 ]
 
 TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4", "--json"]

@@ -445,6 +445,16 @@ def offload() -> str:
     return "\n".join(lines)
 
 
+def weights() -> str:
+    """Memory and bytes of loading weights."""
+    lines = ["| layout | from | part, MiB | largest tensor of it | beside it at the peak | read | CPU seconds |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in newest("weights")["table"]:
+        sizes = " | ".join(f"{row[f'{key}_bytes'] / 2**20:.1f}" for key in ("part", "largest", "beside", "read"))
+        lines.append(f"| `{row['layout']}` | {row['source']} | {sizes} | {row['cpu_us'] / 1e6:.2f} |")
+    return "\n".join(lines)
+
+
 def global_rows(key: str) -> dict:
     """The rows of one question of ``global_tensors`` measured last."""
     found = sorted((ROOT / "benchmarks" / "global_tensors" / "results").glob("*.json"))
@@ -628,6 +638,7 @@ TABLES = {
     "zero_copies": zero_copies,
     "zero_overlap": zero_overlap,
     "offload": offload,
+    "weights": weights,
 }
 
 

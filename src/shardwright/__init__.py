@@ -22,6 +22,8 @@ with collection_paused():
     from shardwright.tensor_store import TensorStore, provide_tensor_store
     from shardwright.verify import verify
     from shardwright.verify.verdict import Verdict
+    from shardwright.weights.loading import load_weights
+    from shardwright.weights.saving import save_weights
 
 if TYPE_CHECKING:
     from shardwright import global_tensor
@@ -42,10 +44,12 @@ __all__ = [
     "launch",
     "layer_alone",
     "load",
+    "load_weights",
     "parallelize",
     "plan_layouts",
     "run_on_threads",
     "save",
+    "save_weights",
     "time_layers",
     "verify",
     "without_values",

@@ -320,7 +320,7 @@ def test_export_writes_beside_and_leaves_nothing_else(trained, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a device", "a pipe", "a folder", "a link", "a name that is too long"])
 def test_export_refuses_a_target_that_is_no_regular_file_and_leaves_it(trained, tmp_path, kind):
-    to = tmp_path / ("x" * 300 if "long" in kind else "target")
+    to = tmp_path / ("x" * 300 if "long" in kind else "target.safetensors")
     if kind == "a device":
         try:
             os.mknod(to, stat.S_IFCHR | 0o600, os.makedev(1, 3))
@@ -347,6 +347,6 @@ def test_export_of_a_broken_checkpoint_is_refused_and_writes_nothing(trained, tm
     def fails(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("shardwright.checkpoint.export.read_whole", fails)
-    assert "could not be read" in refused("checkpoint", "export", trained, tmp_path / "model")
+    monkeypatch.setattr("shardwright.weights.stores.read_pieces", fails)
+    assert "could not be read" in refused("checkpoint", "export", trained, tmp_path / "model.safetensors")
     assert list(tmp_path.iterdir()) == []

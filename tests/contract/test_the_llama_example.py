@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -19,11 +19,9 @@ def test_a_llama_that_is_trained_on_parts_or_in_stages_is_saved_for_transformers
 ):
     transformers = pytest.importorskip("transformers", reason="make zoo-contract has it")
     example = import_module("examples.transformers_llama")
-    load, saved = example.load, {}
+    saved = {}
     monkeypatch.setattr(sw, "launch", partial(sw.launch, ranks="threads"))
     for line in ("single", "tp2", "pp2/1f1b mb2"):
-        monkeypatch.setattr(example, "load", cache(load))  # threads share the generator that draws the values
-        example.load(None)
         out = tmp_path / line.partition("/")[0]
         monkeypatch.setattr(sys, "argv", ["", "--layout", line, "--out", str(out), "--steps", "8"])
         example.main()

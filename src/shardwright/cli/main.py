@@ -14,13 +14,13 @@ import typer
 # because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
 from shardwright import command_start
-from shardwright.checkpoint.export import export_model
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.cli.planning import plan
 from shardwright.cli.reporting import PAGE, report, run_in
+from shardwright.cli.weights import export
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
 from shardwright.command_start import INTERRUPTED
@@ -86,6 +86,13 @@ def train(
         str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Start from these weights: a file or folder of safetensors, torch or this library."),
+    ] = None,
+    weights_prefix: Annotated[
+        str | None, typer.Option(help="What names in --weights have before those of the model, such as 'model.'.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
     changed_data: Annotated[
         bool, typer.Option("--changed-data", help="Resume even if the data have changed since the run was started.")
@@ -107,7 +114,8 @@ def train(
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
         eval_every=eval_every, check_every=check_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
-        bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
+        bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, weights=weights,
+        weights_prefix=weights_prefix, fits=out,
     )  # fmt: skip
     try:
         with opt.stops_once():
@@ -354,17 +362,7 @@ def inspect(
     emit(value, "\n".join(lines), as_json=as_json)
 
 
-@checkpoints.command()
-@report_errors
-def export(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
-    to: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    as_json: Json = False,
-) -> None:
-    """Writes a checkpoint's model into one safetensors file, under the plain model's names."""
-    manifest, num_tensors = export_model(find(_inside(path)), to)
-    text = f"{to}: {num_tensors} tensors of step {manifest.step}"
-    emit({"file": str(to), "tensors": num_tensors}, text, as_json=as_json)
+checkpoints.command()(export)
 
 
 def _inside(path: Path) -> Path:

@@ -22,6 +22,7 @@ from shardwright.errors import LayoutError
 from shardwright.parallelize.batches import as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
+from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.gradients import add_up, clip_norm
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
@@ -454,6 +455,41 @@ class Run:
         [torch.Size([2, 4]), torch.Size([4])]
         """
         return whole_state(self) if full else part_of_state(self)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, full: bool = True, strict: bool = True, from_rank: int | None = None
+    ) -> LoadedWeights:
+        """Writes a state dict into the parameters and persistent buffers, master weights and ZeRO's shards included.
+
+        All ranks call it. With ``full``, ``state`` has whole tensors by their plain names, as the plain model's
+        ``state_dict`` or :meth:`state_dict` returns them: on every rank, or on ``from_rank`` alone, which sends one
+        tensor after the other; the others' ``state`` is not read. Without ``full`` it has this rank's own parts, as
+        ``state_dict(full=False)`` of the same layout returns them. With ``strict``, names must be those of the model;
+        without, what fits by name is loaded. State of optimizers stays as it is.
+
+        Returns the names that were loaded, those that were missing and those that the model does not have.
+
+        Traffic: gathers of names and shapes as text, if ``full``, and of error texts, and one all-reduce of two
+            numbers; with ``from_rank`` one broadcast of each tensor.
+        Raises: CheckpointError, on every rank: names, shapes or kinds of dtypes are not the model's, or ranks were
+            given other ones. Nothing is changed then.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(4, 2)
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2/zero3", world)
+        ...     run.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.arange(2)}, strict=False)
+        >>> sw.launch(work, 2, ranks="threads")
+        Traceback (most recent call last):
+        shardwright.errors.CheckpointError: the weights of the state dict do not fit the model
+          given:   'bias' is torch.int64, and the model's torch.float32
+          ...
+        """
+        return (
+            fill_whole(self, state, strict=strict, from_rank=from_rank)
+            if full
+            else fill_parts(self, state, strict=strict)
+        )
 
     def wait_saves(self) -> None:
         """Waits until all saves begun by ``save(..., wait=False)`` are complete. All ranks call it.

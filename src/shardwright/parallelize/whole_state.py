@@ -52,8 +52,8 @@ def _refuse_load(
         "load_state_dict() of the run's model would be undone by the next update",
         given=f"{type(module).__name__}, whose parameters are copies of master weights, or gathered from shards",
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
-        fix="load into the plain model before parallelize, or sw.load(folder, run), or write to run.parameters[name] "
-        "and call run.changed()",
+        fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
+        "run.changed()",
     )
 
 
@@ -101,13 +101,19 @@ def whole_state(run: Run) -> dict[str, Tensor]:
         layout = run.plan.state[name].parameter if name else run.plan.buffers.get(key, TensorLayout.whole(shape))
         if (name or key) not in gathered:
             like = held.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
-            gathered[name or key] = _gathered(everyone, run.plan.mesh, layout, like, holders[key][0])
+            gathered[name or key] = gather_whole(everyone, run.plan.mesh, layout, like, holders[key][0])
         found[key] = gathered[name or key]
     return found
 
 
-def _gathered(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
-    """Returns the whole tensor, all-gathered from the pieces that each rank owns; ``first`` owns an uncut tensor."""
+def gather_whole(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
+    """Returns the whole tensor in host memory, from the pieces that each rank owns; all ranks call it.
+
+    ``local`` is this rank's part and, on a rank that has none, any tensor of that dtype. ``first`` is the index of the
+    rank that owns a tensor of which each rank that stores it has a copy.
+
+    Traffic: one all-gather, in which each element is sent once.
+    """
     coords = [mesh.coord(rank) for rank in everyone.ranks]
     if layout.axes:
         owned = [layout.owned(coord, mesh) for coord in coords]

@@ -41,8 +41,9 @@ class TrainConfig:
 
     ``shardwright train --help`` explains each option; ``settings`` and ``roles`` are ``--set`` and ``--role`` there.
     ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
-    offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. ``layout`` is stored as
-    the canonical text of the layout line.
+    offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. A run starts from the
+    values in ``weights``, a file or folder, unless it is resumed; names there begin with ``weights_prefix``. ``layout``
+    is stored as the canonical text of the layout line.
 
     Raises: LayoutError: ``layout`` is not a layout line; PlanError: another option is out of range.
 
@@ -79,6 +80,8 @@ class TrainConfig:
     timeout_s: float = 600.0
     grace_s: float = 30.0
     offload_folder: str = ""
+    weights: str = ""
+    weights_prefix: str = ""
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):

@@ -45,6 +45,8 @@ from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_da
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.stop import Stop, started_again
+from shardwright.weights.loading import load_weights
+from shardwright.weights.stores import open_store
 
 
 def train(
@@ -104,6 +106,8 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
         check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved, again = bool(steps_in(out / CHECKPOINTS)), started_again(out)
+    if config.weights and not (resume or (again and saved)):
+        open_store(Path(config.weights))  # raises before ranks start; each rank opens it again
     if again and not saved:
         return
     if resume and not saved and (out / METRICS_FILE).exists():
@@ -206,6 +210,8 @@ class _Training:
             load(self.saved, self.run, self.optimizer)
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
+        elif config.weights:
+            load_weights(self.run, config.weights, names=config.weights_prefix)
         self.first_step = self.run.num_steps
         self.emergency = EmergencyCheckpoint(
             self.run, self.optimizer, out / CHECKPOINTS, keep=config.keep, most_s=config.grace_s

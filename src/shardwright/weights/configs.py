@@ -1,0 +1,60 @@
+"""The files that stand beside weights in a folder of transformers: ``config.json``, and those of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwright.analysis.structure import kind_of
+from shardwright.errors import CheckpointError
+from shardwright.weights.files import MOST_INDEX_BYTES, OpenFile, broken, read_json
+from shardwright.weights.targets import TOKENIZER, WeightEntry
+
+CONFIG = "config.json"
+"""The name of the file that describes a model in a folder of transformers."""
+
+
+def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEntry]) -> dict[str, bytes]:
+    """Returns the files of a folder of transformers beside its weights, by name.
+
+    ``config`` is a config object, a dict, or the path of a folder of transformers or of a ``config.json``; None for the
+    ``config`` of the model. The dtype of the weights and, if it is missing, the class of the model are noted in it.
+
+    Raises: CheckpointError: there is no config, or no ``model_type`` in it.
+    """
+    files: dict[str, bytes] = {}
+    given = getattr(model, "config", None) if config is None else config
+    if isinstance(given, str | Path):
+        folder = Path(given)
+        found = read_json(folder / CONFIG if folder.is_dir() else folder)
+        files = {name: _content(folder / name) for name in TOKENIZER if folder.is_dir() and (folder / name).exists()}
+    elif isinstance(given, Mapping):
+        found = dict(given)
+    elif callable(write := getattr(given, "to_json_string", None)):
+        found = json.loads(write())
+    else:
+        found = None
+    if not isinstance(found, dict) or not found.get("model_type"):
+        raise CheckpointError(
+            "a folder of transformers needs a config",
+            given="no config" if found is None else "a config without a 'model_type'",
+            allowed="a model that has one, or config=: its config object, a dict, a folder of transformers",
+            fix="config='FOLDER', where FOLDER is the model that the weights came from",
+        )
+    floating = next((each.dtype for each in table if each.dtype.is_floating_point), None)
+    if floating is not None:
+        found["torch_dtype" if "torch_dtype" in found else "dtype"] = str(floating).removeprefix("torch.")
+    if model is not None and not found.get("architectures"):
+        found["architectures"] = [kind_of(model).__name__]
+    return {CONFIG: (json.dumps(found, indent=2, sort_keys=True) + "\n").encode(), **files}
+
+
+def _content(path: Path) -> bytes:
+    file = OpenFile(path)
+    if file.num_bytes > MOST_INDEX_BYTES:
+        raise broken(path, f"{file.num_bytes} bytes")
+    return bytes(file.read(0, file.num_bytes))

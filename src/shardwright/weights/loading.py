@@ -1,0 +1,47 @@
+"""``load_weights``: fills a run with weights from files of other programs, under any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.parallelize.filling import LoadedWeights, Names, fill
+from shardwright.parallelize.run import Run
+from shardwright.weights.stores import open_store
+
+
+def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: bool = True) -> LoadedWeights:
+    """Fills the parameters and persistent buffers of ``run`` from files, by the names of the plain model.
+
+    Every rank calls it, under any layout. ``source`` is a safetensors file; a folder of safetensors files, with an
+    index where there are several, such as a model of transformers; a ``.pt`` or ``.bin`` file of plain tensors; a
+    folder of ``torch.distributed.checkpoint``; or a checkpoint of this library. Each rank reads only the parts of
+    tensors that it stores, 16 MiB at a time; of a tensor whose rows are cut short, or that a file has transposed, it
+    reads more, and at most the whole.
+
+    ``names`` turns names of the plain model into those of the source: a prefix such as "model.", a mapping from plain
+    names, of which those it lacks stay, or a function. None as a name leaves that tensor as it is. With ``strict``,
+    every tensor of the model must be in the source and every tensor of the source, or with a prefix every one that
+    begins with it, in the model; without, what is in both is loaded. A tied tensor may be under any of its names.
+    Floating-point values are rounded to the dtype in which the run stores the tensor, which is that of master weights
+    under ``bf16`` and ``fp16``. State of an optimizer, the step number and the seed stay as they are.
+
+    Returns the names that were loaded, those that were missing and those that the model does not have.
+
+    Traffic: gathers of names and shapes, and of error texts, as text; one all-reduce of two numbers.
+    Raises: CheckpointError, on every rank: the source cannot be read, would run code, or has other names, shapes or
+        kinds of dtype than the model, or is not the same on every rank, and nothing was changed; or a file could not be
+        read to its end, and some values were overwritten.
+
+    >>> import tempfile, torch, shardwright as sw
+    >>> plain = torch.nn.Linear(4, 2)
+    >>> file = Path(tempfile.mkdtemp(), "linear.pt")
+    >>> torch.save({"model": {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, "epoch": 3}, file)
+    >>> def work(world):
+    ...     run = sw.parallelize(plain, "dp2/zero3", world)
+    ...     found = load_weights(run, file, names="model.")
+    ...     return found.loaded, run.state_dict()["weight"].sum().item()
+    >>> sw.launch(work, 2, ranks="threads")[1]
+    (('weight', 'bias'), 8.0)
+    """
+    path = Path(source)
+    return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict)

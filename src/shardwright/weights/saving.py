@@ -1,0 +1,269 @@
+"""``save_weights``: writes the weights of a run, or of files, for programs without shardwright."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.analysis.structure import owners
+from shardwright.comm.agreement import first_problem, gather_json
+from shardwright.errors import CheckpointError, PlanError
+from shardwright.formatting import first_line
+from shardwright.parallelize.filling import Names, StateTensor, WeightStore, check_names, renamed, state_tensors
+from shardwright.parallelize.run import Run
+from shardwright.parallelize.whole_state import gather_whole
+from shardwright.sharding.box import Box
+from shardwright.weights.configs import files_beside
+from shardwright.weights.stores import open_store
+from shardwright.weights.targets import (
+    WeightEntry,
+    check_target,
+    write_folder,
+    write_safetensors,
+    write_torch,
+    write_torch_folder,
+)
+
+Format = Literal["safetensors", "transformers", "pt", "dcp"]
+"""The kinds of files that are written; :func:`save_weights` describes each."""
+
+SUFFIXES = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt", ".bin": "pt"}
+"""The suffixes of files that stand for a format."""
+
+MOST_FILE_BYTES = 5 * 10**9
+"""The most bytes of tensors in one file of a folder, unless one tensor is larger."""
+
+
+class SavedWeights(NamedTuple):
+    """What was written: the files, the names of the tensors in them, and the bytes of the tensors."""
+
+    files: tuple[Path, ...]
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+def save_weights(
+    source: Run | str | Path, to: str | Path, *, format: Format | None = None, names: Names = None,
+    dtype: torch.dtype | None = None, config: Any = None, model: nn.Module | None = None,
+    max_file_bytes: int = MOST_FILE_BYTES,
+) -> SavedWeights:  # fmt: skip
+    """Writes a model's parameters and persistent buffers, whole, for programs without shardwright.
+
+    ``source`` is a run, under any layout, of which all ranks call this function and rank 0 writes; or the path of a
+    checkpoint or of other weights, as :func:`shardwright.load_weights` takes it, which one process alone reads. The
+    formats:
+
+    - "safetensors": one file if ``to`` ends in ``.safetensors``, else a folder of files of up to ``max_file_bytes``,
+      with an index if there are several. A tied tensor is written once, under the first of its names.
+    - "transformers": such a folder with ``config.json``, which ``from_pretrained`` reads.
+    - "pt": one file by ``torch.save``, for ``model.load_state_dict``: a tied tensor is one under each of its names.
+    - "dcp": a folder of ``torch.distributed.checkpoint``, with a flat state dict that has each name.
+
+    By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
+    their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
+    replaced. In memory there is one tensor at a time beside a rank's
+    own part; only "pt" needs the whole model in host memory, on rank 0.
+
+    ``names`` turns plain names into those of the files: a prefix, a mapping or a function; None leaves a tensor out.
+    Floating-point tensors are rounded to ``dtype``, if it is given; else they are as the run stores them, master
+    weights in fp32. ``config`` is for "transformers": a config object of transformers, a dict, or a folder of
+    transformers from which ``config.json`` and the tokenizer are copied; by default the ``config`` of the model. If
+    ``source`` is a path, ``model`` may be the plain model, on the meta device too, of which ties and config are read.
+
+    Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
+    Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
+        device, a link or a folder with other files in it, there is no config, or the disk is full. PlanError: an option
+        is not one of those above.
+
+    >>> import tempfile, torch, shardwright as sw
+    >>> plain, folder = nn.Linear(4, 2), Path(tempfile.mkdtemp())
+    >>> def work(world):
+    ...     run = sw.parallelize(plain, "dp2/zero3", world)
+    ...     return save_weights(run, folder / "linear.pt").names
+    >>> sw.launch(work, 2, ranks="threads")
+    [('weight', 'bias'), ('weight', 'bias')]
+    >>> plain.load_state_dict(torch.load(folder / "linear.pt", weights_only=True))
+    <All keys matched successfully>
+    >>> [file.name for file in save_weights(folder / "linear.pt", folder / "linear", format="dcp").files]
+    ['__0_0.distcp', '.metadata']
+    """
+    to, kind = Path(to), _kind(Path(to), format)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise PlanError("'dtype' is no floating-point dtype", given=dtype, allowed="torch.bfloat16, torch.float32, "
+                        "others of torch", fix="leave out dtype")  # fmt: skip
+    if max_file_bytes < 1:
+        raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
+    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes)
+    return _save_run(source, writing) if isinstance(source, Run) else _save_path(Path(source), writing, model)
+
+
+class _WriteConfig(NamedTuple):
+    """The options of a call of :func:`save_weights`."""
+
+    to: Path
+    kind: Format
+    names: Names
+    dtype: torch.dtype | None
+    config: Any
+    max_file_bytes: int
+
+    @property
+    def is_folder(self) -> bool:
+        return self.kind in ("transformers", "dcp") or (self.kind == "safetensors" and self.to.suffix not in SUFFIXES)
+
+    def table(self, tensors: Sequence[tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]]) -> list[WeightEntry]:
+        """Returns what is written of tensors given as (plain names, dtype, shape), with None for what is left out."""
+        check_names(self.names, [name for every, _, _ in tensors for name in every])
+        found, owner = [], dict[str, str]()
+        for every, dtype, shape in tensors:
+            new = tuple(dict.fromkeys(n for name in every if (n := renamed(name, self.names)) is not None))
+            for name in new:
+                if owner.setdefault(name, every[0]) != every[0]:
+                    raise CheckpointError(
+                        "two tensors would have one name",
+                        given=f"'{owner[name]}' and '{every[0]}' as '{name}'",
+                        allowed="a name for each tensor",
+                        fix="give other names=",
+                    )
+            cast = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+            found.append(WeightEntry(new, cast, shape))
+        return found
+
+    def write(self, table: list[WeightEntry], values: Iterator[Tensor], beside: Mapping[str, bytes]) -> list[str]:
+        """Writes the tensors that have names, and returns the names of the files."""
+        kept = [weight for weight in table if weight.names]
+        written = (
+            (weight, value.to(weight.dtype)) for weight, value in zip(table, values, strict=True) if weight.names
+        )
+        if self.kind == "dcp":
+            return write_torch_folder(self.to, kept, written, most_bytes=self.max_file_bytes)
+        if self.kind == "pt":
+            return write_torch(self.to, kept, written)
+        if self.is_folder:
+            return write_folder(self.to, kept, written, most_bytes=self.max_file_bytes, beside=beside)
+        return write_safetensors(self.to, kept, written)
+
+    def outcome(self, table: list[WeightEntry], files: Sequence[str]) -> SavedWeights:
+        """Returns the description of what was written."""
+        once = self.kind in ("safetensors", "transformers")
+        names = [name for weight in table for name in (weight.names[:1] if once else weight.names)]
+        paths = tuple(self.to / file if self.is_folder else self.to for file in files)
+        return SavedWeights(paths, tuple(names), sum(weight.num_bytes for weight in table if weight.names))
+
+
+def _kind(to: Path, format: Format | None) -> Format:
+    kind: Any = format or SUFFIXES.get(to.suffix, "safetensors")
+    if kind not in get_args(Format):
+        raise PlanError(
+            "no such format of weights", given=format, allowed=", ".join(get_args(Format)), fix="format='safetensors'"
+        )
+    return kind  # type: ignore[no-any-return]
+
+
+def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
+    everyone = run.axes["world"].for_strategy("state")
+    tensors, _ = state_tensors(run, everyone)
+    table: list[WeightEntry] = []
+    beside: Mapping[str, bytes] = {}
+
+    def check() -> None:
+        nonlocal table, beside
+        table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
+        if everyone.index == 0:
+            check_target(writing.to, folder=writing.is_folder)
+            if writing.kind == "transformers":
+                beside = files_beside(writing.config, run.model, table)
+
+    _raise_together(everyone, _problem_of(writing.to, check))
+    values = _gathered(run, tensors)
+    files: list[str] = []
+    problem = ""
+    if everyone.index == 0:
+
+        def write() -> None:
+            files.extend(writing.write(table, values, beside))
+
+        problem = _problem_of(writing.to, write)
+    for _ in values:  # a collective each: what rank 0 did not come to write included
+        pass
+    _raise_together(everyone, problem)
+    return writing.outcome(table, gather_json(everyone, files)[0])
+
+
+@torch.no_grad()
+def _gathered(run: Run, tensors: Sequence[StateTensor]) -> Iterator[Tensor]:
+    everyone = run.axes["world"].for_strategy("state")
+    for each in tensors:
+        local = torch.empty(0, dtype=each.dtype) if each.local is None else each.local.detach()
+        yield gather_whole(everyone, run.plan.mesh, each.layout, local, each.first)
+
+
+def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> SavedWeights:
+    store = open_store(source)
+    ties = {} if model is None else _ties(model)
+    tensors: dict[str, tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]] = {}
+    for name, (dtype, shape) in store.tensors.items():
+        every = ties.get(name, (name,))
+        first = next((each for each in every if each in store.tensors), name)
+        tensors.setdefault(first, (every, dtype, shape))
+    table = writing.table(list(tensors.values()))
+    check_target(writing.to, folder=writing.is_folder)
+    beside = files_beside(writing.config, model, table) if writing.kind == "transformers" else {}
+    values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
+    with _errors_named(writing.to):
+        files = writing.write(table, values, beside)
+    return writing.outcome(table, files)
+
+
+def _read(store: WeightStore, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+    """Yields whole tensors; before the last it checks that the files have not changed meanwhile."""
+    for left, (name, shape) in zip(reversed(range(len(shapes))), shapes.items(), strict=True):
+        values = store.read(name, Box.of(shape))
+        if not left:
+            store.end()
+        yield values
+
+
+def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns, for each name of a tied parameter, all of its names, the first one first."""
+    names: dict[str, list[str]] = {}
+    for path, _, own, name in owners(model):
+        every = names.setdefault(name, [name])
+        every += [key for key in [f"{path}.{own}".lstrip(".")] if key not in every]
+    return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
+
+
+@contextmanager
+def _errors_named(to: Path) -> Iterator[None]:
+    """Returns a context that turns any exception of its block into a CheckpointError about writing ``to``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:  # any code may run here: of a config, of a user's function
+        raise CheckpointError(
+            f"the weights could not be written to '{to}'",
+            given=f"{type(failure).__name__}: {first_line(failure)}",
+            allowed="files that can be written, and options that fit the model",
+            fix="mend what is given",
+        ) from failure
+
+
+def _problem_of(to: Path, do: Callable[[], None]) -> str:
+    """Returns the text of the error that ``do`` raises, "" for none."""
+    try:
+        with _errors_named(to):
+            do()
+    except CheckpointError as failure:
+        return str(failure)
+    return ""
+
+
+def _raise_together(everyone: Any, problem: str) -> None:
+    if found := first_problem(everyone, problem):
+        raise CheckpointError(found[1])

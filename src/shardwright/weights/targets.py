@@ -1,0 +1,252 @@
+"""Writes weights into files and folders of other programs: beside their place, then renamed, so that no half is left.
+
+Each writer takes a table of what comes and an iterator of the tensors in that order, and holds one of them at a time;
+only a ``.pt`` file needs all of them in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.writing import flush
+from shardwright.errors import CheckpointError
+from shardwright.formatting import first_line
+from shardwright.weights.safetensors_file import header_of, write_values
+from shardwright.weights.stores import INDEX, WHOLE
+from shardwright.weights.torch_folder import METADATA
+
+TOKENIZER = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+)
+"""The files that are copied from a folder of transformers, beside ``config.json``, if they are there."""
+
+_WRITTEN = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|"
+    + "|".join(re.escape(name) for name in (INDEX, METADATA, "config.json", *TOKENIZER))
+)
+"""The names of the files of a folder that this module writes; a folder that holds no others may be replaced."""
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """A tensor that is written: all its names in the file, of which the first is kept where one is enough."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its values in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Written = Iterator[tuple[WeightEntry, Tensor]]
+"""The tensors that are written, in order, each with its values; the next is made when it is asked for."""
+
+
+def write_safetensors(to: Path, table: list[WeightEntry], written: Written) -> list[str]:
+    """Writes one safetensors file, a tied tensor once; other names of it stand in the metadata. Returns its name."""
+    with _beside(to, folder=False) as partial:
+        _write_file(partial, table, written)
+    return [to.name]
+
+
+def write_torch(to: Path, table: list[WeightEntry], written: Written) -> list[str]:
+    """Writes one file by ``torch.save``: a dict of tensors, in which a tied tensor is one under each name."""
+    with _beside(to, folder=False) as partial:
+        found = {}
+        for weight, values in written:
+            found.update(dict.fromkeys(weight.names, values.contiguous()))
+        with partial.open("wb") as file:
+            _save(found, file)
+    return [to.name]
+
+
+def write_folder(
+    to: Path, table: list[WeightEntry], written: Written, *, most_bytes: int, beside: Mapping[str, bytes]
+) -> list[str]:
+    """Writes a folder of safetensors files of up to ``most_bytes`` of tensors, as transformers reads it.
+
+    One file has the name ``model.safetensors``; several are numbered, and an index says which tensor is where. The
+    contents of ``beside``, such as ``config.json``, are written too. Returns the names of all files.
+    """
+    groups: list[list[WeightEntry]] = [[]]
+    for weight in table:
+        if groups[-1] and sum(each.num_bytes for each in groups[-1]) + weight.num_bytes > most_bytes:
+            groups.append([])
+        groups[-1].append(weight)
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [WHOLE[0]]
+    with _beside(to, folder=True) as partial:
+        for name, group in zip(names, groups, strict=True):
+            _write_file(partial / name, group, written)
+        more = dict(beside)
+        if len(groups) > 1:
+            places = {weight.names[0]: name for name, group in zip(names, groups, strict=True) for weight in group}
+            index = {
+                "metadata": {"total_size": sum(weight.num_bytes for weight in table)},
+                "weight_map": dict(sorted(places.items())),
+            }
+            more[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
+        for name, content in more.items():
+            (partial / name).write_bytes(content)
+            flush(partial / name)
+    return [*names, *more]
+
+
+def write_torch_folder(to: Path, table: list[WeightEntry], written: Written, *, most_bytes: int) -> list[str]:
+    """Writes a folder of ``torch.distributed.checkpoint``: a flat state dict, a tied tensor under each of its names.
+
+    The values of a tied tensor are written once, and each name points to them.
+    """
+    from torch.distributed.checkpoint import metadata as dcp  # loads much of torch.distributed
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    state: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    names: list[str] = []
+    with _beside(to, folder=True) as partial, contextlib.ExitStack() as stack:
+        file: Any = None
+        for weight, values in written:
+            if file is None or (file.tell() and file.tell() + weight.num_bytes > most_bytes):
+                stack.close()
+                names.append(f"__0_{len(names)}.distcp")
+                file = stack.enter_context((partial / names[-1]).open("wb"))
+            start = file.tell()
+            _save(values.contiguous(), file)
+            place = _StorageInfo(names[-1], start, file.tell() - start)
+            zeros, size = torch.Size([0] * len(weight.shape)), torch.Size(weight.shape)
+            chunk = dcp.ChunkStorageMetadata(zeros, size)
+            for name in weight.names:
+                properties = dcp.TensorProperties(dtype=weight.dtype)
+                state[name] = dcp.TensorStorageMetadata(properties, size, [chunk])
+                places[dcp.MetadataIndex(name, zeros, 0)] = place
+        stack.close()
+        found = dcp.Metadata(state, {name: (name,) for name in state}, places, dcp.StorageMeta())
+        (partial / METADATA).write_bytes(pickle.dumps(found))
+        for name in (*names, METADATA):
+            flush(partial / name)
+    return [*names, METADATA]
+
+
+def _write_file(path: Path, table: list[WeightEntry], written: Written) -> None:
+    """Writes one safetensors file with the next tensors of ``written``, those that ``table`` lists."""
+    metadata = {"format": "pt", **{other: weight.names[0] for weight in table for other in weight.names[1:]}}
+    header = header_of({weight.names[0]: (weight.dtype, weight.shape) for weight in table}, metadata)
+    size = len(header) + sum(weight.num_bytes for weight in table)
+    with path.open("wb") as file:
+        _reserve(file, size)
+        file.write(header)
+        for _ in table:
+            write_values(file, next(written)[1])
+        assert file.tell() == size, f"{file.tell()} bytes of {size}"
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save(value: Any, file: BinaryIO) -> None:
+    """Appends what ``torch.save`` writes; its error for a full disk becomes an OSError."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as failure:
+        raise OSError(errno.EIO, first_line(failure)) from failure
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Raises OSError if the disk has too little room, before the first tensor is gathered."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as failure:
+            if failure.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):  # others: it cannot reserve there
+                raise
+
+
+def check_target(to: Path, *, folder: bool) -> None:
+    """Raises CheckpointError unless ``to`` is new, or a regular file or a folder of weights, which may be replaced.
+
+    >>> check_target(Path("/dev/null"), folder=False)
+    Traceback (most recent call last):
+    shardwright.errors.CheckpointError: cannot write '/dev/null'
+      given:   a device or a pipe
+      ...
+    """
+    try:
+        mode = os.lstat(to).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as failure:
+        raise _refused(to, str(failure), folder=folder) from failure
+    if folder and stat.S_ISDIR(mode):
+        others = sorted(each.name for each in to.iterdir() if not (_WRITTEN.fullmatch(each.name) and each.is_file()))
+        if others:
+            raise _refused(to, f"a folder with files of another kind, such as {others[0]!r:.80}", folder=folder)
+    elif folder or not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
+        raise _refused(to, kinds.get(stat.S_IFMT(mode), "a device or a pipe"), folder=folder)
+
+
+@contextlib.contextmanager
+def _beside(to: Path, *, folder: bool) -> Iterator[Path]:
+    """Returns a context whose path beside ``to`` is renamed to ``to`` at its end, and is removed after an error."""
+    partial = to.with_name(f".{uuid.uuid4().hex}.tmp")
+    remove: Callable[[Path], Any] = shutil.rmtree if folder else Path.unlink
+    try:
+        check_target(to, folder=folder)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if folder:
+            partial.mkdir()
+        yield partial
+        flush(partial)
+        _put(partial, to, folder=folder)
+        flush(to.parent)
+    except OSError as failure:
+        raise _refused(to, str(failure), folder=folder) from failure
+    finally:
+        with contextlib.suppress(OSError):
+            remove(partial)
+
+
+def _put(partial: Path, to: Path, *, folder: bool) -> None:
+    """Renames what was written to its place; an earlier folder there is renamed first, and removed after."""
+    aside = partial.with_suffix(".old")
+    if earlier := folder and to.exists():
+        check_target(to, folder=True)  # again: other files may have come meanwhile
+        to.rename(aside)
+    try:
+        partial.replace(to)
+    except OSError:
+        if earlier:
+            aside.rename(to)
+        raise
+    if earlier:
+        shutil.rmtree(aside)
+
+
+def _refused(to: Path, why: str, *, folder: bool) -> CheckpointError:
+    allowed = "a new folder, or one of weights alone" if folder else "a new file, or a regular file"
+    return CheckpointError(
+        f"cannot write '{to}'",
+        given=why,
+        allowed=f"{allowed}, on a disk with room for it",
+        fix=f"give the path of another {'folder' if folder else 'file'}",
+    )

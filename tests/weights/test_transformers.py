@@ -1,0 +1,89 @@
+"""Folders of transformers: what from_pretrained wrote is loaded under any layout, and what we write it loads again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.layout import Layout
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+TOKENS = torch.arange(8 * 6).view(8, 6) % 40
+
+
+def config_of(kind: str):
+    if kind == "gpt2":
+        return transformers.GPT2Config(**GPT2)
+    return transformers.LlamaConfig(**LLAMA, tie_word_embeddings=kind == "tied llama")
+
+
+def model_of(config) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class NextToken(nn.Module):
+    """The sum and the count of cross entropies of the next tokens."""
+
+    def forward(self, output, targets):
+        logits = output["logits"].flatten(0, -2)
+        return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
+
+
+def _round_trip(world, line, kind, source, to, options):
+    with torch.device("meta"):
+        model = model_of(config_of(kind))
+    run = sw.parallelize(model, line, world, loss=NextToken(), example={"input_ids": TOKENS})
+    found = sw.load_weights(run, source)
+    assert not found.missing + found.unexpected
+    (batch,) = run.shard([({"input_ids": TOKENS}, TOKENS)])
+    loss = run.evaluate(batch).item()
+    sw.save_weights(run, to, format="transformers", max_file_bytes=6000, **options)
+    return loss
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "pp2 mb2"])
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
+def test_a_pretrained_model_is_loaded_and_written_as_from_pretrained_does_both(tmp_path, kind, line):
+    torch.manual_seed(0)
+    plain = model_of(config_of(kind)).eval()
+    plain.save_pretrained(tmp_path / "given", max_shard_size="5KB")
+    assert (tmp_path / "given" / "model.safetensors.index.json").exists()
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(plain(TOKENS).logits.flatten(0, 1), TOKENS.flatten()).item()
+    layout = Layout.parse(line)
+    losses = sw.launch(_round_trip, layout, line, kind, tmp_path / "given", tmp_path / "new", {}, ranks="threads")
+    assert losses == pytest.approx([expected] * layout.num_ranks, rel=1e-6)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert type(again) is type(plain)
+    assert again.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+    if kind != "llama":
+        assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    names = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    given = json.loads((tmp_path / "given" / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    assert names == given, "transformers leaves out the same names of tied tensors"
+
+
+def test_a_folder_gives_the_config_and_the_tokenizer_and_the_dtype_is_noted(tmp_path):
+    torch.manual_seed(0)
+    model_of(config_of("gpt2")).save_pretrained(tmp_path / "given")
+    (tmp_path / "given" / "vocab.json").write_text("{}")
+    (tmp_path / "given" / "notes.txt").write_text("not copied")
+    sw.save_weights(
+        tmp_path / "given", tmp_path / "new", format="transformers", config=tmp_path / "given", dtype=torch.bfloat16
+    )
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"config.json", "generation_config.json", "vocab.json", "model.safetensors"}
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["GPT2LMHeadModel"])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert again.dtype == torch.bfloat16
