@@ -104,11 +104,11 @@ def nodes(num: int, bits_per_s: str = "", names: Path | None = None) -> Iterator
 
 
 @contextmanager
-def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callable[[str], float]]:
-    """A world of one rank on each of these nodes, as a function that runs a variant and returns a step's seconds.
+def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callable[[str], list[str]]]:
+    """A world of one rank on each of these nodes, as a function that runs a variant and returns what each rank says.
 
     ``words`` are the script that each rank runs, and its options. A rank prints ``READY``, then reads the names of
-    variants, one a line, and prints the seconds of a step of each.
+    variants, one a line, and prints a line for each, such as the seconds of a step.
     """
     ranks = []
     for rank, node in enumerate(places):
@@ -118,11 +118,11 @@ def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callabl
         ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                       env=os.environ | ENVIRONMENT))  # fmt: skip
 
-    def run(name: str) -> float:
+    def run(name: str) -> list[str]:
         for process in ranks:
             process.stdin.write(f"{name}\n")
             process.stdin.flush()
-        return max(float(process.stdout.readline()) for process in ranks)
+        return [process.stdout.readline() for process in ranks]
 
     try:
         for process in ranks:

@@ -104,7 +104,7 @@ def measure(rounds, steps, link):
         names = [(variant, place) for variant in VARIANTS for place in worlds] + [(each, "two nodes") for each in SUMS]
         found = []
         for number, order in orders(names, rounds):
-            row = {f"{variant}, {place}": worlds[place](variant) for variant, place in order}
+            row = {f"{variant}, {place}": max(map(float, worlds[place](variant))) for variant, place in order}
             if number:
                 found.append(row)
     return found

@@ -5,6 +5,7 @@ Both worlds are there all the time; a round runs every variant of both in turn, 
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections import Counter
@@ -63,11 +64,18 @@ def serve(world, steps):
     print(READY, flush=True)
     for line in sys.stdin:
         dist.barrier()
-        start = time.perf_counter()
+        start, used, crossed = time.perf_counter(), time.process_time(), bytes_sent()
         for _ in range(steps):
             each[line.strip()]()
+        found = time.process_time() - used, bytes_sent() - crossed
         dist.barrier()
-        print((time.perf_counter() - start) / steps, flush=True)
+        print(*(each / steps for each in (time.perf_counter() - start, *found)), flush=True)
+
+
+def bytes_sent():
+    """The bytes that have left this node so far, as its network interface counts them, headers included."""
+    lines = (line.split() for line in Path("/proc/net/dev").read_text().splitlines())
+    return next((int(words[9]) for words in lines if words[0] == "eth0:"), 0)
 
 
 def sent(layout):
@@ -97,17 +105,26 @@ def measure(rounds, steps, link):
             place: stack.enter_context(world_on(each, port, *words))
             for (place, each), port in zip(ranks.items(), (29611, 29612), strict=True)
         }
-        names, found = [(variant, place) for variant in (WHOLE, PARTS) for place in worlds], []
+        names = [(variant, place) for variant in (WHOLE, PARTS) for place in worlds]
+        rows = {"seconds": [], "cpu_seconds": [], "crossed_bytes": []}
         for number, order in orders(names, rounds):
-            row = {f"{variant}, {place}": worlds[place](variant) for variant, place in order}
+            said = {
+                f"{variant}, {place}": [tuple(map(float, line.split())) for line in worlds[place](variant)]
+                for variant, place in order
+            }
             if number:
-                found.append(row)
-    return found
+                rows["seconds"].append({name: max(seconds for seconds, _, _ in ranks) for name, ranks in said.items()})
+                rows["cpu_seconds"].append({name: sum(cpu for _, cpu, _ in ranks) for name, ranks in said.items()})
+                # of one rank on each node: others of the node see the same interface
+                rows["crossed_bytes"].append(
+                    {name: ranks[0][2] + ranks[-1][2] for name, ranks in said.items() if PLACES[1] in name}
+                )
+    return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--serve", type=int, metavar="STEPS", help=argparse.SUPPRESS)
     options = options_of(parser, smallest={"rounds": 1, "steps": 1})
@@ -123,10 +140,19 @@ def main():
         return
     for link, speed in LINKS.items():
         rounds[link] = measure(options.rounds, options.steps, speed)
-        for row in ratio_rows(rounds[link], {f"{PARTS}, {place}": f"{WHOLE}, {place}" for place in PLACES}):
-            table.append({**row, "link": link})
+        limits = {f"{PARTS}, {place}": f"{WHOLE}, {place}" for place in PLACES}
+        wall, cpu = (ratio_rows(rounds[link][kind], limits) for kind in ("seconds", "cpu_seconds"))
+        crossed = {name: statistics.median(row[name] for row in rounds[link]["crossed_bytes"])
+                   for name in rounds[link]["crossed_bytes"][0]}  # fmt: skip
+        for row, used in zip(wall, cpu, strict=True):
+            bytes_of = {
+                "crossed_bytes": crossed.get(row["name"], 0),
+                "limit_crossed_bytes": crossed.get(row["limit"], 0),
+            }
+            table.append({**row, "cpu_ratio_median": used["ratio_median"], "link": link, **bytes_of})
             print(f"{link:24} {row['name']:46} {row['ms_median']:7.1f} ms, {row['ratio_median']:.3f} of {row['limit']} "
-                  f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})", flush=True)  # fmt: skip
+                  f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f}), CPU {used['ratio_median']:.3f}, crossed "
+                  f"{bytes_of['crossed_bytes']:.0f} of {bytes_of['limit_crossed_bytes']:.0f}", flush=True)  # fmt: skip
     write(options, __file__, {**result, "table": table, "rounds": rounds})
 
 
