@@ -24,16 +24,18 @@ import shardwright as sw
 from shardwright.comm.limits import Ranks
 from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.report.description import describe, timeline_of
+from shardwright.report.pictures import draw_layout
+from shardwright.report.timelines import write_timelines
 from shardwright.runtime.executor import Events
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 HERE = Path(__file__).parent
-MODEL = ["--model", "gpt", "--set", "num_layers=96", "--set", "width=12288", "--set", "num_heads=96",
-         "--set", "max_tokens=2048", "--set", "vocabulary=51200", "--batch", "1536", "--seq", "2048"]  # fmt: skip
-"""The model of 175 billion parameters, and the global batch of 3.1 million tokens."""
+GPT3 = {"num_layers": 96, "width": 12288, "num_heads": 96, "vocabulary": 51200, "max_tokens": 2048}
+"""The model of 175 billion parameters; its global batch is 1,536 samples, 3.1 million tokens."""
 WHOLE = "pp64/1f1b/scatter mb256 dp6/zero1 tp8 bf16"
 COPIES = "pp64/1f1b mb256 dp6/zero1 tp8 bf16"  # each tensor-parallel rank sends the whole activation
 
@@ -54,6 +56,7 @@ def command(name: str, *words: str) -> dict[str, float]:
     with open(name, "w") as out:
         process = subprocess.Popen(line, stdout=out, env={"SHARDWRIGHT_DEVICE": "cpu", **os.environ})
         _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if status:
         raise SystemExit(f"{name}: the command failed")
     found = {"cpu_s": used.ru_utime + used.ru_stime, "peak_MB": used.ru_maxrss * 1024 / 1e6}
@@ -61,22 +64,41 @@ def command(name: str, *words: str) -> dict[str, float]:
     return found
 
 
-def whole(out: Path, model: Sequence[str] = MODEL, lines: Sequence[str] = (COPIES, WHOLE), cluster: str = "") -> None:
-    """Plans the layout with and without ``scatter``, and draws its ranks and its schedule, into the folder ``out``."""
+def whole(out: Path, sizes: Mapping[str, int] = GPT3, batch: int = 1536, lines: Sequence[str] = (COPIES, WHOLE),
+          cluster: str = str(HERE / "cluster.toml"), shows: bool = False) -> None:  # fmt: skip
+    """Plans the layout with and without ``scatter``, and draws its ranks and its schedule, into the folder ``out``.
+
+    With ``shows``, ``shardwright show --json`` also writes what each rank holds and sends.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    cluster = cluster or str(HERE / "cluster.toml")
+    words = [word for name, size in sizes.items() for word in ("--set", f"{name}={size}")]
+    model = ["--model", "gpt", *words, "--batch", str(batch), "--seq", str(sizes["max_tokens"])]
     took = {}
     for name, line in zip(("copies", "scatter"), lines, strict=True):
         took[name] = command(f"{out}/{name}.json", "plan", *model, "--cluster", cluster, "--layout", line, "--json")
         (price,) = json.loads((out / f"{name}.json").read_text())["layouts"]
-        parts = sorted(price["waterfall"].items(), key=lambda each: -each[1])
-        print(f"  {line}: {price['step_s']:.2f} s a step, {price['memory_bytes'] / 1e9:.1f} GB; "
-              + ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts[:5]))  # fmt: skip
-    pictures = ("--png", f"{out}/ranks.png", "--timeline", f"{out}/schedule.png")
-    took["show"] = command(f"{out}/show.json", "show", *model, "--layout", lines[-1], "--json", *pictures)
-    shown = json.loads((out / "show.json").read_text())
-    print(f"  {shown['world_size']} ranks, {shown['num_parameters'] / 1e9:.1f} billion parameters")
+        parts = sorted(price["waterfall"].items(), key=lambda each: -each[1])[:5]
+        print(f"  {price['step_s']:.2f} s a step, {price['memory_bytes'] / 1e9:.1f} GB; seconds: "
+              + ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts))  # fmt: skip
+    begun = time.process_time()
+    draw(out, sizes, batch, lines[-1])
+    took["pictures"] = {"cpu_s": time.process_time() - begun}
+    print(f"drawn: {out}/ranks.png and {out}/schedule.png, in {took['pictures']['cpu_s']:.1f} CPU s", flush=True)
+    if shows:
+        took["show"] = command(f"{out}/show.json", "show", *model, "--layout", lines[-1], "--json")
     (out / "took.json").write_text(json.dumps(took, indent=1) + "\n")
+
+
+def draw(out: Path, sizes: Mapping[str, int], batch: int, line: str) -> None:
+    """Draws the grid of ranks and the predicted schedule of a layout."""
+    layout = sw.Layout.parse(line)
+    inputs = torch.empty(batch, sizes["max_tokens"], dtype=torch.long, device="meta")
+    job = job_for(plain(sizes), CrossEntropy(), layout, inputs, tokens_of(inputs, layout))
+    description = describe(job, layout)
+    timeline = timeline_of(description)
+    assert timeline is not None, "the layout has stages"
+    draw_layout(description, out / "ranks.png")
+    write_timelines(out / "schedule.png", [timeline], line)
 
 
 # ---- the same shape, run
@@ -122,7 +144,7 @@ def run_steps(world: sw.World, line: str, sizes: Mapping[str, int], steps: int) 
     optimizer.step()
     actions = {key: statistics.median(each) for key, each in spent.items()}
     held = measure_memory(run, batch, optimizer)
-    found = {"losses": losses, "seconds": seconds[2:], "sent": dict(sent), "actions": actions}
+    found = {"losses": losses, "seconds": seconds[1:], "sent": dict(sent), "actions": actions}
     return {**found, "memory_bytes": held.peak_bytes - held.at_peak()["shared"]}
 
 
@@ -164,7 +186,8 @@ def small(ranks: Ranks, sizes: Mapping[str, int] = SIZES, steps: int = 9) -> lis
     for line in SMALL:
         price = sw.plan_layouts(plain(sizes), str(HERE / "box.toml"), data(sizes), layout=line, anchors=anchors).best
         said, found = predicted(line, sizes, ranks), sw.launch(run_steps, 16, line, sizes, steps, ranks=ranks)
-        step_s = statistics.median(max(each) for each in zip(*(rank["seconds"] for rank in found), strict=True))
+        seconds = [max(each) for each in zip(*(rank["seconds"] for rank in found), strict=True)]
+        step_s = statistics.median(seconds)
         rows.append({
             "layout": line, "losses": found[0]["losses"],
             "bytes": {"predicted": said["sent"], "measured": [rank["sent"] for rank in found]},
@@ -172,6 +195,7 @@ def small(ranks: Ranks, sizes: Mapping[str, int] = SIZES, steps: int = 9) -> lis
                        for r, m in said["memory_bytes"].items()},
             "bubble": {"predicted": said["bubble"], "measured": bubble_at(said["schedule"], found)},
             "step_s": {"predicted": price.step_s if anchors else None, "measured": step_s},
+            "steps_s": seconds,
         })  # fmt: skip
         anchors[line] = step_s
     return rows
@@ -206,10 +230,11 @@ def main() -> None:
     parser.add_argument("part", choices=("whole", "small"))
     parser.add_argument("--out", type=Path, default=Path("runs/gpt3_layout"), help="where files are written")
     parser.add_argument("--ranks", choices=("processes", "threads"), default="processes")
+    parser.add_argument("--show", action="store_true", help="whole: write what each rank holds and sends, too")
     parser.add_argument("--tiny", action="store_true", help="a smaller model and fewer steps")
     options = parser.parse_args()
     if options.part == "whole":
-        whole(options.out)
+        whole(options.out, shows=options.show)
         return
     rows = small(options.ranks, *((TINY, 1) if options.tiny else ()))
     print(table(rows))

@@ -10,13 +10,27 @@ from tests.contract.test_parts_in_stages import CASES as ON_PARTS
 from torch import nn
 
 import shardwright as sw
-from contract.cases import CHECKS, CONVNET, DEEP, GPT2, LLAMA_ONE_KV, check_equal, check_refused, check_traffic, planned
+from contract.cases import (
+    CHECKS,
+    CONVNET,
+    DEEP,
+    GPT2,
+    LLAMA_ONE_KV,
+    check_equal,
+    check_refused,
+    check_traffic,
+    job_of,
+    planned,
+)
 from contract.test_every_schedule import NAMES, WRITTEN
 from nccl_rules import Variant
 from pretend_nccl import over_nccl
 from shardwright.errors import PlanError
+from shardwright.layout import Layout
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.stages import Stages
+from shardwright.report.description import describe
+from shardwright.report.show import show_text
 from shardwright.strategies.pipeline.p2p import P2P
 
 LINES = (
@@ -135,6 +149,14 @@ def test_bf16_and_evaluation_and_prediction_give_the_same_bits_with_parts_as_wit
 
     found = [sw.launch(work, 4, f"pp2/1f1b{option} tp2 mb2 bf16", ranks="threads") for option in ("", "/scatter")]
     assert found[0] == found[1]
+
+
+@pytest.mark.sampled(1)
+def test_show_says_that_parts_are_sent_where_they_are():
+    for line, is_said in (("pp2/scatter tp2 mb3", True), ("pp2 tp2 mb3", False), ("pp2/scatter dp2 mb3", False)):
+        description = describe(job_of(line, DEEP), Layout.parse(line))
+        assert ("scattered_over" in description) == is_said
+        assert ("ranks of tp send a part each" in " ".join(show_text(description, 200).split())) == is_said
 
 
 # ---- what cannot be

@@ -248,11 +248,16 @@ class Estimator:
 
         The tuple is empty if no declared option does, or if no plans can be made.
         """
-        return tuple(each for each in declared_options(axis) if self._is_default(axis, each))[:1]
+        found = (each for each in declared_options(axis) if self._is_default(axis, each))
+        return tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
 
     def _is_default(self, axis: str, option: Option) -> bool:
-        plain, own = (self._schedule((Factor(axis, (TOY_STAGES,), options),)) for options in ((), (option,)))
-        return self.plan is not None and plain == own
+        """Whether stages have their default schedule under an option, which may change what they send each other."""
+        plain, own = self._of_toy(axis), self._of_toy(axis, option)
+        return self.plan is not None and own is not None and plain == own._replace(scatters=False)
+
+    def _of_toy(self, axis: str, *options: Option) -> ScheduleCost | None:
+        return self._schedule((Factor(axis, (TOY_STAGES,), options),))
 
     def saving_options(self, axis: str) -> list[Option]:
         """Returns the declared options of an axis that reduce the state that a rank holds between steps.
