@@ -22,11 +22,13 @@ import torch
 
 import shardwright as sw
 from shardwright.comm.limits import Ranks
+from shardwright.cost.cluster import Cluster
 from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.plan.schedule import Action, Schedule
+from shardwright.planner.price import Pricing
 from shardwright.report.description import describe, timeline_of
 from shardwright.report.pictures import draw_layout
 from shardwright.report.timelines import write_timelines
@@ -81,7 +83,7 @@ def whole(out: Path, sizes: Mapping[str, int] = GPT3, batch: int = 1536, lines: 
         print(f"  {price['step_s']:.2f} s a step, {price['memory_bytes'] / 1e9:.1f} GB; seconds: "
               + ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts))  # fmt: skip
     begun = time.process_time()
-    draw(out, sizes, batch, lines[-1])
+    draw(out, sizes, batch, lines[-1], cluster)
     took["pictures"] = {"cpu_s": time.process_time() - begun}
     print(f"drawn: {out}/ranks.png and {out}/schedule.png, in {took['pictures']['cpu_s']:.1f} CPU s", flush=True)
     if shows:
@@ -89,16 +91,15 @@ def whole(out: Path, sizes: Mapping[str, int] = GPT3, batch: int = 1536, lines: 
     (out / "took.json").write_text(json.dumps(took, indent=1) + "\n")
 
 
-def draw(out: Path, sizes: Mapping[str, int], batch: int, line: str) -> None:
-    """Draws the grid of ranks and the predicted schedule of a layout."""
+def draw(out: Path, sizes: Mapping[str, int], batch: int, line: str, cluster: str) -> None:
+    """Draws the grid of ranks of a layout, and its schedule at the seconds that are predicted for the cluster."""
     layout = sw.Layout.parse(line)
     inputs = torch.empty(batch, sizes["max_tokens"], dtype=torch.long, device="meta")
     job = job_for(plain(sizes), CrossEntropy(), layout, inputs, tokens_of(inputs, layout))
-    description = describe(job, layout)
-    timeline = timeline_of(description)
-    assert timeline is not None, "the layout has stages"
-    draw_layout(description, out / "ranks.png")
+    price = sw.plan_layouts(job.model, cluster, (inputs, inputs), layout=layout).best
+    timeline = Pricing(Cluster.parse(cluster)).timeline(layout, price.records)
     write_timelines(out / "schedule.png", [timeline], line)
+    draw_layout(describe(job, layout), out / "ranks.png")
 
 
 # ---- the same shape, run

@@ -69,8 +69,9 @@ class Stage(PipelineStage[Stages]):
         cross between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
+        known: dict[object, WholeShapes] = {}
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
-            wholes = self._whole_shapes(chunked, microbatch, {})
+            wholes = self._whole_shapes(chunked, microbatch, known)
             for edge in chunked.edges:
                 sent = [_crossing_value(chunked, name, crossing[name]) for name in edge.values]
                 spec, _ = spec_of(sent, f"chunk {edge.source}")
