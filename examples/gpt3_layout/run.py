@@ -33,6 +33,7 @@ from shardwright.report.description import describe, timeline_of
 from shardwright.report.pictures import draw_layout
 from shardwright.report.timelines import write_timelines
 from shardwright.runtime.executor import Events
+from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 HERE = Path(__file__).parent
@@ -169,18 +170,18 @@ def predicted(line: str, sizes: Mapping[str, int], ranks: Ranks) -> dict[str, An
     return {"sent": sent, "memory_bytes": memory, "bubble": timeline.bubble, "schedule": plan.schedule}
 
 
-def bubble_at(schedule: Schedule | None, found: Sequence[Mapping[str, Any]]) -> float:
-    """The idle share of all stages in a schedule, if its actions take the CPU seconds that ranks have measured."""
+def as_measured(schedule: Schedule | None, found: Sequence[Mapping[str, Any]]) -> Timeline:
+    """A schedule whose actions take the CPU seconds that ranks have measured, as on ranks with a core each."""
     assert schedule is not None, "the layout has stages"
     taken = {}
     for key in {key for rank in found for key in rank["actions"]}:
         taken[key] = statistics.median(rank["actions"][key] for rank in found if key in rank["actions"])
     chunks = range(schedule.num_chunks)
     forward, backward = (tuple(taken[kind, chunk] for chunk in chunks) for kind in "FB")
-    return simulate(schedule, ChunkTimes(forward, backward, (0.0,) * len(chunks))).bubble
+    return simulate(schedule, ChunkTimes(forward, backward, (0.0,) * len(chunks)))
 
 
-def small(ranks: Ranks, sizes: Mapping[str, int] = SIZES, steps: int = 9) -> list[dict[str, Any]]:
+def small(ranks: Ranks, sizes: Mapping[str, int] = SIZES, steps: int = 5) -> list[dict[str, Any]]:
     """Runs the two small layouts, and returns for each what was predicted and what was measured."""
     rows: list[dict[str, Any]] = []
     anchors: dict[str, float] = {}
@@ -188,17 +189,17 @@ def small(ranks: Ranks, sizes: Mapping[str, int] = SIZES, steps: int = 9) -> lis
         price = sw.plan_layouts(plain(sizes), str(HERE / "box.toml"), data(sizes), layout=line, anchors=anchors).best
         said, found = predicted(line, sizes, ranks), sw.launch(run_steps, 16, line, sizes, steps, ranks=ranks)
         seconds = [max(each) for each in zip(*(rank["seconds"] for rank in found), strict=True)]
-        step_s = statistics.median(seconds)
+        timeline = as_measured(said["schedule"], found)
         rows.append({
             "layout": line, "losses": found[0]["losses"],
             "bytes": {"predicted": said["sent"], "measured": [rank["sent"] for rank in found]},
             "memory": {str(r): {"predicted": m, "measured": found[r]["memory_bytes"]}
                        for r, m in said["memory_bytes"].items()},
-            "bubble": {"predicted": said["bubble"], "measured": bubble_at(said["schedule"], found)},
-            "step_s": {"predicted": price.step_s if anchors else None, "measured": step_s},
-            "steps_s": seconds,
+            "bubble": {"predicted": said["bubble"], "measured": timeline.bubble},
+            "step_s": {"predicted": price.step_s if anchors else None, "measured": timeline.makespan_s},
+            "clock_s": seconds,
         })  # fmt: skip
-        anchors[line] = step_s
+        anchors[line] = timeline.makespan_s
     return rows
 
 
@@ -220,8 +221,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             "  memory   " + ", ".join(f"{m['predicted']:,} ({m['measured']:,})" for m in memory.values())
             + f" bytes on each stage, predicted (measured): {min(off):+.2%} to {max(off):+.2%}",
             f"  bubble   {row['bubble']['predicted']:.1%} predicted, {row['bubble']['measured']:.1%} as measured",
-            f"  seconds  {row['step_s']['measured']:.3f} a step"
-            + (", the anchor" if said is None else f", {said:.3f} predicted from the anchor"),
+            f"  seconds  {row['step_s']['measured']:.3f} of measured actions"
+            + (", the anchor" if said is None else f", {said:.3f} predicted from the anchor")
+            + f"; {statistics.median(row['clock_s']):.3f} by the clock of these shared cores",
         ]  # fmt: skip
     return "\n".join(lines)
 
