@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
     "1"  # else torch 2.13 never tells a node that joins later where to meet
 )
+
+READY = "ready"
+"""What a rank of :func:`world_on` prints once it can run variants."""
 
 HEARTBEATS = "keep_alive_interval=2,keep_alive_max_attempt=5"
 """A node is lost to the others, and its place free, when torchrun has not heard of it for 10 s; by default 15."""
@@ -98,6 +101,41 @@ def nodes(num: int, bits_per_s: str = "", names: Path | None = None) -> Iterator
                 _run(pid, TC, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
             made.append(node)
         yield made
+
+
+@contextmanager
+def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callable[[str], list[str]]]:
+    """A world of one rank on each of these nodes, as a function that runs a variant and returns what each rank says.
+
+    ``words`` are the script that each rank runs, and its options. A rank prints ``READY``, then reads the names of
+    variants, one a line, and prints a line for each, such as the seconds of a step.
+    """
+    ranks = []
+    for rank, node in enumerate(places):
+        place = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(node)}
+        place |= {"LOCAL_WORLD_SIZE": places.count(node), "MASTER_ADDR": places[0].address, "MASTER_PORT": port}
+        command = node.rank(place, *words)
+        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                      env=os.environ | ENVIRONMENT))  # fmt: skip
+
+    def run(name: str) -> list[str]:
+        for process in ranks:
+            process.stdin.write(f"{name}\n")
+            process.stdin.flush()
+        return [process.stdout.readline() for process in ranks]
+
+    try:
+        for process in ranks:
+            assert process.stdout.readline().strip() == READY, "a rank did not start"
+        yield run
+        for process in ranks:
+            process.stdin.close()
+        for process in ranks:
+            process.wait(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ ATTRIBUTES = {"axes", "coord", "loss", "model", "num_steps", "offload", "paramet
 SPELLINGS = {
     "data_parallel on dp": "bucket bucket:0 fp32-sums",
     "pipeline on pp": "1f1b auto cut cut:conv1,conv2 cut:token,blocks.1 dualpipe-v file gpipe interleaved "
-    "interleaved:v2 naive zb-h1 zb-h2 zb-v",
+    "interleaved:v2 naive scatter zb-h1 zb-h2 zb-v",
     "spatial on tp": "spatial",
     "tensor_1d on tp": "no-overlap regather seq sp",
     "tensor_2d on tp": "2d 2d:summa no-overlap regather seq",

@@ -47,6 +47,7 @@ def test_channels_of_an_accelerator_do_what_every_backend_must(accelerator, scen
 LAYOUTS = (
     "dp2", "dp2 bf16", "dp2/zero1", "dp2/zero2 mb2", "dp2/zero3", "dp2/zero3/offload", "tp2", "tp2/sp", "tp2x2/2d",
     "tp2x2x1/2.5d", "pp2/1f1b mb4", "pp2/zb-h1 mb4", "pp2/1f1b mb2 dp2/zero1", "pp2/1f1b mb2 tp2", "dp2/zero3 tp2",
+    "pp2/1f1b/scatter mb2 tp2",
 )  # fmt: skip
 
 

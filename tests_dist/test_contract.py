@@ -54,6 +54,11 @@ def test_every_pair_equals_one_device(pools, one, other, links):
         check(pools(4, links), line, case)
 
 
+@pytest.mark.parametrize("links", ["auto", "sockets"])
+def test_stages_that_send_parts_equal_one_device(pools, links):
+    check(pools(4, links), "pp2/1f1b/scatter mb3 tp2", LLAMA_ONE_KV)
+
+
 def step_and_count(world, line, case, model, inputs_and_targets):
     run = parallelize(model, line, world, loss=case.loss)
     batch = next(run.shard([inputs_and_targets]))

@@ -8,7 +8,17 @@ from shardwright.ledger.account import measure_memory, predict_memory, rehearsed
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.plan.plan import Job
 
-LINES = ["dp2", "dp4", "tp2", "tp2/sp", "tp2x2/2d", "pp2 mb4", "dp2/zero3/bucket:0", "dp4/zero2/bucket:0 bf16"]
+LINES = [
+    "dp2",
+    "dp4",
+    "tp2",
+    "tp2/sp",
+    "tp2x2/2d",
+    "pp2 mb4",
+    "pp2/scatter mb4 tp2",
+    "dp2/zero3/bucket:0",
+    "dp4/zero2/bucket:0 bf16",
+]
 PAGE = 4096
 WORDS = ["", "recompute:full", "recompute:selective"]
 

@@ -366,6 +366,31 @@ def pipeline_actions() -> str:
     return "\n".join(lines)
 
 
+def pipeline_scatter() -> str:
+    """Parts between stages beside whole copies, on one node and with a node for each stage."""
+    lines = [
+        "| link | ran | ms | beside | ms | ratio (median) | range | CPU seconds, ratio | MB between nodes in a step |",
+        "|---" * 9 + "|",
+    ]
+    for row in newest("pipeline_scatter")["table"]:
+        crossed = f"{row['crossed_bytes'] / 1e6:.2f} of {row['limit_crossed_bytes'] / 1e6:.2f}"
+        lines.append(
+            f"| {row['link']} | {row['name']} | {row['ms_median']:.0f} | {row['limit']} | {row['limit_ms_median']:.0f} "
+            f"| {ratio_of(row)} | {row['cpu_ratio_median']:.2f} | {crossed if row['crossed_bytes'] else '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def pipeline_scatter_bytes() -> str:
+    """The payload bytes that stages send each other in a step, of each rank."""
+    lines = ["| layout | rank | sent | received | all-gathered, payload |", "|---|---|---|---|---|"]
+    for layout, ranks in newest("pipeline_scatter").get("bytes", {}).items():
+        for rank, found in enumerate(ranks):
+            cells = (f"{found.get(kind, 0):,}" for kind in ("send", "receive", "all_gather"))
+            lines.append(f"| `{layout}` | {rank} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def pipeline_lists() -> str:
     """The time to build and simulate long schedules."""
     lines = ["| schedule | actions | built in | simulated in |", "|---|---|---|---|"]
@@ -627,6 +652,8 @@ TABLES = {
     "pipeline_convnet": pipeline_convnet,
     "pipeline_overhead actions": pipeline_actions,
     "pipeline_overhead lists": pipeline_lists,
+    "pipeline_scatter": pipeline_scatter,
+    "pipeline_scatter bytes": pipeline_scatter_bytes,
     "zero_step": zero_step,
     "ledger": ledger,
     "planner": planner,

@@ -5,11 +5,9 @@ time, one on one node and one on two; a round runs every variant of both in turn
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +21,13 @@ from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import SMALLEST, machine, options_of, orders, ratio_rows, sized, write
-from benchmarks.nodes import ENVIRONMENT, nodes, why_not
+from benchmarks.nodes import READY, nodes, why_not, world_on
 
 CONFIG = sized(
     {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128},
     {"num_layers": 1, "width": 32, "num_heads": 4, "vocabulary": 64, "max_tokens": 16},
 )
-BATCH, NUM_RANKS, READY = 8, 4, "ready"
+BATCH, NUM_RANKS = 8, 4
 VARIANTS = ("dp2 tp2", "dp4", "DDP")
 SUMS = ("4 MB summed in two levels", "4 MB summed by gloo alone")
 LINKS = {"as fast as the machine": "", **sized({"1 Gbit/s": "1gbit"}, {})}
@@ -94,49 +92,19 @@ def serve(world, steps):
         print((time.perf_counter() - start) / steps, flush=True)
 
 
-@contextmanager
-def world_on(places, steps, port):
-    """Four ranks, one on each of these nodes, as a function that runs a variant and returns a step's seconds."""
-    ranks = []
-    for rank, node in enumerate(places):
-        place = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(node)}
-        place |= {"LOCAL_WORLD_SIZE": places.count(node), "MASTER_ADDR": places[0].address, "MASTER_PORT": port}
-        command = node.rank(place, __file__, "--serve", str(steps), *["--smallest"] * SMALLEST)
-        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                      env=os.environ | ENVIRONMENT))  # fmt: skip
-
-    def run(name):
-        for process in ranks:
-            process.stdin.write(f"{name}\n")
-            process.stdin.flush()
-        return max(float(process.stdout.readline()) for process in ranks)
-
-    try:
-        for process in ranks:
-            assert process.stdout.readline().strip() == READY, "a rank did not start"
-        yield run
-        for process in ranks:
-            process.stdin.close()
-        for process in ranks:
-            process.wait(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 def measure(rounds, steps, link):
     """The seconds of a step of each variant on one node and on two, in rounds."""
+    words = (__file__, "--serve", str(steps), *["--smallest"] * SMALLEST)
     with ExitStack() as stack:
         first, second = stack.enter_context(nodes(2, link))
         worlds = {
-            "one node": stack.enter_context(world_on([first] * NUM_RANKS, steps, 29601)),
-            "two nodes": stack.enter_context(world_on([first, first, second, second], steps, 29602)),
+            "one node": stack.enter_context(world_on([first] * NUM_RANKS, 29601, *words)),
+            "two nodes": stack.enter_context(world_on([first, first, second, second], 29602, *words)),
         }
         names = [(variant, place) for variant in VARIANTS for place in worlds] + [(each, "two nodes") for each in SUMS]
         found = []
         for number, order in orders(names, rounds):
-            row = {f"{variant}, {place}": worlds[place](variant) for variant, place in order}
+            row = {f"{variant}, {place}": max(map(float, worlds[place](variant))) for variant, place in order}
             if number:
                 found.append(row)
     return found

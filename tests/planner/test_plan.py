@@ -59,7 +59,7 @@ def ledger_bytes(job, layout, batch, stage):
     return predict_memory(job, layout, rank, batch, device="cuda").peak_bytes
 
 
-LINES = ["dp2 bf16", "dp2 bf16 recompute:full", "pp2/1f1b mb5 dp2 bf16"]
+LINES = ["dp2 bf16", "dp2 bf16 recompute:full", "pp2/1f1b mb5 dp2 bf16", "pp2/1f1b/scatter mb5 tp2 bf16"]
 
 
 @pytest.mark.parametrize("line", LINES)

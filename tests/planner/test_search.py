@@ -15,6 +15,7 @@ from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout, Option
+from shardwright.models import GPT, GPTConfig
 from shardwright.models.losses import CrossEntropy
 from shardwright.planner.estimate import Estimator, declared_options, schedule_cost
 from shardwright.planner.outline import ModelPlans
@@ -188,6 +189,19 @@ def test_an_estimate_knows_that_stages_hold_whole_blocks():
     estimator._paces[()] = 0.5, 1.0
     assert estimator._slowest(price, 12, 1) == pytest.approx(1.5 / (12.5 / 12))
     assert estimator._slowest(price, 4, 1) == pytest.approx(3.5 / (12.5 / 4))
+
+
+def test_parts_between_stages_are_chosen_where_the_stages_are_on_several_nodes():
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(num_layers=6, width=512, num_heads=8, max_tokens=1024, vocabulary=512, dropout=0.0))
+    tokens = torch.zeros(16, 1024, dtype=torch.long)
+    best = {}
+    for cluster in ("a100-80gb:2x2", "a100-80gb:1x4"):
+        words = ["sp", "seq", "regather", "zb-v"]
+        found = plan_layouts(gpt, cluster, (tokens, tokens), fix="pp2/1f1b tp2", without=words, most_priced=2)
+        best[cluster] = str(found.best.layout)
+    assert "pp2/1f1b/scatter" in best["a100-80gb:2x2"]
+    assert "scatter" not in best["a100-80gb:1x4"]
 
 
 def test_options_that_only_show_something_or_choose_among_others_are_not_searched():

@@ -34,10 +34,12 @@ from shardwright.plan.traffic import BoundaryTensor, Sent
 from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.executor import Microbatch
+from shardwright.sharding.tensor_part import tagged
 from shardwright.strategies.pipeline.cut_model import runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.pipeline_stage import framed
+from shardwright.strategies.pipeline.scatter import WholeShapes, may_scatter, whole_shapes
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
@@ -48,23 +50,32 @@ class MicrobatchRehearsal(NamedTuple):
 
     ``sent`` counts the collectives of each chunk by strategy, kind, axis and bytes, if the stages were cut from a
     recorded forward and run on tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the
-    recorded calls of modules.
+    recorded calls of modules. ``scattered`` says of each tensor of a value whether ranks each send a part of it; values
+    of which none is are left out.
     """
 
     values: Mapping[str, Any]
     sent: Mapping[int, Sent] = MappingProxyType({})
+    scattered: Mapping[str, tuple[bool, ...]] = MappingProxyType({})
 
 
 def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
     """Returns, for each microbatch, the bytes of the tensors that pipeline chunks send each other, by name.
 
-    A name may stand for several tensors. Each entry also says whether the tensor needs a gradient.
+    A name may stand for several tensors. Each entry also says whether the tensor needs a gradient, and whether it is
+    sent in parts.
     """
 
-    def sizes(value: Any) -> tuple[BoundaryTensor, ...]:
-        return tuple(BoundaryTensor(t.numel() * t.element_size(), t.requires_grad) for t in _tensors(value))
+    def sizes(value: Any, scattered: tuple[bool, ...]) -> tuple[BoundaryTensor, ...]:
+        tensors = _tensors(value)
+        return tuple(
+            BoundaryTensor(t.numel() * t.element_size(), t.requires_grad, t.element_size(), is_scattered)
+            for t, is_scattered in zip(tensors, scattered or (False,) * len(tensors), strict=True)
+        )
 
-    return tuple({name: sizes(value) for name, value in each.values.items()} for each in found)
+    return tuple(
+        {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()} for each in found
+    )
 
 
 def values_crossing(
@@ -87,10 +98,12 @@ def values_crossing(
         buffers={name: layout.on_all("pp") for name, layout in plan.buffers.items()},
     )
     assert plan.stages is not None, "the pipeline has placed its stages"
+    num_parts = 1 if plan.scatter_axis is None else plan.mesh[plan.scatter_axis]
     if isinstance(plan.stages, EventStages):
         if runs_on_parts(plan):
-            return _values_on_parts(job, plan, strategies, microbatches, coord)
+            return _values_on_parts(job, plan, strategies, microbatches, coord, num_parts)
         return _values_recorded(job, plan.stages, microbatches)
+    plain = copied(job.model, {}) if num_parts > 1 else None
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
@@ -114,7 +127,18 @@ def values_crossing(
                     values = {**bind(chunked, given), **crossed}
                     run(chunk, values, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
                 crossed.update({name: value for name, value in values.items() if name in wanted})
-            by_shapes[key] = MicrobatchRehearsal({name: crossed[name] for name in wanted})
+            wholes: WholeShapes = {}
+            if plain is not None:
+                with framed(job.frame, inputs) as given:
+                    wholes = whole_shapes(plain, chunked, given)
+            scattered = {
+                name: tuple(
+                    each.shape == whole and may_scatter(each.numel(), num_parts)
+                    for each, whole in zip(_tensors(crossed[name]), shapes, strict=True)
+                )
+                for name, shapes in wholes.items()
+            }
+            by_shapes[key] = MicrobatchRehearsal({name: crossed[name] for name in wanted}, scattered=scattered)
         found.append(by_shapes[key])
     return tuple(found)
 
@@ -145,7 +169,7 @@ def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
 
 
 def _values_on_parts(
-    job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord
+    job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord, num_parts: int
 ) -> tuple[MicrobatchRehearsal, ...]:
     """Runs all chunks of a model on tensor shards, forward and backward; returns the tensors sent between chunks.
 
@@ -181,7 +205,12 @@ def _values_on_parts(
                             torch.autograd.backward(starts[chunk], stage.gradients(chunk, number))
                             stage.pass_back(chunk, number)
                     sent[chunk].update((r.source, r.kind, r.axis, r.num_bytes) for r in records)
-            by_shapes[key] = MicrobatchRehearsal(stage.crossing(planned.chunked.edges), sent)
+            values = stage.crossing(planned.chunked.edges)
+            scattered = {
+                name: (tagged(value) is None and may_scatter(value.numel(), num_parts),)
+                for name, value in values.items()
+            }
+            by_shapes[key] = MicrobatchRehearsal(values, sent, scattered if num_parts > 1 else {})
         found.append(by_shapes[key])
     return tuple(found)
 

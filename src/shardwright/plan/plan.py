@@ -22,6 +22,7 @@ from shardwright.analysis.batch_norms import batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import owners
+from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import SEVERAL, Rung
 from shardwright.layout import Layout
@@ -248,6 +249,8 @@ class Plan:
     """The pipeline schedule; None without a pipeline."""
     stages: Stages | EventStages | None = None
     """The model cut into the schedule's chunks; None without a pipeline."""
+    scatters: bool = False
+    """Whether ranks that hold alike what crosses to another pipeline stage each send a part of it."""
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     """The role of each module that a strategy gave one, by name; also of the model's input and of the loss."""
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
@@ -451,6 +454,16 @@ class Plan:
     def token_axes(self) -> frozenset[str]:
         """The axes that cut the tokens of every sample."""
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 1)
+
+    @property
+    def scatter_axis(self) -> str | None:
+        """The axis whose ranks each send a part of what they hold alike to the next pipeline stage, or None.
+
+        Of the axes that divide operators it is the fastest-varying one that does not cut the batch: its ranks hold the
+        same samples, and often the same values between layers.
+        """
+        axes = [a for a in self.mesh.axes if a in mesh_axes("operators") and a not in self.inputs and self.mesh[a] > 1]
+        return axes[-1] if self.scatters and axes else None
 
     def slices(self, coord: Coord) -> dict[str, tuple[DimSlice, ...]]:
         """Returns, for each module with a sharded input, the slices of its dims that the rank at ``coord`` holds.

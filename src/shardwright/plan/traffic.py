@@ -123,10 +123,16 @@ class Traffic(NamedTuple):
 
 
 class BoundaryTensor(NamedTuple):
-    """A tensor that one pipeline chunk sends another: its bytes on one rank, and whether its gradient is sent back."""
+    """A tensor that one pipeline chunk sends another: its bytes on one rank, and whether its gradient is sent back.
+
+    ``is_scattered`` says that each rank of ``Plan.scatter_axis`` sends only a part of it. ``element_bytes`` is the size
+    of an element.
+    """
 
     num_bytes: int
     needs_gradient: bool
+    element_bytes: int = 1
+    is_scattered: bool = False
 
 
 Sent = Counter[tuple[str, str, str, int]]

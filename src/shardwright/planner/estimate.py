@@ -96,6 +96,8 @@ class ScheduleCost(NamedTuple):
     waits_by_microbatch: float = 0.0
     chunks: int = 1
     """The chunks of the model on each stage."""
+    scatters: bool = False
+    """Whether ranks that hold alike what crosses between stages each send a part of it."""
 
     def held(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
@@ -156,12 +158,13 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(TOY_STAGES * 8)))
-    idle, held, waits, chunks = list[float](), list[float](), list[float](), TOY_STAGES
+    idle, held, waits, chunks, scatters = list[float](), list[float](), list[float](), TOY_STAGES, False
     for number in TOY_MICROBATCHES:
         try:
             layout = Layout((Factor(axis, (TOY_STAGES,), options),), number)
             plan, _ = make_plan(job_for(model, CrossEntropy(), layout), layout)
             assert plan.schedule is not None, "of stages"
+            scatters = plan.scatters
             chunks, share = plan.schedule.num_chunks, TOY_STAGES / plan.schedule.num_chunks
             times = ChunkTimes.equal(chunks, share, share, share)
             # half of what is kept is needed until the gradients of weights are computed
@@ -176,7 +179,7 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
     growth = [(each[1] - each[0]) / (more - few) for each in (held, waits)]
     rest = [each[0] - part * few for each, part in zip((held, waits), growth, strict=True)]
     by_stage = rest[0] / TOY_STAGES, rest[1] / (TOY_STAGES - 1)
-    return ScheduleCost(idle[-1], by_stage[0], growth[0], by_stage[1], growth[1], chunks // TOY_STAGES)
+    return ScheduleCost(idle[-1], by_stage[0], growth[0], by_stage[1], growth[1], chunks // TOY_STAGES, scatters)
 
 
 @dataclass
@@ -210,6 +213,7 @@ class Estimator:
     _states: dict[Layout, StateShares | None] = field(default_factory=dict)
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
+    _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
 
     def estimate(self, layout: Layout) -> Estimate | None:
         """Returns the estimated step time and memory of a layout, or None if it cannot be estimated.
@@ -244,11 +248,16 @@ class Estimator:
 
         The tuple is empty if no declared option does, or if no plans can be made.
         """
-        return tuple(each for each in declared_options(axis) if self._is_default(axis, each))[:1]
+        found = (each for each in declared_options(axis) if self._is_default(axis, each))
+        return tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
 
     def _is_default(self, axis: str, option: Option) -> bool:
-        plain, own = (self._schedule((Factor(axis, (TOY_STAGES,), options),)) for options in ((), (option,)))
-        return self.plan is not None and plain == own
+        """Whether stages have their default schedule under an option, which may change what they send each other."""
+        plain, own = self._of_toy(axis), self._of_toy(axis, option)
+        return self.plan is not None and own is not None and plain == own._replace(scatters=False)
+
+    def _of_toy(self, axis: str, *options: Option) -> ScheduleCost | None:
+        return self._schedule((Factor(axis, (TOY_STAGES,), options),))
 
     def saving_options(self, axis: str) -> list[Option]:
         """Returns the declared options of an axis that reduce the state that a rank holds between steps.
@@ -280,11 +289,14 @@ class Estimator:
             blocks = max(1, self.num_blocks)
             pass_s, inputs = pass_s * 4 / 3, self.sent_bytes * samples * blocks / stages
             activations = min(held, inputs) * under_way + held * stages / blocks
-        passes_s = (number + schedule.idle * (stages - 1)) * pass_s / stages
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
+        alike = self._num_alike(alone.layout.factors) if schedule.scatters and stages > 1 else 1
+        gather_s = cluster.message_s("all_gather", self.sent_bytes * samples, range(alike))
+        of_stage_s = pass_s / stages + 2 * schedule.chunks * gather_s  # of activations, and of their gradients
+        passes_s = (number + schedule.idle * (stages - 1)) * of_stage_s
         transfers = schedule.waits_by_stage * (stages - 1) + schedule.waits_by_microbatch * number
         if stages > 1:
-            passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples, next_stage)
+            passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples / alike, next_stage)
         stride = max(1, layout.num_ranks // (copies * stages))
         ranks = range(0, copies * stride, stride)
         gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
@@ -294,6 +306,17 @@ class Estimator:
         update_s = alone.waterfall["optimizer"] / stages * share.updated
         step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
+
+    def _num_alike(self, operators: tuple[Factor, ...]) -> int:
+        """Returns how many ranks hold the same values between layers: those along axes that do not cut the batch."""
+        if self.plan is None or not operators:
+            return 1
+        if operators not in self._alike:
+            self._alike[operators] = 1
+            with suppress(LayoutError, PlanError):
+                plan = self.plan(Layout(operators, 1, self.precision))
+                self._alike[operators] = prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
+        return self._alike[operators]
 
     def _slowest(self, price: Price, stages: int, chunks: int) -> float:
         """Returns how many times as long as the mean the slowest stage takes, since it has whole blocks only.

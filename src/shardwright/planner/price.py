@@ -8,8 +8,8 @@ with the blocks, so they are extrapolated to all blocks of the stage; then the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwright.axes import layout_axes, mesh_axes
@@ -22,6 +22,7 @@ from shardwright.planner.memory import StageMemory, memory_by_stage
 from shardwright.planner.places import Place
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 from shardwright.planner.rehearse import MessageRecord
+from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 P2P = ("send", "receive")
@@ -99,20 +100,10 @@ class Pricing:
 
     def price(self, layout: Layout, records: LayoutRecords) -> Price:
         """Returns the price of a layout, computed from its records: what each action of each stage does."""
-        schedule, mesh = records.schedule, layout.mesh
+        schedule = records.schedule
         stages = [_StageTimes(self, records, stage) for stage in range(schedule.num_stages)]
-        by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
-                    for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
-
-        def seconds(kind: str) -> tuple[float, ...]:
-            where = (by_chunk[chunk] for chunk in range(schedule.num_chunks))
-            return tuple(stages[stage].usual_s(slot, kind) for stage, slot in where)
-
-        # where a chunk has whole and split backwards, a whole one is simulated as its two parts
-        inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
-        transfers = self._transfers(records, mesh)
-        times = [ChunkTimes(seconds("F"), inputs, seconds("W"), each) for each in (transfers, 0.0)]
-        sent, unsent = (simulate(schedule, each) for each in times)
+        times = self._chunk_times(layout, records, stages)
+        sent, unsent = (simulate(schedule, each) for each in (times, replace(times, transfer_s=0.0)))
         ends = [spans[-1].end_s + stages[stage].rest_s for stage, spans in enumerate(sent.spans)]
         last = max(range(len(ends)), key=ends.__getitem__)
         waterfall: dict[str, float] = dict(stages[last].waterfall)
@@ -128,6 +119,28 @@ class Pricing:
         most = max(traffic, key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
         return Price(layout, step_s, waterfall, bubble_s / step_s, memory, dict(most), flops, records)
+
+    def timeline(self, layout: Layout, records: LayoutRecords) -> Timeline:
+        """Returns when each action of a layout's step runs on each pipeline stage, as it is priced.
+
+        Actions of one kind on one chunk are taken to last as long as most of them do. The memory is left out.
+        """
+        stages = [_StageTimes(self, records, stage) for stage in range(records.schedule.num_stages)]
+        found = simulate(records.schedule, self._chunk_times(layout, records, stages))
+        return replace(found, name=f"{layout} on {self.cluster}")
+
+    def _chunk_times(self, layout: Layout, records: LayoutRecords, stages: Sequence[_StageTimes]) -> ChunkTimes:
+        schedule = records.schedule
+        by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
+                    for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
+
+        def seconds(kind: str) -> tuple[float, ...]:
+            where = (by_chunk[chunk] for chunk in range(schedule.num_chunks))
+            return tuple(stages[stage].usual_s(slot, kind) for stage, slot in where)
+
+        # where a chunk has whole and split backwards, a whole one is simulated as its two parts
+        inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
+        return ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
 
     # ---- actions
 

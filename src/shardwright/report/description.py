@@ -158,6 +158,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "seconds_from": "timed layers" if timed else f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess",
         "stages": found,
+        **({} if plan.scatter_axis is None else {"scattered_over": plan.scatter_axis}),
         "timeline": timeline_data(timeline),
     }
 

@@ -141,9 +141,10 @@ def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
     )  # fmt: skip
     axes.add_patch(cell)
     first, second = top + 0.19, top + 0.4
-    axes.text(left + 0.12, first, f"{word}{rank['rank']}", va="center", fontsize=10.5, color=INK, weight="bold")
-    letter = slice_letter(rank["slice"])
-    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=mixed(colour, 0.7, 0), weight="bold")
+    number, letter = f"{word}{rank['rank']}", slice_letter(rank["slice"])
+    size = 10.5 if len(word) or len(number) + len(letter) <= 6 else 8  # as 3071 and DND
+    axes.text(left + 0.12, first, number, va="center", fontsize=size, color=INK, weight="bold")
+    axes.text(right, first, letter, ha="right", va="center", fontsize=size, color=mixed(colour, 0.7, 0), weight="bold")
     held = format_bytes(rank["parameter_bytes"])
     axes.text(left + 0.12, second, held, va="center", fontsize=9.5, color=MUTED)
 

@@ -100,6 +100,9 @@ def _stage_table(description: Description) -> Iterable[Table]:
         layers += [f"larger than its share: {stage['why_large']}"] if "why_large" in stage else []
         numbers = [f"{stage['share_of_time']:.1%}", format_bytes(stage["parameter_bytes"])]
         table.add_row(f"stage {stage['stage']}", "\n".join(layers), *numbers, format_bytes(kept) if kept else "")
+    if "scattered_over" in description:
+        axis = description["scattered_over"]
+        table.add_row("between", f"of what they hold alike, ranks of {axis} send a part each, all-gathered on arrival")
     yield table
 
 

@@ -22,7 +22,7 @@ from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
 from shardwright.strategies.pipeline.messages import StageMessage
-from shardwright.strategies.pipeline.p2p import PLAIN, fill, spec_of
+from shardwright.strategies.pipeline.p2p import PLAIN, ValueSpec, fill, scattered, spec_of
 from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 
@@ -61,7 +61,7 @@ class GhostStage(PipelineStage[EventStages]):
             key = self._key(number, microbatch, len(microbatches)), self._chunks_for(microbatch).crossing
             for edge in self.stages.chunked.edges:
                 spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
-                self.p2p.set_spec(key, (edge.source, edge.target), spec)
+                self.p2p.set_spec(key, (edge.source, edge.target), self._sent(spec))
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.
@@ -182,6 +182,12 @@ class GhostStage(PipelineStage[EventStages]):
             if source == chunk
         }
         return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)
+
+    def _scattered(self, spec: ValueSpec, message: StageMessage) -> ValueSpec:
+        return self._sent(spec)
+
+    def _sent(self, spec: ValueSpec) -> ValueSpec:
+        return scattered(spec, [leaf.part is None for leaf in spec.tensors], self.p2p.scatter)
 
     def _calls(self, chunked: EventsChunked, chunk: int) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Returns the context in which strategies let a chunk's calls run, such as one that gathers their weights."""

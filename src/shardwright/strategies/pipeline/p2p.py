@@ -7,6 +7,9 @@ kept under a key that both sides compute from the shapes of the microbatch, so t
 Large messages are received into buffers that are reused. Fresh memory is mapped page by page while it is filled: a
 message of 4 MiB took 219 us in fresh memory and 88 us in reused memory (16 MiB 1,112 and 879; 1 MiB 27 and 23, too
 little to be worth it; one core of a shared machine).
+
+With the option ``scatter``, ranks that hold a tensor alike each send a part of it, to the same rank of the next stage.
+There it is received into its place in a buffer for the whole tensor, which an all-gather then fills in place.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwright.comm.axis import Axis, Pending
+from shardwright.comm.axis import Axis, Pending, done
 from shardwright.devices import HOST
 from shardwright.errors import PlanError
 from shardwright.sharding.tensor_part import part_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
+from shardwright.strategies.pipeline.scatter import may_scatter, part_sizes
 from shardwright.strategies.pipeline.spec_bytes import pack, unpack
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
@@ -36,13 +40,15 @@ class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor that a p2p message carries, and whether its gradient is sent back.
 
     ``part`` is set for a shard of a tensor that tensor parallelism cuts: the whole tensor's shape, and the cuts of its
-    dims as a :class:`TensorPart` has them.
+    dims as a :class:`TensorPart` has them. ``is_scattered`` says that each rank of the scatter axis sends a part of the
+    tensor's elements, in the order of a contiguous tensor, and that these are all-gathered on arrival.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
     part: tuple[tuple[int, ...], tuple[bytes | None, ...]] | None = None
+    is_scattered: bool = False
 
 
 class ValueSpec(NamedTuple):
@@ -83,6 +89,29 @@ def _tensor_spec(tensor: Tensor) -> TensorSpec:
     part = tagged(tensor)
     known = None if part is None else (tuple(part.shape), part.cuts)
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, known)
+
+
+def scattered(spec: ValueSpec, is_whole: Sequence[bool], axis: Axis | None) -> ValueSpec:
+    """Returns the spec of values of which the whole tensors are sent in parts, one by each rank of ``axis``.
+
+    ``is_whole`` says of each tensor whether every rank of ``axis`` holds the same whole. A tensor of fewer elements
+    than there are ranks, and any tensor if ``axis`` is None, is not sent in parts.
+
+    >>> spec, _ = spec_of([torch.ones(4), torch.ones(1)], "chunk 0")
+    >>> axis = Axis("tp", (0, 1), 0, channel=None)
+    >>> [leaf.is_scattered for leaf in scattered(spec, [True, True], axis).leaves]
+    [True, False]
+    """
+    if axis is None:
+        return spec
+    wholes = iter(is_whole)
+    leaves = [
+        leaf._replace(is_scattered=next(wholes) and may_scatter(prod(leaf.shape), axis.size))
+        if isinstance(leaf, TensorSpec)
+        else leaf
+        for leaf in spec.leaves
+    ]
+    return spec._replace(leaves=tuple(leaves))
 
 
 def fill(spec: ValueSpec, tensors: Sequence[Tensor]) -> Any:
@@ -159,19 +188,28 @@ class _EdgeSpecs:
     announced: set[tuple[int, int]] = field(default_factory=set)
 
 
+class _Receive(NamedTuple):
+    """A receive that was begun, into ``whole`` or, if ``is_part``, into this rank's part of it."""
+
+    pending: Pending[Tensor]
+    whole: Tensor
+    is_part: bool
+
+
 @dataclass
 class P2P:
     """One pipeline stage's sends to and receives from other stages over the axis ``pp``; shapes are sent only once.
 
     All stages call :meth:`begin` with the same keys in the same order, so that all keep, and drop, the same cached
-    specs.
+    specs. ``scatter`` is the axis whose ranks each send a part of what they hold alike; None if each sends the whole.
     """
 
     axis: Axis
+    scatter: Axis | None = None
     _by_key: dict[object, _EdgeSpecs] = field(default_factory=dict)
     _by_microbatch: dict[int, _EdgeSpecs] = field(default_factory=dict)
     _queues: dict[int, deque[StageMessage]] = field(default_factory=dict)
-    _posted: dict[StageMessage, list[Pending[Tensor]]] = field(default_factory=dict)
+    _posted: dict[StageMessage, list[_Receive]] = field(default_factory=dict)
     _source_of: dict[StageMessage, int] = field(default_factory=dict)
     _buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
 
@@ -213,7 +251,8 @@ class P2P:
     def send(self, message: StageMessage, spec: ValueSpec, tensors: Sequence[Tensor], to: int) -> None:
         """Sends the activations of a message to stage ``to``; the first time, their shapes and dtypes are sent before.
 
-        Traffic: one send for each tensor; the first time on an edge under the microbatch's key, two more before.
+        Traffic: one send for each tensor, of this rank's part if it is scattered; the first time on an edge under the
+            microbatch's key, two more before.
         Raises: PlanError: shapes, dtypes or values that are no tensors differ from those sent before.
         """
         kept, edge = self._by_microbatch[message.microbatch], (message.source, message.target)
@@ -233,16 +272,24 @@ class P2P:
             core = self.axis.for_strategy("core")
             core.send(torch.tensor([data.numel()], device=self.axis.device), to)
             core.send(data, to)
-        for tensor in tensors:
-            self.axis.send(tensor, to)
+        for leaf, tensor in zip(spec.tensors, tensors, strict=True):
+            self._send(leaf, tensor, to)
 
-    def send_gradients(self, gradients: Sequence[Tensor], to: int) -> None:
-        """Sends gradients of activations to stage ``to``, which sent the activations and so knows the shapes.
+    def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor], to: int) -> None:
+        """Sends gradients of a message's activations to stage ``to``, which sent these and so knows the shapes.
 
-        Traffic: one send for each tensor.
+        Traffic: one send for each tensor, of this rank's part if the activation was scattered.
         """
-        for gradient in gradients:
-            self.axis.send(gradient, to)
+        leaves = (leaf for leaf in self.spec(message).tensors if leaf.needs_gradient)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            self._send(leaf, gradient, to)
+
+    def _send(self, leaf: TensorSpec, tensor: Tensor, to: int) -> None:
+        if leaf.is_scattered:
+            assert self.scatter is not None, "else nothing is scattered"
+            sizes = part_sizes(tensor.numel(), self.scatter.size)
+            tensor = tensor.detach().contiguous().view(-1).split(sizes)[self.scatter.index]
+        self.axis.send(tensor, to)
 
     def post(self, messages: Sequence[StageMessage]) -> None:
         """Posts receives, without waiting, for ``messages`` and all that their senders send earlier.
@@ -258,7 +305,10 @@ class P2P:
                 self._post(queue.popleft())
 
     def take(self, message: StageMessage) -> list[Tensor]:
-        """Waits until ``message`` is received, and returns its tensors in the order of the sender's leaves."""
+        """Waits until ``message`` is received, and returns its tensors in the order of the sender's leaves.
+
+        Traffic: one all-gather over ``scatter`` for each tensor that is scattered.
+        """
         stage = self._source_of[message]
         # Messages of one stage come in its order, so those before this one are posted first.
         while message not in self._posted:
@@ -270,15 +320,31 @@ class P2P:
                 size = int(core.receive((1,), torch.int64, stage))
                 specs[edge] = _unpack_spec(bytes(core.receive((size,), torch.uint8, stage).tolist()))
             self._post(first)
-        return [pending.wait() for pending in self._posted.pop(message)]
+        posted = self._posted.pop(message)
+        for each in posted:
+            each.pending.wait()
+        gathers = [self._gather(each) for each in posted]  # in one order on all ranks that hold the message alike
+        return [pending.wait() for pending in gathers]
+
+    def _gather(self, received: _Receive) -> Pending[Tensor]:
+        whole = received.whole
+        if not received.is_part:
+            return done(whole)
+        assert self.scatter is not None, "else nothing is scattered"
+        pending = self.scatter.all_gather_into_async(whole.view(-1), part_sizes(whole.numel(), self.scatter.size))
+        return Pending(lambda: (pending.wait(), whole)[1])
 
     def _post(self, message: StageMessage) -> None:
-        spec, source, pending = self.spec(message), self._source_of[message], []
+        spec, source, posted = self.spec(message), self._source_of[message], list[_Receive]()
         for leaf in spec.tensors:
             if message.kind == "F" or leaf.needs_gradient:
-                into = self._buffers.take(leaf.shape, leaf.dtype, self.axis.device)
-                pending.append(self.axis.receive_async(leaf.shape, leaf.dtype, source, into))
-        self._posted[message] = pending
+                whole = into = self._buffers.take(leaf.shape, leaf.dtype, self.axis.device)
+                if leaf.is_scattered:
+                    assert self.scatter is not None, "else nothing is scattered"
+                    into = whole.view(-1).split(part_sizes(whole.numel(), self.scatter.size))[self.scatter.index]
+                begun = self.axis.receive_async(into.shape, leaf.dtype, source, into)
+                posted.append(_Receive(begun, whole, leaf.is_scattered))
+        self._posted[message] = posted
 
 
 def _pack_spec(spec: ValueSpec) -> bytes:

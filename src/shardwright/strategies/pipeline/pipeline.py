@@ -13,10 +13,11 @@ recorded, since its code cannot be traced, is cut by slightly other rules (``eve
 share of both, and ``auto:8GiB`` asks for a schedule within a memory limit.
 
 Shapes: an activation is sent as it lies on the rank: a microbatch's samples, and of these the shard that tensor
-    parallelism leaves on the rank.
+    parallelism leaves on the rank. With ``scatter`` a rank sends a part of what its neighbours hold alike.
 Traffic: for each value that one chunk sends to another stage, m messages forward and, if it gets a gradient, m
-    backward, directly between the stage that computes it and the one that uses it. The gradients of weights that stages
-    share are all-reduced over those stages.
+    backward, directly between the stage that computes it and the one that uses it. With ``scatter`` each of those that
+    is sent in parts is one n-th of the value, and is followed by an all-gather over the n ranks that receive them. The
+    gradients of weights that stages share are all-reduced over those stages.
 Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in ``pipeline/schedules``.
 """
 
@@ -26,7 +27,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
 from shardwright.analysis.copying import copied
@@ -45,7 +46,7 @@ from shardwright.plan.plan import Job, Partial, Plan, StateLayout
 from shardwright.plan.recompute import activation_offload_target, recomputed_blocks
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
-from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
+from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic, sync_traffic
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -53,6 +54,7 @@ from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.messages import coming, connected_stages, leaving
 from shardwright.strategies.pipeline.p2p import P2P
+from shardwright.strategies.pipeline.scatter import part_sizes
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.schedules.auto import search
@@ -60,6 +62,8 @@ from shardwright.strategies.pipeline.schedules.file import read_schedule
 from shardwright.strategies.pipeline.simulate import memory_of, recomputed_shares, times_of
 from shardwright.strategies.pipeline.stage import Stage
 from shardwright.strategy import check_table
+
+StagesT = TypeVar("StagesT", Stages, EventStages)
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
@@ -106,6 +110,10 @@ class Pipeline:
             of_one_model=True,
         ),
         "file": StrategyOption("a schedule of your own, as CSV or JSON: file:PATH", examples=()),
+        "scatter": StrategyOption(
+            "tensor-parallel ranks each send a part of what they all hold to the next stage, which gathers it: "
+            "less between nodes, an all-gather inside of one"
+        ),
     }
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
 
@@ -126,6 +134,7 @@ class Pipeline:
                 allowed="hooks on modules inside it: each runs on the stage that calls it",
                 fix="take the hooks off, or put them on a module inside",
             )
+        plan = replace(plan, scatters=_factor(plan).option("scatter") is not None)
         schedule, stages = _schedule_and_stages(job, plan)
         _check_module_state(job, plan, schedule, stages)
         holders = _holders(stages, schedule, tuple(plan.compute))
@@ -171,15 +180,18 @@ class Pipeline:
                 job.frame.repeat(path, times, total)
 
         axes["pp"].connect(sorted(connected_stages(schedule, stages.chunked.edges)))
-        rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
+        scatter = None if plan.scatter_axis is None else axes[plan.scatter_axis]
+        rest = (schedule.stage_of, P2P(axes["pp"], scatter), repeat, job.frame)
         if isinstance(stages, EventStages):
             return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
+        if scatter is not None:
+            stages = _computing(stages, plan)
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the p2p messages that the rank at ``coord`` sends and receives in a step, and its all-reduces.
+        """Returns the p2p messages that the rank at ``coord`` sends and receives in a step, and its collectives.
 
-        The all-reduces sum the gradients of weights that stages share.
+        These all-gather what is sent in parts, and all-reduce the gradients of weights that stages share.
         """
         schedule, stages = _placed(plan)
         edges = stages.chunked.edges
@@ -194,17 +206,31 @@ class Pipeline:
                 for value in sizes[message.source, message.target]:
                     for crossing in batch.crossing[message.microbatch].get(value, ()):
                         if message.kind == "F" or crossing.needs_gradient:
-                            found.append(Traffic(kind, "pp", crossing.num_bytes, 2, layer=boundary))
+                            found += _message_traffic(plan, kind, crossing, coord, boundary)
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
 
 
-def _computing(stages: EventStages, plan: Plan) -> EventStages:
+def _computing(stages: StagesT, plan: Plan) -> StagesT:
     """Returns a copy of the stages whose model has the dtypes that the layout computes in."""
     model = copied(stages.model, {})
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(plan.compute_dtypes[name])
     cast_buffers(model, plan)
     return replace(stages, model=model)
+
+
+def _message_traffic(plan: Plan, kind: str, crossing: BoundaryTensor, coord: Coord, boundary: str) -> list[Traffic]:
+    """Returns the traffic of one tensor that is sent or received; an all-gather follows the receipt of a part.
+
+    ``boundary`` says between which chunks, in place of a layer.
+    """
+    axis = plan.scatter_axis
+    if axis is None or not crossing.is_scattered:
+        return [Traffic(kind, "pp", crossing.num_bytes, 2, layer=boundary)]
+    sizes = part_sizes(crossing.num_bytes // crossing.element_bytes, plan.mesh[axis])
+    found = [Traffic(kind, "pp", sizes[coord[axis]] * crossing.element_bytes, 2, layer=boundary)]
+    gather = Traffic("all_gather", axis, crossing.num_bytes, plan.mesh[axis], layer=boundary)
+    return found + [gather] * (kind == "receive")
 
 
 def _factor(plan: Plan) -> Factor:

@@ -24,7 +24,7 @@ from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.messages import StageMessage, arrivals, coming, receiver
-from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
+from shardwright.strategies.pipeline.p2p import P2P, ValueSpec, fill, spec_of
 
 POSTED_AHEAD = 2
 """The number of actions, counting the next one to run, whose receives are already posted."""
@@ -179,7 +179,7 @@ class PipelineStage(Generic[StagesT]):
             if receiver(back, self.stage_of) == self.stage:
                 self._arrived[back] = gradients
             else:
-                self.p2p.send_gradients(gradients, receiver(back, self.stage_of))
+                self.p2p.send_gradients(incoming.message, gradients, receiver(back, self.stage_of))
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
         """Returns this rank's chunks that use ``parameter``; only its first chunk if none does."""
@@ -230,6 +230,13 @@ class PipelineStage(Generic[StagesT]):
             self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
         return starts
 
+    def _scattered(self, spec: ValueSpec, message: StageMessage) -> ValueSpec:
+        """Returns the spec of a message's values with a mark on each tensor that is sent in parts.
+
+        Subclasses know which tensors are the same on all ranks of the axis over which parts are sent.
+        """
+        raise NotImplementedError
+
     def _received_values(self, message: StageMessage, incoming: list[Incoming]) -> Any:
         """Returns the values of a message, in order; appends those that need gradients to ``incoming``."""
         tensors = self._arrived.pop(message)
@@ -251,7 +258,7 @@ class PipelineStage(Generic[StagesT]):
             self.p2p.set_local_spec(message, spec)
             self._arrived[message] = [tensor.detach() for tensor in tensors]
         else:
-            self.p2p.send(message, spec, tensors, to)
+            self.p2p.send(message, self._scattered(spec, message), tensors, to)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
 

@@ -13,18 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
-from shardwright.analysis.call_graph import Chunked, Ready, prepare, run
+from shardwright.analysis.call_graph import Chunked, Edge, Ready, prepare, run
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.messages import StageMessage
-from shardwright.strategies.pipeline.p2p import spec_of
+from shardwright.strategies.pipeline.p2p import ValueSpec, scattered, spec_of
 from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage, framed
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
+from shardwright.strategies.pipeline.scatter import WholeShapes, whole_shapes
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
 
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -47,6 +48,8 @@ class StageCode:
     shared: SharedBuffers
     routes: list[ChunkRoute] = field(default_factory=list)
     has_run: bool = False
+    wholes: dict[object, WholeShapes] = field(default_factory=dict)
+    """By the shapes of a microbatch, those of what chunks send each other if no layer is cut: for ``scatter``."""
 
 
 @dataclass
@@ -66,11 +69,14 @@ class Stage(PipelineStage[Stages]):
         cross between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
+        known: dict[object, WholeShapes] = {}
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
+            wholes = self._whole_shapes(chunked, microbatch, known)
             for edge in chunked.edges:
                 sent = [_crossing_value(chunked, name, crossing[name]) for name in edge.values]
                 spec, _ = spec_of(sent, f"chunk {edge.source}")
-                self.p2p.set_spec(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), spec)
+                key = self._key(number, microbatch, len(microbatches))
+                self.p2p.set_spec(key, (edge.source, edge.target), self._sent(spec, edge, wholes))
 
     # ---- ModelPart: called by the executor
 
@@ -82,8 +88,9 @@ class Stage(PipelineStage[Stages]):
 
         Traffic: one all-reduce over ``pp`` for the first batch of each kind (arguments, training or evaluation), to
             compare the traced code.
-        Raises: PlanError: ranks have traced different code, or an attribute that the code reads has changed to a value
-            that is no number, string, tuple or None.
+        Raises: PlanError: ranks have traced different code, an attribute that the code reads has changed to a value
+            that is no number, string, tuple or None, or values are to be sent in parts and the model does not run on
+            the meta device, which tells the whole ones.
         """
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
@@ -93,6 +100,8 @@ class Stage(PipelineStage[Stages]):
                 with framed(self.frame, microbatch.inputs):
                     pass
         self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
+        for microbatch in microbatches:  # a model that cannot be run without values raises here, on every stage
+            self._whole_shapes(self._code.chunked, microbatch, self._code.wholes)
         self._route, self._microbatches, self._last = self._route_for(schedule, self._code), microbatches, last
         self._saved, self._arrived = {}, {}
         self.p2p.begin(self._route.arrivals, keys)
@@ -117,6 +126,36 @@ class Stage(PipelineStage[Stages]):
             if edge.source == chunk
         }
         return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)
+
+    # ---- values that are sent in parts
+
+    def _scattered(self, spec: ValueSpec, message: StageMessage) -> ValueSpec:
+        if self.p2p.scatter is None:
+            return spec
+        assert self._code is not None
+        chunked, ends = self._code.chunked, (message.source, message.target)
+        edge = next(edge for edge in chunked.edges if edge[:2] == ends)
+        return self._sent(
+            spec, edge, self._whole_shapes(chunked, self._microbatches[message.microbatch], self._code.wholes)
+        )
+
+    def _sent(self, spec: ValueSpec, edge: Edge, wholes: WholeShapes) -> ValueSpec:
+        """Returns the spec of an edge's values with a mark on each whole tensor, of which ranks send parts."""
+        if self.p2p.scatter is None:
+            return spec
+        shapes = [shape for name in edge.values for shape in wholes[name]]
+        is_whole = [leaf.shape == shape for leaf, shape in zip(spec.tensors, shapes, strict=True)]
+        return scattered(spec, is_whole, self.p2p.scatter)
+
+    def _whole_shapes(self, chunked: Chunked, microbatch: Microbatch, known: dict[object, WholeShapes]) -> WholeShapes:
+        """Returns :func:`whole_shapes` of a microbatch, from ``known`` or added there; {} if nothing is scattered."""
+        if self.p2p.scatter is None:
+            return {}
+        with framed(self.frame, microbatch.inputs) as inputs:
+            key = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            if key not in known:
+                known[key] = whole_shapes(self.stages.model, chunked, inputs)
+        return known[key]
 
     # ---- the model's code
 

@@ -1,0 +1,37 @@
+"""The example of the GPT-3 layout: planned and drawn, and run scaled down, each at its smallest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from examples.gpt3_layout import run as example
+
+TINY = {**example.TINY, "num_layers": 6}
+
+
+@pytest.mark.timeout(600)
+def test_the_layout_is_planned_and_drawn_without_its_ranks(tmp_path, capsys):
+    lines = ("pp4/1f1b mb8 dp2/zero1 tp2 bf16", "pp4/1f1b/scatter mb8 dp2/zero1 tp2 bf16")
+    example.whole(tmp_path, TINY, 32, lines, "a100-80gb:8x2")
+    prices = [json.loads((tmp_path / f"{name}.json").read_text())["layouts"][0] for name in ("copies", "scatter")]
+    copies, scatter = (price["traffic_by_axis"]["pp"] for price in prices)
+    assert copies > 1.5 * scatter
+    assert (tmp_path / "ranks.png").stat().st_size > 10_000 < (tmp_path / "schedule.png").stat().st_size
+    assert "s a step" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("line", example.SMALL)
+@pytest.mark.sampled(2)
+def test_the_shape_runs_scaled_down_and_sends_what_was_predicted(line, monkeypatch):
+    monkeypatch.setattr(example, "SMALL", (line,))
+    monkeypatch.setattr(example, "BATCH", 16)
+    (row,) = example.small("threads", example.TINY, steps=0)
+    assert row["bytes"]["predicted"] == row["bytes"]["measured"]
+    assert len(row["bytes"]["measured"]) == 16
+    for stage in row["memory"].values():
+        assert stage["predicted"] == pytest.approx(stage["measured"], rel=0.02)
+    assert 0 < row["bubble"]["predicted"] < 0.6
+    assert row["losses"][-1] < row["losses"][0]
+    assert f"{row['layout']}\n  bytes    equal on 16 of 16 ranks" in example.table([row])
