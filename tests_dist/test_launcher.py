@@ -245,9 +245,9 @@ def test_signals_are_handled_as_before_once_the_ranks_have_ended():
 @pytest.mark.parametrize(
     ("came", "passed_on"), [(signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (0, None)]
 )
-def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(came, passed_on):
+def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(tmp_path, came, passed_on):
     told = []
-    ranks = StartedRanks(grace_s=1.0)
+    ranks = StartedRanks(1.0, tmp_path)
     ranks.signalled = came
     ranks._listen = lambda _: None
     ranks.add(SimpleNamespace(signal=told.append))
