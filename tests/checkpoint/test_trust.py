@@ -164,6 +164,7 @@ WRONG = {
     "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
     "a rate that is not a number": lambda m: m["groups"][0]["options"].update(lr=math.nan),
     "a rate without end": lambda m: m["groups"][0]["options"].update(lr=math.inf),
+    "a rate below 0": lambda m: m["groups"][0]["options"].update(lr=-0.5),
     "betas that are not numbers": lambda m: m["groups"][0]["options"].update(betas=[math.nan, 0.9]),
 }
 

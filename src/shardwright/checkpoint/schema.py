@@ -28,7 +28,7 @@ def check_schema(found: Any) -> None:
 
     It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
     each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
-    must not be NaN, nor its learning rates infinite.
+    must not be NaN, nor its learning rates negative or infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -100,7 +100,7 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
         rate = options.get("lr")  # torch checks a rate only where it is given to a new optimizer
-        fits = rate is None or (isinstance(rate, int | float) and -inf < rate < inf)
+        fits = rate is None or (isinstance(rate, int | float) and 0 <= rate < inf)
         _need(fits, f"the learning rate of a param group is {rate!r:.80}")
 
 
