@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -97,6 +98,25 @@ def test_a_removed_file_of_metrics_is_kept_open_until_a_new_one_has_its_rows(tmp
         log.add({**ROW, "step": 4})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 4]
     assert capsys.readouterr().err.count("warning") == 1
+
+
+class ClosedPipe(io.StringIO):
+    """A standard error that the program which read it has closed, as ``| head`` does."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def test_a_standard_error_that_is_closed_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", ClosedPipe())
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(progress, "_append", full)  # which is warned of
+    assert train(config(), tmp_path / "run", ranks="threads")["steps"] == 5
+    assert saved_in(tmp_path / "run") == [5]
 
 
 def test_half_a_row_is_taken_back(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from shardwright.checkpoint import saving, survivors
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.survivors import RankState
+from shardwright.comm.rank_life import this_process
 from shardwright.errors import RankDifferenceError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
@@ -144,7 +146,7 @@ def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monke
     if where == "a part":
         monkeypatch.setattr(saving, "save_file", full)
     else:
-        monkeypatch.setattr(survivors.Meeting, "come", full)
+        monkeypatch.setattr(survivors.Meeting, "come", lambda at, _: full(at.folder.mkdir(parents=True, exist_ok=True)))
         monkeypatch.setattr(survivors.Meeting, "is_first", full)
         monkeypatch.setattr(survivors, "life_of", lambda process, here: "runs")
     plain = Run.step
@@ -158,6 +160,7 @@ def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monke
     with pytest.raises(RankFailedError, match="of the work"):
         train(config("dp4"), tmp_path / "run", ranks="threads")
     assert capsys.readouterr().err.count("step 3 could not be saved: [Errno 28] No space left on device") == 1
+    assert names_in(tmp_path / "run") == []
 
 
 def test_a_buffer_that_only_the_rank_which_is_gone_held_is_named(tmp_path, monkeypatch, capsys):
@@ -166,6 +169,36 @@ def test_a_buffer_that_only_the_rank_which_is_gone_held_is_named(tmp_path, monke
     out = run_of(monkeypatch, tmp_path, "dp2", 1)
     assert "step 3, the last that was complete, is not saved: rank 1 alone held 'mean'" in capsys.readouterr().err
     assert steps_in(out / "checkpoints") == []
+
+
+def left_behind(folder, *noted):
+    """The temporary folder of a save beside training, with the notes of some ranks."""
+    (folder / "notes").mkdir(parents=True)
+    for rank in noted:
+        (folder / "notes" / f"{rank}.json").touch()
+    return folder / "notes"
+
+
+def test_a_save_beside_training_ends_if_a_rank_is_dead_that_has_not_written_its_part(tmp_path):
+    """Else its thread would hold the lock of the folder, and wait for that part."""
+    here = this_process()
+    known = SimpleNamespace(here=here, processes=[here, [here[0], here[1], 0.0]], token="mine")
+    doomed, whole = left_behind(tmp_path / ".tmp-step-2-a", 0), left_behind(tmp_path / ".tmp-step-3-b", 1)
+    mine = left_behind(tmp_path / ".tmp-step-4-mine")
+    survivors.Meeting(tmp_path / ".tmp-failed-mine", known)._end_doomed_saves()
+    assert [notes.is_dir() for notes in (doomed, whole, mine)] == [False, True, True]
+
+
+def test_survivors_remove_what_saves_that_were_killed_have_left(tmp_path, monkeypatch):
+    goes(monkeypatch, 1, Run, "step", 4)
+    left_behind(tmp_path / "run" / "checkpoints" / ".tmp-step-00000002-dead", 0)
+    with pytest.raises(RankFailedError, match="GoneError"):
+        train(config("dp2"), tmp_path / "run", ranks="threads")
+    (tmp_path / "run" / "checkpoints" / ".tmp-failed-x").mkdir()  # of an earlier failure: the next save removes it
+    monkeypatch.undo()
+    assert [name for name in names_in(tmp_path / "run") if "step" in name] == ["step-00000003"]
+    train(config("dp2"), tmp_path / "run", resume=True, ranks="threads")
+    assert names_in(tmp_path / "run") == ["step-00000003", "step-00000005"]
 
 
 DONE = {rank: RankState(step=3) for rank in range(4)}

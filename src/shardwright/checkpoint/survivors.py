@@ -160,11 +160,10 @@ class Survivors:
         more = f" and {len(lost) - MOST_NAMED} more tensors" if len(lost) > MOST_NAMED else ""
         return f"{numbered(holders)} alone held {names}{more}, or parts of them"
 
-    def all_came(self, states: Collection[int], *, or_stopped: bool) -> bool:
-        """Returns whether each rank is among ``states`` or dead; with ``or_stopped``, or suspended by SIGSTOP."""
-        ends = ("dead", "stopped") if or_stopped else ("dead",)
+    def all_came(self, states: Collection[int]) -> bool:
+        """Returns whether each rank is among ``states`` or comes no more: it is dead, or suspended by SIGSTOP."""
         missing = (process for rank, process in enumerate(self.processes) if rank not in states)
-        return all(life_of(process, self.here) in ends for process in missing)
+        return all(life_of(process, self.here) != "runs" for process in missing)
 
 
 @dataclass
@@ -190,11 +189,11 @@ class Meeting:
 
         Raises: OSError: the folder cannot be written, or is gone.
         """
-        within(JOIN_S, lambda: self._decided() or self.survivors.all_came(self._states(), or_stopped=True))
+        within(JOIN_S, lambda: self._decided() or self.survivors.all_came(self._states()))
         if not self._decided():
             states = self._states()
             decision = self.survivors.decide(states)
-            all_came = self.survivors.all_came(states, or_stopped=False)
+            all_came = self.survivors.all_came(states)
             prepare(decision)
             mine = self.folder / f".decision-{self.survivors.run.world.rank}"
             mine.mkdir()
@@ -230,6 +229,9 @@ class Meeting:
     def leave(self, decision: SavedDecision | None) -> None:
         """Marks that this rank needs the folder no more; the last rank removes it, unless others may still come."""
         with suppress(OSError):
+            if decision is None and not self._states():  # on a disk that is full
+                shutil.rmtree(self.folder, ignore_errors=True)
+                return
             left = self.folder / "left"
             left.mkdir(exist_ok=True)
             (left / str(self.survivors.run.world.rank)).touch()

@@ -148,6 +148,7 @@ def write_alone(
         _leave_note(partial, world.rank, write)
         if chosen := bool(_noted(partial, decision.ranks)) and meeting.is_first("completed"):
             with one_save(final.parent, most_s):
+                clear(final.parent, token)
                 manifest = merge(_notes(partial, decision.ranks))
                 Manifest.from_json(manifest.to_json(), final)  # of each tensor, all elements are there
                 _complete(partial, final, manifest, token, keep)
@@ -181,10 +182,12 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
 def clear(root: Path, token: str) -> None:
     """Removes the remains of killed saves from the folder ``root``: temporary folders, and replaced checkpoints.
 
-    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders.
+    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders,
+    which stay.
     """
     for stale in root.glob(".tmp-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+        if not stale.name.endswith(token):
+            shutil.rmtree(stale, ignore_errors=True)
     for old in root.glob("step-*.old"):
         if (old.with_suffix("") / MANIFEST).is_file():
             _discard(old, token)

@@ -239,8 +239,9 @@ def rank_main(task: int, answer: int) -> None:
         # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # they may be closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
