@@ -15,7 +15,7 @@ import torch
 
 from shardwright.checkpoint import saving, survivors
 from shardwright.checkpoint.manifest import find, steps_in
-from shardwright.checkpoint.survivors import RankState
+from shardwright.checkpoint.survivors import SurvivorState
 from shardwright.comm.rank_life import this_process
 from shardwright.errors import RankDifferenceError, RankFailedError
 from shardwright.layout import Layout
@@ -201,7 +201,7 @@ def test_survivors_remove_what_saves_that_were_killed_have_left(tmp_path, monkey
     assert names_in(tmp_path / "run") == ["step-00000003", "step-00000005"]
 
 
-DONE = {rank: RankState(step=3) for rank in range(4)}
+DONE = {rank: SurvivorState(step=3) for rank in range(4)}
 
 
 def decided(monkeypatch, held, states):
@@ -219,10 +219,10 @@ def decided(monkeypatch, held, states):
         (DONE, (3, (0, 1, 2, 3), "")),
         ({0: DONE[0], 1: DONE[1]}, (3, (0, 1), "")),
         ({0: DONE[0], 2: DONE[2]}, (3, (), "rank 1")),
-        ({**DONE, 0: RankState(step=4), 1: RankState(step=4)}, (4, (0, 1), "")),
-        ({**DONE, 3: RankState(step=3, why_not="it has begun")}, (3, (), "it has begun")),
-        ({**DONE, 3: RankState(step=3, forbids=True)}, (None, (), "")),
-        ({rank: RankState(step=None) for rank in range(4)}, (None, (), "")),
+        ({**DONE, 0: SurvivorState(step=4), 1: SurvivorState(step=4)}, (4, (0, 1), "")),
+        ({**DONE, 3: SurvivorState(step=3, why_not="it has begun")}, (3, (), "it has begun")),
+        ({**DONE, 3: SurvivorState(step=3, forbids=True)}, (None, (), "")),
+        ({rank: SurvivorState(step=None) for rank in range(4)}, (None, (), "")),
         ({}, (None, (), "")),
     ],
 )

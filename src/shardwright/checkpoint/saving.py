@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
-from shardwright.checkpoint.survivors import Meeting, RankState, SavedDecision, Survivors, new_token
+from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
 from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
@@ -107,7 +107,7 @@ def survivors_of(run: Run, optimizer: torch.optim.Optimizer | None) -> Survivors
 
 
 def save_alone(
-    folder: Path, run: Run, optimizer: torch.optim.Optimizer, survivors: Survivors, state: RankState, *,
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer, survivors: Survivors, state: SurvivorState, *,
     keep: int, failure: BaseException, most_s: float, settle: Callable[[], None],
 ) -> str:  # fmt: skip
     """Saves a checkpoint without collectives, after a failure, by the ranks that are left.

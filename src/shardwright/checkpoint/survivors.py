@@ -52,7 +52,7 @@ def new_token() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankState:
+class SurvivorState:
     """What a rank can give to a checkpoint after a failure.
 
     ``step`` is the last step that it has completed, None if none; ``why_not`` is the reason if it cannot give the state
@@ -133,7 +133,7 @@ class Survivors:
         common = ((piece, piece.whole.intersect(box)) for piece in layout.pieces(coord) for box in boxes)
         return tuple(part for piece, box in common if box is not None for part in piece.parts(box))
 
-    def decide(self, states: Mapping[int, RankState]) -> SavedDecision:
+    def decide(self, states: Mapping[int, SurvivorState]) -> SavedDecision:
         """Returns what to do, given the states of the ranks that came, by rank."""
         steps = {state.step for state in states.values() if state.step is not None}
         if not steps or any(state.forbids for state in states.values()):
@@ -175,7 +175,7 @@ class Meeting:
     decided_here: bool = field(default=False, init=False)
     """Whether this rank has made the decision, and so tells what it is."""
 
-    def come(self, state: RankState) -> None:
+    def come(self, state: SurvivorState) -> None:
         """Tells the other ranks this rank's state. Raises OSError: the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = self.survivors.run.world.rank
@@ -256,10 +256,10 @@ class Meeting:
     def _decided(self) -> bool:
         return (self.folder / "decision").is_dir()
 
-    def _states(self) -> dict[int, RankState]:
+    def _states(self) -> dict[int, SurvivorState]:
         """Returns the states of the ranks that have come so far, by rank."""
         found = (file for file in self.folder.glob("*.json") if file.stem.isdecimal())
-        return {int(file.stem): RankState(**json.loads(file.read_text())) for file in found}
+        return {int(file.stem): SurvivorState(**json.loads(file.read_text())) for file in found}
 
 
 def within(seconds: float, holds: Callable[[], Any]) -> bool:

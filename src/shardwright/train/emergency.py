@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.saving import kept_buffers, save_alone, survivors_of
-from shardwright.checkpoint.survivors import RankState
+from shardwright.checkpoint.survivors import SurvivorState
 from shardwright.errors import CheckpointError, CommunicationError, RankDifferenceError
 from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
@@ -88,13 +88,13 @@ class EmergencyCheckpoint:
         if said:
             say(said)
 
-    def _state(self, failure: BaseException) -> RankState:
+    def _state(self, failure: BaseException) -> SurvivorState:
         """Returns what this rank can give to the checkpoint."""
         forbids = isinstance(failure, RankDifferenceError | CheckpointError)
         why_not = self._why_not
         if self._step is not None and not why_not and not forbids and self._have_changed():
             why_not = "the step that failed has changed buffers"
-        return RankState(step=self._step, why_not=why_not, forbids=forbids)
+        return SurvivorState(step=self._step, why_not=why_not, forbids=forbids)
 
     def _settle(self) -> None:
         """Sets back what a step changes before it updates parameters."""
