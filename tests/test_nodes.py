@@ -47,7 +47,7 @@ def test_a_stage_sends_to_the_stages_beside_it_and_only_those_on_other_nodes_cou
 
 @pytest.mark.parametrize("text", ["", "2", "2x", "x4", "0x4", "2x4x2", "two", "-1x4"])
 def test_nodes_that_are_no_two_numbers_are_refused_with_the_form_to_write(text):
-    with pytest.raises(LayoutError, match="nodes x ranks on each, such as 2x4"):
+    with pytest.raises(LayoutError, match="nodes x ranks on each, 1 to 999999 of either, such as 2x4"):
         Nodes.parse(text)
 
 

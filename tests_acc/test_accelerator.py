@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from shardwright import Mesh, run_on_threads
+from shardwright.comm.backends.fake import fake_world
+from shardwright.global_tensor import creation
+from shardwright.global_tensor.geometry import GlobalLayout
+from shardwright.global_tensor.placement import Placement
+from shardwright.global_tensor.sbp import broadcast
+
+module_to_global = importlib.import_module("shardwright.global_tensor.module_to_global")
 
 
 class Several(nn.Module):
@@ -184,3 +194,16 @@ def test_memory_is_freed_while_an_exception_passes_through_torchs_own_code(accel
         with pytest.raises(ValueError, match="not kept"), torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
             (x * 2).exp()
     assert accelerator.live_bytes == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("on", ["acc", "cpu"])
+def test_every_rank_of_a_modules_placement_holds_its_tensors_on_the_device(accelerator, monkeypatch, rank, on):
+    """As ranks other than the first begin: with a tensor that is empty, until the first rank's values come."""
+    held, where = [], Placement("acc", (0, 1), (2,))
+    for room in (creation, module_to_global):
+        monkeypatch.setattr(room, "here", lambda: fake_world(rank, 2, accelerator.device))
+    monkeypatch.setattr(module_to_global, "wrap", lambda local, *_: held.append(local) or MagicMock())
+    module_to_global._from_first_rank(torch.ones(3, 2, device=on), GlobalLayout(where, (broadcast,)))
+    assert [local.device for local in held] == [accelerator.device]
+    assert held[0].numel() == (0 if rank else 6)

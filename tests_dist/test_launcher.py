@@ -33,8 +33,8 @@ from tests_dist.command import (
 
 from shardwright import command_start, fork_server
 from shardwright.checkpoint.manifest import steps_in
-from shardwright.comm.backends.run_folder import run_folder
-from shardwright.comm.backends.started_ranks import StartedRanks
+from shardwright.comm.backends.run_folder import SAVES, run_folder
+from shardwright.comm.backends.started_ranks import SAVES_S, StartedRanks
 from shardwright.comm.launch import launch
 from shardwright.errors import RankFailedError
 from shardwright.train.progress import read_metrics
@@ -245,13 +245,28 @@ def test_signals_are_handled_as_before_once_the_ranks_have_ended():
 @pytest.mark.parametrize(
     ("came", "passed_on"), [(signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (0, None)]
 )
-def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(came, passed_on):
+def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(tmp_path, came, passed_on):
     told = []
-    ranks = StartedRanks(grace_s=1.0)
+    ranks = StartedRanks(1.0, tmp_path)
     ranks.signalled = came
     ranks._listen = lambda _: None
     ranks.add(SimpleNamespace(signal=told.append))
     assert told == ([] if passed_on is None else [passed_on])
+
+
+def test_the_launcher_waits_for_a_rank_that_saves_after_a_failure_and_not_for_long(tmp_path, monkeypatch, capsys):
+    ranks = StartedRanks(30.0, tmp_path)
+    ranks.ranks = [SimpleNamespace(number=number, ended=number == 0, killed=False) for number in range(2)]
+    ranks._failed_within(1.0)
+    assert not ranks._waits_for_saves()
+    (tmp_path / f"0{SAVES}").touch()  # of a rank that has ended
+    assert not ranks._waits_for_saves()
+    (tmp_path / f"1{SAVES}").touch()
+    assert ranks._waits_for_saves()
+    late = time.monotonic() + SAVES_S + 0.1
+    monkeypatch.setattr(time, "monotonic", lambda: late)
+    assert not ranks._waits_for_saves()
+    assert f"the last step is not saved: {SAVES_S:g} s after the failure" in capsys.readouterr().err
 
 
 def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_path):

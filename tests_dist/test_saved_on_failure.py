@@ -1,5 +1,6 @@
 """A run whose model fails within a step, on one rank, saves the step before: its ranks agree by files."""
 
+import signal
 import time
 
 import pytest
@@ -53,3 +54,26 @@ def test_a_step_that_fails_on_one_rank_leaves_a_checkpoint_of_the_step_before(tm
     train(TrainConfig(layout="single", **OPTIONS), tmp_path / "whole", ranks="threads")
     found, expected = ([row["loss"] for row in read_metrics(each)] for each in (out, tmp_path / "whole"))
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+SOON_S = 10
+
+
+@pytest.mark.parametrize(("line", "rank", "saved"), [("dp3", 1, [3]), ("dp2", 0, [3]), ("dp2/zero3", 1, [])])
+def test_ranks_that_are_left_save_without_one_that_is_killed_if_they_hold_all(tmp_path, monkeypatch, line, rank, saved):
+    monkeypatch.setenv("FAILS_ON", str(rank))
+    monkeypatch.setenv("FAILS_BY", str(int(signal.SIGKILL)))
+    out, config = tmp_path / "run", TrainConfig(layout=line, **OPTIONS)
+    with pytest.raises(RankFailedError, match=f"rank {rank} was killed by SIGKILL"):
+        train(config, out)
+    ended_s = time.time()
+    assert [path.name for path in (out / "checkpoints").glob("*")] == [f"step-0000000{step}" for step in saved]
+    if not saved:
+        return
+    assert ended_s - (out / "metrics.jsonl").stat().st_mtime < SOON_S
+    monkeypatch.delenv("FAILS_ON")
+    assert train(config, out, resume=True)["steps"] == 6
+    train(TrainConfig(layout="single", **OPTIONS), tmp_path / "whole", ranks="threads")
+    found, expected = ({row["step"]: row["loss"] for row in read_metrics(each)} for each in (out, tmp_path / "whole"))
+    assert {4, 5, 6} <= found.keys()
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)

@@ -146,17 +146,30 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     row["unloadable"] = int(not is_whole(found))
     row["lost"] = int(int(found.name[5:]) < int(newest.name[5:]))
     told = victim in ("fork server", "group, told to stop")
-    row["unsaved"] = max(0, len(read_metrics(out)) - int(found.name[5:])) if told else None
+    row["unsaved"] = max(0, last_step_of(out) - int(found.name[5:])) if told else None
+    row["by the others"] = (
+        None if victim != "rank" else int("which held all of it" in (out.parent / "said").read_text())
+    )
     # what a whole group leaves the next run removes: the next kill of the chain counts it, if it did not
     row["left"] = None if victim == "group" else len(left_in(folder))
     row["shared"] = len(set(os.listdir(SHARED_MEMORY)) - shared)
     return row
 
 
-def divergence_of(out, losses):
-    """The largest relative difference of a chain's losses from an undisturbed run's; None if it has no losses."""
-    found = [row["loss"] for row in read_metrics(out)]
-    return max((abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=True)), default=None)
+def divergence_of(out, losses, kills):
+    """The largest relative difference of a chain's losses from an undisturbed run's; None if losses are missing.
+
+    The row of a step may be missing whose checkpoint other ranks have saved after the first rank was killed in it.
+    """
+    found = {row["step"]: row["loss"] for row in read_metrics(out)}
+    if not found or max(found) != len(losses) or len(found) < len(losses) - kills:
+        return None
+    return max(abs(mine - losses[step - 1]) / abs(losses[step - 1]) for step, mine in found.items())
+
+
+def last_step_of(out):
+    """The number of the last step in a run's metrics."""
+    return max((row["step"] for row in read_metrics(out)), default=0)
 
 
 def has_diverged(difference):
@@ -194,7 +207,8 @@ def chains(seconds, kills):
                         break
                     shown = {key: round(value, 2) if key == "end_s" else value for key, value in rows[-1].items()}
                     print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
-            difference = divergence_of(out, undisturbed(len(read_metrics(out))))
+            ranks_killed = sum(row["victim"] == "rank" for row in rows)
+            difference = divergence_of(out, undisturbed(last_step_of(out)), ranks_killed)
         for row in rows:
             yield {**row, "divergence": difference}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -37,33 +37,41 @@ def first_line(failure: object) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Returns a number of bytes as text in the largest fitting unit from B to TiB, such as "1.5 KiB".
 
-    >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
-    ('1.5 KiB', '3.0 GiB', '12 B')
+    >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12), format_bytes(2**20 - 1)
+    ('1.5 KiB', '3.0 GiB', '12 B', '1.0 MiB')
     """
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return _in_units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_count(count: float) -> str:
     """Returns a count as text, from 1000 on with one decimal and a decimal prefix (k, M, G, T).
 
-    >>> format_count(1234), format_count(3_400_000), format_count(7)
-    ('1.2 k', '3.4 M', '7')
+    >>> format_count(1234), format_count(3_400_000), format_count(7), format_count(999_999)
+    ('1.2 k', '3.4 M', '7', '1.0 M')
     """
-    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f}"
+    return _in_units(count, 1000, ("", "k", "M", "G", "T"))
+
+
+def _in_units(value: float, step: int, units: Sequence[str]) -> str:
+    """Returns a value in the first unit in which its rounded text is less than ``step``, or in the last unit."""
+    text = f"{value:.0f} {units[0]}".strip()
+    for power, unit in enumerate(units[1:], 1):
+        if abs(float(text.partition(" ")[0])) < step:
+            break
+        text = f"{value / step**power:.1f} {unit}"
+    return text
 
 
 def format_seconds(seconds: float) -> str:
     """Returns a time as text with up to three significant digits, in the largest fitting unit of s, ms, us and ns.
 
-    >>> format_seconds(0.000114), format_seconds(0.0079), format_seconds(-1.5), format_seconds(166)
-    ('114 us', '7.9 ms', '-1.5 s', '166 s')
+    From 1000 s on it is in whole seconds.
+
+    >>> format_seconds(0.000114), format_seconds(0.0079), format_seconds(-1.5), format_seconds(12345.6)
+    ('114 us', '7.9 ms', '-1.5 s', '12346 s')
     """
+    if abs(seconds) >= 999.5:
+        return f"{seconds:.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -73,14 +81,32 @@ def format_seconds(seconds: float) -> str:
 def format_duration(seconds: float) -> str:
     """Returns a duration as text in units that suit its length: from milliseconds to hours and minutes.
 
-    >>> format_duration(0.012), format_duration(75), format_duration(4000)
-    ('12 ms', '1 min 15 s', '1 h 06 min')
+    >>> format_duration(0.012), format_duration(59.97), format_duration(75), format_duration(4000)
+    ('12 ms', '1 min 00 s', '1 min 15 s', '1 h 06 min')
     """
-    if seconds < 1:
+    if not isfinite(seconds):
+        return f"{seconds} s"
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Returns rank numbers as text, in which consecutive numbers are written as a range.
+
+    >>> numbered([0, 1, 2, 5]), numbered([3])
+    ('ranks 0 to 2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

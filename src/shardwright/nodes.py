@@ -41,7 +41,7 @@ class Nodes:
         """Returns the nodes that a text such as ``2x4`` describes. Raises LayoutError for other text."""
         found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
         if found is None:
-            allowed = "nodes x ranks on each, such as 2x4"
+            allowed = "nodes x ranks on each, 1 to 999999 of either, such as 2x4"
             raise LayoutError("no such nodes", given=f"{text:.60}", allowed=allowed, fix="write --nodes 2x4")
         return cls(int(found[1]), int(found[2]))
 

@@ -74,3 +74,23 @@ def test_a_pooling_that_returns_indices_returns_a_tuple(indices):
     model, x = Pooled(indices=indices), torch.randn(1, 1, 4, 4)
     graph = trace(model)
     assert torch.equal(nn.Module.__call__(torch.fx.GraphModule(model, graph), x), model(x))
+
+
+class Adaptive(nn.Module):
+    """A head whose output is a tuple with names, in code that asks what it is."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.head, self.asks = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2]), asks
+
+    def forward(self, x, targets):
+        y = self.head(x, targets)
+        return y * 0 if self.asks and isinstance(y, torch.Tensor) else y.loss
+
+
+def test_the_result_of_an_adaptive_softmax_is_taken_for_no_tensor():
+    """A trace that took it for one would follow the other branch than a run."""
+    failures = []
+    assert trace(Adaptive(True), failures=failures) is None
+    assert "head" in str(failures[0])
+    assert trace(Adaptive(False)) is not None

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwright.checkpoint import loading, locking
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.manifest import MANIFEST, find, signed, steps_in
+from shardwright.checkpoint.manifest import MANIFEST, checksum, find, signed, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
@@ -164,6 +164,12 @@ WRONG = {
     "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
     "a rate that is not a number": lambda m: m["groups"][0]["options"].update(lr=math.nan),
     "a rate without end": lambda m: m["groups"][0]["options"].update(lr=math.inf),
+    "a rate below 0": lambda m: m["groups"][0]["options"].update(lr=-0.5),
+    "a parameter twice in a group": lambda m: m["groups"][0]["parameters"].append("0.bias"),
+    "a parameter in two groups": lambda m: m["groups"].append(m["groups"][0]),
+    "a step count below 0": lambda m: m["scalars"]["0.bias"].update(step=["float32", -1.0]),
+    "a step count that is not a number": lambda m: m["scalars"]["0.bias"].update(step=["float32", math.nan]),
+    "several step counts": lambda m: m["scalars"]["0.bias"].update(step=["float32", [1.0, 2.0]]),
     "betas that are not numbers": lambda m: m["groups"][0]["options"].update(betas=[math.nan, 0.9]),
 }
 
@@ -253,6 +259,17 @@ def test_a_load_that_fails_while_one_rank_reads_leaves_every_rank_as_it_was(monk
     texts = launch(refused, 2, OLD, line, ranks="threads")
     assert texts[0] == texts[1]
     assert type(failure).__name__ in texts[0]
+
+
+def test_a_file_of_another_dtype_than_its_manifest_says_is_refused_and_changes_nothing(old):
+    """As a checkpoint from somebody else may be: its checksums fit its files."""
+    part = find(old) / "part-00000.safetensors"
+    length = int.from_bytes(part.read_bytes()[:8], "little")
+    header, body = part.read_bytes()[8 : 8 + length], part.read_bytes()[8 + length :]
+    header = header.replace(b'"F32"', b'"I32"')
+    part.write_bytes(length.to_bytes(8, "little") + header + body)
+    changed(old, lambda m: m["files"][part.name].update(sha256=checksum(part)), new=True)
+    assert "is of torch.int32, and not of torch.float32" in one(refused, old)
 
 
 # ---- files that are none

@@ -223,7 +223,7 @@ def test_a_note_that_comes_while_all_are_removed_leaves_none_to_wait_for(tmp_pat
     with pytest.raises(ZeroDivisionError):
         writing._leave_note(tmp_path, 1, lambda _: 1 / 0)
     with pytest.raises(FileNotFoundError, match="temporary folder was removed"):
-        writing._notes(tmp_path, 2)
+        writing._notes(tmp_path, [0, 1])
 
 
 def test_the_first_rank_waits_for_notes_as_long_as_files_grow(tmp_path, monkeypatch):
@@ -236,9 +236,9 @@ def test_the_first_rank_waits_for_notes_as_long_as_files_grow(tmp_path, monkeypa
         (tmp_path / "part").write_bytes(b"." * min(len(sizes), 4))
         return holds()
 
-    monkeypatch.setattr(writing, "_within", within)
+    monkeypatch.setattr(writing, "within", within)
     with pytest.raises(TimeoutError, match="has written nothing for"):
-        writing._notes(tmp_path, 2)
+        writing._notes(tmp_path, [0, 1])
     assert len(sizes) == 5
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
-from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.models.losses import CrossEntropy, MeanSquaredError, sum_and_count
 from shardwright.parallelize import parallelize
 
 
@@ -148,3 +148,9 @@ def test_what_is_no_tensor_is_refused_with_a_line_that_works(output, targets, fi
     with pytest.raises(PlanError, match="takes one tensor as") as found:
         CrossEntropy()(output, targets)
     assert str(found.value).endswith(fix)
+
+
+@pytest.mark.parametrize("count", ["three", None, object(), [1, 2], torch.ones(2), 10**400, {}])
+def test_a_count_that_is_no_number_is_refused(count):
+    with pytest.raises(PlanError, match="the count of a loss is no number"):
+        sum_and_count((torch.tensor(3.0), count))

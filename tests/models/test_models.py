@@ -43,7 +43,17 @@ def test_an_unknown_setting_names_the_nearest_known_one():
 
 @pytest.mark.parametrize(
     ("value", "hint"),
-    [("x", int), (2.5, int), (True, int), ("maybe", bool), (1, bool), ("1,x", tuple[int, ...])],
+    [
+        ("x", int),
+        (2.5, int),
+        (True, int),
+        ("maybe", bool),
+        (1, bool),
+        ("1,x", tuple[int, ...]),
+        pytest.param(10**400, float, id="400 digits"),
+        pytest.param(10**5000, float, id="5000 digits as a float"),
+        pytest.param(10**5000, int, id="5000 digits"),
+    ],
 )
 def test_a_value_of_the_wrong_type_is_refused(value, hint):
     with pytest.raises(PlanError, match="does not have the right type"):
@@ -94,6 +104,10 @@ def test_a_factory_of_any_package_is_called_with_the_settings():
     [
         ("own_models:netwrk", {}, "write own_models:network"),
         ("own_models:nothing", {}, "makes no model"),
+        ("builtins:dict", {}, "makes no model"),
+        ("builtins:dict", {"x": 1}, "makes no model"),
+        ("builtins:print", {}, "makes no model"),
+        ("builtins:int", {"x": "1"}, "failed to build its model"),
         ("own_models:strict", {"widht": 1}, "fix:     write width"),
         ("no_such_package_at_all:factory", {}, "cannot import"),
         ("gtp", {}, "write gpt"),

@@ -51,6 +51,15 @@ def test_a_layer_that_is_smaller_than_the_grid_is_refused_by_name():
     launch(work, 4, ranks="threads")
 
 
+@pytest.mark.parametrize("line", ["tp2 bf16", "tp2 fp16", "tp2 recompute:full", "tp2 compile"])
+def test_options_of_whole_models_are_refused_and_not_ignored(line):
+    def work(world):
+        with pytest.raises(LayoutError, match="fix:     leave out " + line.split()[1]):
+            layer_alone(nn.Linear(4, 4), line, world)
+
+    launch(work, 2, ranks="threads")
+
+
 def test_another_axis_is_refused():
     def work(world):
         with pytest.raises(LayoutError, match="tp alone"):

@@ -62,6 +62,13 @@ def test_a_rank_that_skips_an_update_is_named(line):
     assert "rank 1 differs from rank 0" in found[0] or "rank 0 differs from rank 1" in found[0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_rank_that_never_updates_is_named_where_the_warning_of_it_is_an_error():
+    found = trained("dp2", lambda run, step, *rest: (run.world.rank != 1, rest[1]), MOST_UNCHANGED, MOST_UNCHANGED + 1)
+    assert "in the updates" in found[0]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "pp2 mb2"])
 def test_another_learning_rate_for_one_update_between_two_comparisons_is_named(line):
     def harm(run, step, optimizer, batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -97,6 +98,25 @@ def test_a_removed_file_of_metrics_is_kept_open_until_a_new_one_has_its_rows(tmp
         log.add({**ROW, "step": 4})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 4]
     assert capsys.readouterr().err.count("warning") == 1
+
+
+class ClosedPipe(io.StringIO):
+    """A standard error that the program which read it has closed, as ``| head`` does."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def test_a_standard_error_that_is_closed_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", ClosedPipe())
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(progress, "_append", full)  # which is warned of
+    assert train(config(), tmp_path / "run", ranks="threads")["steps"] == 5
+    assert saved_in(tmp_path / "run") == [5]
 
 
 def test_half_a_row_is_taken_back(tmp_path):
@@ -213,12 +233,14 @@ def test_an_error_within_a_step_or_an_evaluation_on_one_rank_ends_the_run_after_
     assert found == {number: loss for number, loss in expected.items() if number != step or name != "evaluate"}
 
 
-@pytest.mark.parametrize("line", ["single", "dp2"])
-def test_a_step_that_one_rank_has_not_completed_is_not_saved(tmp_path, monkeypatch, line):
-    breaks(monkeypatch, torch.optim.AdamW, "step", Layout.parse(line).num_ranks - 1, 4)
-    with pytest.raises(RankFailedError, match="BrokenError: in step"):
+@pytest.mark.parametrize(("line", "saved"), [("single", [2]), ("dp2/zero1", [2]), ("dp2", [2, 4])])
+def test_a_step_that_one_rank_has_not_completed_is_saved_only_by_others_that_hold_all_of_it(
+    tmp_path, monkeypatch, line, saved
+):
+    breaks(monkeypatch, emergency.EmergencyCheckpoint, "note", Layout.parse(line).num_ranks - 1, 4)
+    with pytest.raises(RankFailedError, match="BrokenError: in note"):
         train(config(layout=line, save_every=2), tmp_path / "run", ranks="threads")
-    assert saved_in(tmp_path / "run") == [2]
+    assert saved_in(tmp_path / "run") == saved
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
@@ -275,11 +297,11 @@ def test_an_error_before_the_update_saves_the_last_step_without_clipping_and_in_
             "run",
             "offloaded state is updated while gradients are computed",
         ),
-        ({}, "step", "had begun to update the parameters"),
+        ({"layout": "dp2/zero1"}, "note", "had begun to update the parameters"),
     ],
 )
 def test_a_last_step_that_cannot_be_saved_is_said_with_the_reason(tmp_path, monkeypatch, capsys, options, name, why):
-    breaks(monkeypatch, Executor if name == "run" else torch.optim.AdamW, name, 1, 4)
+    breaks(monkeypatch, Executor if name == "run" else emergency.EmergencyCheckpoint, name, 1, 4)
     with pytest.raises(RankFailedError, match=f"BrokenError: in {name}"):
         train(config(**{"layout": "dp2", **options}), tmp_path / "run", ranks="threads")
     assert saved_in(tmp_path / "run") == []

@@ -126,8 +126,10 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
     """Reads this rank's shard of one tensor of a checkpoint into ``local``, cast to the dtype of ``local``.
 
     ``pieces`` say which ranges of the whole tensor the shard holds; only these are read from disk.
+
+    Raises: ValueError: a file holds a tensor of another dtype than the manifest says.
     """
-    stored = manifest.tensors[name][2]
+    dtype, _, stored = manifest.tensors[name]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
     here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries
     for message in plan_transfer(sources, {here: pieces}).messages_to(here):
@@ -135,6 +137,8 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
         inside = message.box.shift(tuple(-a for a in origin.box.start))
         with safe_open(str(folder / origin.file), framework="pt") as file:
             values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
+        if values.dtype != getattr(torch, dtype):
+            raise ValueError(f"'{origin.key}' in {origin.file} is of {values.dtype}, and not of torch.{dtype}")
         write(local, message.destination_piece, message.box, values.to(local.dtype))
 
 

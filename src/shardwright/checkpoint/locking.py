@@ -20,15 +20,17 @@ _WAIT_S = 0.02
 
 
 @contextlib.contextmanager
-def one_save(folder: Path) -> Iterator[None]:
+def one_save(folder: Path, most_s: float | None = None) -> Iterator[None]:
     """Returns a context in which no other save writes into ``folder``, which is created if it is missing.
 
-    The context waits for a save that is under way, and then locks the folder.
+    The context waits for a save that is under way, for at most ``most_s`` seconds or five minutes, and then locks the
+    folder.
 
-    Raises: OSError: the folder cannot be written, or the other save has not ended after five minutes.
+    Raises: OSError: the folder cannot be written, or the other save has not ended in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, until_s = folder / SAVING, time.monotonic() + MOST_WAIT_S
+    most_s = MOST_WAIT_S if most_s is None else most_s
+    path, until_s = folder / SAVING, time.monotonic() + most_s
     while True:
         with path.open("a") as file:  # "w" would empty a file that a link of this name points to
             # the save before removes the file at its end: a lock of a file that is gone is none
@@ -40,5 +42,5 @@ def one_save(folder: Path) -> Iterator[None]:
                         path.unlink()
                 return
         if time.monotonic() > until_s:
-            raise OSError(errno.EBUSY, f"another save into '{folder}' has not ended in {MOST_WAIT_S:.0f} s")
+            raise OSError(errno.EBUSY, f"another save into '{folder}' has not ended in {most_s:.0f} s")
         time.sleep(_WAIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
-from shardwright.checkpoint.writing import flush, new_token, write_alone, write_checkpoint
+from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
+from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
-from shardwright.formatting import format_bytes
+from shardwright.formatting import format_bytes, numbered
 from shardwright.parallelize.run import Run
 from shardwright.runtime.applied import Offload
 from shardwright.sharding.box import Box, Piece
@@ -29,6 +30,9 @@ LOSS_SCALE = "(loss scale)"
 
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
+
+_TOLD_S = 0.5
+"""The seconds for which a rank that could not save because of another waits for that rank to say so."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], list[StoredBox]]]
 
@@ -78,7 +82,7 @@ def save(
     extra = check_extra(extra)
     run.wait_saves()
     token, owners = agree_on_save(run)
-    final = Path(folder) / f"step-{run.num_steps:08d}"
+    final = Path(folder) / _name(run.num_steps)
     write, merge, snapshot = _contents(run, optimizer, owners, extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
@@ -97,33 +101,82 @@ def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
     return gathered[0][0], owners
 
 
+def survivors_of(run: Run, optimizer: torch.optim.Optimizer | None) -> Survivors:
+    """Returns what :func:`save_alone` needs to know of all ranks; all ranks call it while they can communicate."""
+    return Survivors(run, optimizer, kept_buffers(run.model))
+
+
 def save_alone(
-    folder: Path, run: Run, optimizer: torch.optim.Optimizer, step: int, agreed: tuple[str, Mapping[str, int]], *,
-    keep: int, failure: BaseException, most_s: float,
-) -> bool:  # fmt: skip
-    """Saves a checkpoint of ``step`` without collectives, after a rank has failed.
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer, survivors: Survivors, state: SurvivorState, *,
+    keep: int, failure: BaseException, most_s: float, settle: Callable[[], None],
+) -> str:  # fmt: skip
+    """Saves a checkpoint without collectives, after a failure, by the ranks that are left.
 
-    Returns True on the rank that completes the checkpoint, else False. All ranks call it and must hold the state of
-    ``step``, to which ``run.num_steps`` is set. ``agreed`` is the result of an earlier :func:`agree_on_save`, and
-    ``keep``, if not 0, how many checkpoints stay in the folder. ``failure`` is the exception that ended this rank, and
-    ``most_s`` the most seconds to wait for the other ranks.
+    Each rank that has failed or lost another calls it, with its ``state`` and the exception ``failure`` that ended its
+    work. The connections of the rank are closed, so that the calls of ranks that wait for it fail and they come here
+    too. The ranks that come agree on a step, whose state they hold whole between them (see ``survivors.py``). A rank
+    that is to write calls ``settle`` before; ``keep``, if not 0, is how many checkpoints stay in the folder.
+    ``most_s`` is the most seconds to wait for the parts of other ranks.
 
-    Raises: OSError: a rank could not write its part, or not all ranks came in time.
+    Returns text that says what was saved, or why nothing was, on one of the ranks that came; "" on the others, and if
+    there is nothing to say: no step is complete, the state is wrong, or the step has a checkpoint already. An error
+    while saving is such a text, and is not raised.
     """
-    run.num_steps = step
-    write, merge, _ = _contents(run, optimizer, agreed[1], {})
-    final = folder / f"step-{step:08d}"
-    return write_alone(run.world, final, agreed[0], write, merge, keep=keep, failure=failure, most_s=most_s)
+    meeting = Meeting(folder / f".tmp-failed-{survivors.token}", survivors)
+    step, decision = state.step, None
+
+    def prepare(decision: SavedDecision) -> None:
+        if decision.ranks:
+            prepare_alone(folder / _name(decision.step or 0), survivors.token)
+
+    try:
+        try:
+            meeting.come(state)
+        finally:
+            run.world.transport.abandon(failure)
+        decision = meeting.agreed(prepare)
+        final, step = folder / _name(decision.step or 0), decision.step
+        if step is None or final.exists():
+            return ""
+        if not decision.ranks:
+            why = f"step {step}, the last that was complete, is not saved: {decision.why_not}"
+            return why if meeting.decided_here else ""
+        if run.world.rank not in decision.ranks:
+            return ""
+        settle()
+        run.num_steps = step
+        write, merge, _ = _contents(run, optimizer, survivors.writers(decision.ranks), {}, survivors, decision.ranks)
+        wrote = write_alone(final, meeting, decision, write, merge, keep=keep, most_s=most_s)
+        few = len(decision.ranks) < run.world.size
+        by = f" by {numbered(decision.ranks)}, which held all of it" if few else ""
+        return f"step {step}, the last that was complete, is saved{by}" if wrote else ""
+    except Exception as why:  # the failure before it is the one to raise
+        knows = not isinstance(why, FileNotFoundError)
+        tells = step is not None and not state.forbids and meeting.tells(after_s=0.0 if knows else _TOLD_S)
+        return f"step {step} could not be saved: {str(why) or repr(why)}" if tells else ""
+    finally:
+        meeting.leave(decision)
+
+
+def _name(step: int) -> str:
+    """Returns the name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
 
 
 def _contents(
-    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int], extra: Mapping[str, Any]
-) -> tuple[Callable[[Path], Any], Callable[[list[Any]], Manifest], Callable[[], None]]:
+    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int], extra: Mapping[str, Any],
+    survivors: Survivors | None = None, ranks: Collection[int] = (),
+) -> tuple[Callable[[Path], Any], Callable[[list[Any]], Manifest], Callable[[], None]]:  # fmt: skip
     """Returns three functions for ``write_checkpoint``: write this rank's files, merge the manifest, copy the state.
 
-    ``owners`` gives the rank that writes a buffer. Once the state is copied, the functions hold nothing of the run.
+    ``owners`` gives the rank that writes a buffer. With ``survivors``, only ``ranks`` write, and what the others would
+    write is theirs too. Once the state is copied, the functions hold nothing of the run.
     """
-    entries, parts = _owned(run, optimizer, owners)
+
+    def owned(layout: TensorLayout) -> tuple[Piece, ...]:
+        return survivors.owned(layout, ranks) if survivors is not None else layout.owned(run.coord, run.plan.mesh)
+
+    entries, parts = _owned(run, optimizer, owners, owned)
     state = pack_entries(entries), _scalars(run, optimizer), _groups(run, optimizer)
     kind = type(optimizer).__name__ if optimizer is not None else ""
     step, layout, seed = run.num_steps, str(run.plan.layout), run.rng.seed
@@ -176,11 +229,12 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _owned(
-    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]
-) -> tuple[Entries, list[_PartFile]]:
+    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int],
+    owned: Callable[[TensorLayout], tuple[Piece, ...]],
+) -> tuple[Entries, list[_PartFile]]:  # fmt: skip
     """Returns the manifest entries of the pieces that this rank writes, and its files.
 
-    ``owners`` gives the rank that writes a buffer.
+    ``owners`` gives the rank that writes a buffer, and ``owned`` the pieces of a tensor that this rank writes.
     """
     entries: Entries = {}
     parts: list[_PartFile] = []
@@ -188,7 +242,7 @@ def _owned(
     for name, layout, local in (*_state(run, optimizer), *_buffers(run, mine)):
         # the owner of an unsharded buffer writes it; of all other tensors, the first rank that holds a piece
         whole = name in mine and not layout.axes
-        pieces = layout.pieces(run.coord) if whole else layout.owned(run.coord, run.plan.mesh)
+        pieces = layout.pieces(run.coord) if whole else owned(layout)
         stored = []
         for number, piece in enumerate(p for p in pieces if p.whole.size or p.whole == Box((), ())):
             key, size = f"{name}#{number}", piece.whole.size * local.element_size()

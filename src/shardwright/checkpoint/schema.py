@@ -28,7 +28,7 @@ def check_schema(found: Any) -> None:
 
     It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
     each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
-    must not be NaN, nor its learning rates infinite.
+    must not be NaN, nor its learning rates negative or infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -90,17 +90,23 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         for key, pair in entry.items():
             fits = isinstance(pair, list) and len(pair) == 2 and (pair[0] == "" or pair[0] in DTYPES)
             _need(fits and (_is_number(pair[1]) if pair[0] else _is_plain(pair[1])), f"'{key}' of {name!r:.80}")
+            is_count = key != "step" or not pair[0] or (isinstance(pair[1], int | float) and 0 <= pair[1] < inf)
+            _need(is_count, f"the step count of {name!r:.80} is {pair[1]!r:.80}")
     _need(isinstance(groups, list), "'groups' is no list")
+    named = Counter[str]()
     for group in groups:
         _need(isinstance(group, dict) and group.keys() == {"parameters", "options"}, "a param group has other entries")
         names, options = group["parameters"], group["options"]
         _need(isinstance(names, list) and all(map(_is_text, names)), "the parameters of a param group are no names")
+        named.update(names)
+        twice = next((name for name in names if named[name] > 1), "")
+        _need(not twice, f"the parameter {twice!r:.80} is in two param groups, or twice in one")
         fits = isinstance(options, dict) and "params" not in options and all(map(_is_plain, options.values()))
         _need(fits, "the options of a param group are no plain values")
         nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
         rate = options.get("lr")  # torch checks a rate only where it is given to a new optimizer
-        fits = rate is None or (isinstance(rate, int | float) and -inf < rate < inf)
+        fits = rate is None or (isinstance(rate, int | float) and 0 <= rate < inf)
         _need(fits, f"the learning rate of a param group is {rate!r:.80}")
 
 

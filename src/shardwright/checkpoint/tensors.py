@@ -14,7 +14,8 @@ from shardwright.checkpoint.loading import read_pieces
 from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files, checksum, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import Entries, check_extra, merge_tensors, pack_entries
-from shardwright.checkpoint.writing import flush, new_token, write_checkpoint
+from shardwright.checkpoint.survivors import new_token
+from shardwright.checkpoint.writing import flush, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import CheckpointError

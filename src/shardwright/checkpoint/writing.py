@@ -17,9 +17,7 @@ import json
 import os
 import shutil
 import threading
-import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,24 +27,13 @@ from safetensors import SafetensorError
 
 from shardwright.checkpoint.locking import MOST_WAIT_S, one_save
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
+from shardwright.checkpoint.survivors import NOTES, Meeting, SavedDecision, within
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis, Pending
 from shardwright.comm.world import World
-from shardwright.errors import CheckpointError, CommunicationError
-
-NOTES = "notes"
-"""The name of the folder of the ranks' notes, inside the temporary folder of a checkpoint written beside training."""
-
-JOIN_S = 2.0
-"""The seconds for which ranks wait for each other after one has failed; less than the launcher waits for the cause."""
+from shardwright.errors import CheckpointError
 
 _GONE = "its temporary folder was removed"
-_LOOK_S = 0.01
-
-
-def new_token() -> str:
-    """Returns a random text of eight characters, to be a part of the name of a save's temporary folder."""
-    return uuid.uuid4().hex[:8]
 
 
 def write_checkpoint(
@@ -64,7 +51,7 @@ def write_checkpoint(
     Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` raises it
         for what fails after the copy.
     """
-    first, partial, locked = everyone.index == 0, final.with_name(f".tmp-{final.name}-{token}"), ExitStack()
+    first, partial, locked = everyone.index == 0, _partial(final, token), ExitStack()
 
     def prepare() -> None:
         if first:
@@ -81,7 +68,7 @@ def write_checkpoint(
         with locked:
             _leave_note(partial, everyone.index, write)
             if first:
-                finish(_notes(partial, everyone.size))
+                finish(_notes(partial, range(everyone.size)))
 
     with ExitStack() as stack:
         stack.push(locked)
@@ -113,79 +100,64 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
         raise
 
 
-def _notes(partial: Path, num_ranks: int) -> list[Any]:
-    """Waits for the notes of all ranks, as long as any rank still writes; returns them and removes their files."""
+def _notes(partial: Path, ranks: Sequence[int]) -> list[Any]:
+    """Waits for the notes of ``ranks``, as long as any of them writes; returns them and removes their files."""
     size = -1
-    while not _within(MOST_WAIT_S, lambda: bool(_noted(partial, num_ranks)) or not (partial / NOTES).is_dir()):
+    while not within(MOST_WAIT_S, lambda: bool(_noted(partial, ranks)) or not (partial / NOTES).is_dir()):
         before, size = size, sum(file.stat().st_size for file in partial.iterdir())
         if size == before:
             raise OSError(errno.ETIMEDOUT, f"some rank has written nothing for {MOST_WAIT_S:g} s")
-    if not (names := _noted(partial, num_ranks)):
+    if not (names := _noted(partial, ranks)):
         raise OSError(errno.ENOENT, _GONE)
     found = [json.loads((partial / NOTES / name).read_text()) for name in names]
     shutil.rmtree(partial / NOTES)
     return found
 
 
-def _noted(partial: Path, num_ranks: int) -> list[str]:
-    """Returns the names of the notes of all ranks; an empty list as long as one is missing."""
-    names = [f"{rank}.json" for rank in range(num_ranks)]
+def _noted(partial: Path, ranks: Sequence[int]) -> list[str]:
+    """Returns the names of the notes of ``ranks``; an empty list as long as one is missing."""
+    names = [f"{rank}.json" for rank in ranks]
     return names if all((partial / NOTES / name).exists() for name in names) else []
 
 
+def prepare_alone(final: Path, token: str) -> None:
+    """Creates the temporary folder into which ranks write their parts by :func:`write_alone`."""
+    (_partial(final, token) / NOTES).mkdir(parents=True, exist_ok=True)
+
+
+def _partial(final: Path, token: str) -> Path:
+    """Returns the temporary folder of a checkpoint; ``token`` is the random part of its name."""
+    return final.with_name(f".tmp-{final.name}-{token}")
+
+
 def write_alone(
-    world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
-    keep: int, failure: BaseException, most_s: float,
+    final: Path, meeting: Meeting, decision: SavedDecision, write: Callable[[Path], Any],
+    merge: Callable[[list[Any]], Manifest], *, keep: int, most_s: float,
 ) -> bool:  # fmt: skip
-    """Writes a checkpoint without collectives, after a rank has failed; returns True on the rank that completes it.
+    """Writes a checkpoint without collectives, after a failure; returns True on the rank that completes it.
 
-    Every rank calls it, with the exception that ended its own work as ``failure``. A rank that failed by itself, and
-    not because it lost a partner, begins: it makes the temporary folder and closes its connections, so that the calls
-    of the other ranks fail and these ranks come here too. Another rank returns False at once if none has begun. Unless
-    all ranks come within two seconds nothing is written. The last rank to write its part completes the checkpoint, for
-    which all wait at most ``most_s`` seconds. The other arguments are those of :func:`write_checkpoint`.
+    The ranks of ``decision``, which they have agreed on in ``meeting``, call it after :func:`prepare_alone`. The last
+    rank to write its part completes the checkpoint, for which the others wait, at most ``most_s`` seconds. The other
+    arguments are those of :func:`write_checkpoint`.
 
-    Raises: OSError: this rank could not write its part, another rank did not, or not all ranks came in time.
+    Raises: OSError: this rank could not write its part, or another one did not in time.
     """
-    partial = final.with_name(f".tmp-{final.name}-{token}")
-    notes = partial / NOTES
-    if not isinstance(failure, CommunicationError):
-        notes.mkdir(parents=True, exist_ok=True)
-    elif not notes.is_dir():
-        return False
-    (notes / f"{world.rank}.here").touch()
-    world.transport.abandon(failure)
-    if not _within(JOIN_S, lambda: len([*notes.glob("*.here")]) == world.size or not notes.is_dir()):
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(errno.ETIMEDOUT, "another rank has no state of this step, or has ended")
+    world, token = meeting.survivors.run.world, meeting.survivors.token
+    partial = _partial(final, token)
     try:
         _leave_note(partial, world.rank, write)
+        if chosen := bool(_noted(partial, decision.ranks)) and meeting.is_first("completed"):
+            with one_save(final.parent, most_s):
+                clear(final.parent, token)
+                manifest = merge(_notes(partial, decision.ranks))
+                Manifest.from_json(manifest.to_json(), final)  # of each tensor, all elements are there
+                _complete(partial, final, manifest, token, keep)
     except BaseException:  # a stop signal too
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if chosen := bool(_noted(partial, world.size)) and _is_chosen(notes):
-        with one_save(final.parent):
-            _complete(partial, final, merge(_notes(partial, world.size)), token, keep)
-    if not (_within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()):
+    if not (within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()):
         raise OSError(errno.ENOENT, "another rank could not write its part")
     return chosen
-
-
-def _is_chosen(notes: Path) -> bool:
-    """Returns True on exactly one rank, however many call it at once."""
-    try:
-        (notes / "0.here").rename(notes / "chosen")
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _within(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Waits at most ``seconds`` until ``holds()`` is true; returns whether it is."""
-    end_s = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
-    return found
 
 
 def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.Thread]]:
@@ -210,10 +182,12 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
 def clear(root: Path, token: str) -> None:
     """Removes the remains of killed saves from the folder ``root``: temporary folders, and replaced checkpoints.
 
-    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders.
+    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders,
+    which stay.
     """
     for stale in root.glob(".tmp-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+        if not stale.name.endswith(token):
+            shutil.rmtree(stale, ignore_errors=True)
     for old in root.glob("step-*.old"):
         if (old.with_suffix("") / MANIFEST).is_file():
             _discard(old, token)

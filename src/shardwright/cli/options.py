@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -146,8 +146,9 @@ def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a message on standard error, so that it does not mix with the result on standard output."""
-    print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
+    """Prints a message on standard error, if that is open, so that it does not mix with the result."""
+    with suppress(OSError):
+        print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
 
 
 def _printable(text: str) -> str:

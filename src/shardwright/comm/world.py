@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Protocol
@@ -43,6 +44,12 @@ class Transport(Protocol):
         """Tells the other ranks that this one has failed by ``failure``, so that they raise instead of waiting for it.
 
         Ranks that it reaches over gloo or NCCL are not told: they wait until this process ends, or until their timeout.
+        """
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a context in which the launcher does not yet end this rank, for some seconds, after another failed.
+
+        Ranks that no launcher of this library has started have the time that theirs gives them.
         """
 
 

@@ -195,16 +195,17 @@ def _filled(
 ) -> GlobalTensor:  # fmt: skip
     shape = tuple(size)
     layout = _checked(shape, placement, sbp)
-    local = make(local_shape(shape, layout, here().rank)).to(_device(placement))
+    local = make(local_shape(shape, layout, here().rank)).to(device_of(placement))
     if terms(layout).get(here().rank, 0):
         local = torch.zeros_like(local)
     return wrap(local, shape, layout).requires_grad_(requires_grad)
 
 
 def _cut(whole: Tensor, layout: GlobalLayout, requires_grad: bool) -> GlobalTensor:
-    local = local_part(whole, layout, _device(layout.placement))
+    local = local_part(whole, layout, device_of(layout.placement))
     return wrap(local, whole.shape, layout).requires_grad_(requires_grad)
 
 
-def _device(placement: Placement) -> torch.device:
+def device_of(placement: Placement) -> torch.device:
+    """Returns the device of this rank that holds its parts of tensors on ``placement``."""
     return here().device if here().device.type == placement.type else torch.device(placement.type)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwright.comm.current_world import here
 from shardwright.errors import LayoutError, PlanError, nearest
+from shardwright.global_tensor.creation import device_of
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement, check_placement
 from shardwright.global_tensor.same_arguments import check_everywhere
@@ -114,7 +115,8 @@ def _from_first_rank(tensor: Tensor, layout: GlobalLayout) -> GlobalTensor:
         return to_global(tensor, layout.placement, layout.sbp)
     first = layout.placement.ranks[0]
     source = GlobalLayout(Placement(layout.placement.type, (first,), (1,)), (broadcast,))
-    local = tensor.clone()
+    device = device_of(layout.placement)
+    local = tensor.to(device, copy=True)
     if here().rank != first:
-        local = torch.empty(local_shape(tuple(tensor.shape), source, here().rank), dtype=tensor.dtype)
+        local = torch.empty(local_shape(tuple(tensor.shape), source, here().rank), dtype=tensor.dtype, device=device)
     return wrap(local, tuple(tensor.shape), source).to_global(layout.placement, layout.sbp)

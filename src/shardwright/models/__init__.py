@@ -139,13 +139,16 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         with describable(f"the model {config}"):
             return find(name).factory(config)
     factory = _load(name)
-    parameters = inspect.signature(factory).parameters
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (ValueError, TypeError):  # what is written in C may have no signature: then it refuses settings itself
+        parameters = None
+    if parameters is not None and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
         for key, value in settings.items():
             check_known(name, key, value, list(parameters))
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except (NameError, TypeError):
+    except Exception:  # text of anybody's is evaluated
         hints = {}  # annotations that cannot be resolved: text values are then parsed as literals
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:

@@ -74,7 +74,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
     The count may be a number or a tensor, and may be a sum of weights.
 
-    Raises: PlanError: ``result`` is not a pair whose first part is a tensor without dims.
+    Raises: PlanError: ``result`` is not a pair of a tensor without dims and a number.
 
     >>> sum_and_count((torch.tensor(3.0), 2))
     (tensor(3.), tensor(2))
@@ -95,7 +95,18 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             allowed="a pair (sum, count), the sum a tensor of one number",
             fix="return loss.sum(), targets.numel(), or give torch's own: loss=torch.nn.CrossEntropyLoss()",
         )
-    return result[0], torch.as_tensor(result[1], device=result[0].device)
+    try:
+        count = torch.as_tensor(result[1], device=result[0].device)
+        if count.numel() != 1:
+            raise ValueError(count.shape)
+        return result[0], count
+    except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
+        raise PlanError(
+            "the count of a loss is no number",
+            given=f"{type(result[1]).__name__}: {result[1]!r:.80}",
+            allowed="a number, or a tensor of one",
+            fix="return loss.sum(), targets.numel()",
+        ) from failure
 
 
 def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:

@@ -12,6 +12,8 @@ from shardwright.errors import PlanError, nearest
 
 Config = TypeVar("Config")
 
+_LONGEST = 80
+
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -86,7 +88,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
             return _parse_first(name, value, get_args(hint))
         if hint is type(None) and (value is None or text in ("none", "None")):
             return None
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         pass
     else:
         kinds = (bool, int, float, str, type(None))
@@ -96,7 +98,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
     if get_origin(hint) is Literal:
         example = nearest(text or "", map(str, get_args(hint)))
     raise PlanError(
-        f"'{name}' does not have the right type", given=repr(value), allowed=allowed, fix=f"write {name}={example}"
+        f"'{name}' does not have the right type", given=_shown(value), allowed=allowed, fix=f"write {name}={example}"
     )
 
 
@@ -108,6 +110,15 @@ def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
         except PlanError:
             continue
     raise ValueError(name)
+
+
+def _shown(value: object) -> str:
+    """Returns a value as text, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4300 digits
+        text = f"a {type(value).__name__} too long to be written"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _parse_literal(value: object) -> Any:

@@ -155,9 +155,9 @@ def layer_alone(
     number of tokens of a batch; some modes compare by it the cost of sending activations with that of sending weights.
 
     Traffic: that of :func:`check_same_start`, which compares the layers that the ranks were given.
-    Raises: LayoutError: the layout has other axes than ``tp``, microbatches or the option ``seq``, or does not fit the
-        layer or the ranks, or ``num_tokens`` is less than 1; PlanError: the layer is not exactly an ``nn.Linear``, has
-        hooks, or differs between ranks.
+    Raises: LayoutError: the layout has other axes than ``tp``, microbatches, a precision, activation checkpointing,
+        ``compile`` or the option ``seq``, or does not fit the layer or the ranks, or ``num_tokens`` is less than 1;
+        PlanError: the layer is not exactly an ``nn.Linear``, has hooks, or differs between ranks.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     if not is_exactly(layer, nn.Linear):
@@ -180,6 +180,18 @@ def layer_alone(
             given=str(layout),
             allowed="one tp factor: tp4, tp2x2/2d, tp2x2x2/3d",
             fix="use parallelize for whole models",
+        )
+    whole_models = {
+        layout.precision: layout.precision != "fp32",
+        f"recompute:{layout.recompute}": layout.recompute is not None,
+        f"compile:{layout.compile}": layout.compile is not None,
+    }
+    if ignored := [name for name, asked in whole_models.items() if asked]:
+        raise LayoutError(
+            "a layer alone computes in its own dtype, and as it is",
+            given=str(layout),
+            allowed="one tp factor, without options of whole models: precision, recompute, compile",
+            fix=f"leave out {' and '.join(ignored)}; for another precision, give a layer of that dtype",
         )
     if layout.factors[0].option(SEQ) is not None:
         raise LayoutError(

@@ -238,10 +238,11 @@ class Run:
             return
         values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
         trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
-        self._guard.warn_if_unchanged({name: values[name] for name in trained})
         if self.world.size > 1:
             updates = self._guard.updates.lines(), self._guard.updates_of_all.lines()
             check_ranks(self.plan, self.axes, self.parameters, values, batch, self.num_steps, earlier, updates)
+        # after the comparison, in which all ranks take part: the warning may be an error, of one rank alone
+        self._guard.warn_if_unchanged({name: values[name] for name in trained})
 
     @property
     def loss_scale(self) -> LossScale | None:

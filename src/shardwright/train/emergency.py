@@ -8,35 +8,48 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save_alone
+from shardwright.checkpoint.saving import kept_buffers, save_alone, survivors_of
+from shardwright.checkpoint.survivors import SurvivorState
 from shardwright.errors import CheckpointError, CommunicationError, RankDifferenceError
 from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
-from shardwright.train.out_folder import OtherRunError
+from shardwright.train.out_folder import CHECKPOINTS, LOCK, OtherRunError
 from shardwright.train.progress import say
 
 _LARGE = 2**16
 """The elements from which a buffer is copied only where its version says that it was written, as masks are not."""
 
+_MOST_S = 5.0
+"""The most seconds to wait for the parts of others where a rank is gone, so that its launcher has begun to end all."""
+
 
 class EmergencyCheckpoint:
-    """Saves the last step that all ranks have completed when a rank fails, unless a later step has changed its state.
+    """Saves the last step that the ranks have completed when one fails, unless a later step has changed its state.
 
     A step that fails has mostly not updated the parameters, but its forward may have written buffers, such as the
     running statistics of BatchNorm: :meth:`save` compares the buffers with copies from the end of the last complete
     step. An fp16 loss scale is set back to that of this step. Every rank constructs such an object while all ranks can
-    communicate, because the constructor gathers from all ranks what a later save needs. ``keep``, if not 0, is how many
-    checkpoints stay in ``folder``, and ``most_s`` is how many seconds a rank waits for the parts of the others.
+    communicate, because the constructor gathers from all ranks what a later save needs. Checkpoints are in the folder
+    "checkpoints" of ``out``, the run's folder. ``keep``, if not 0, is how many stay there, and ``most_s`` is how many
+    seconds a rank waits for the parts of the others.
     """
 
-    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, folder: Path, *, keep: int, most_s: float) -> None:
-        self.run, self.optimizer, self.folder, self.keep, self.most_s = run, optimizer, folder, keep, most_s
-        self._agreed = agree_on_save(run)
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, out: Path, *, keep: int, most_s: float) -> None:
+        self.run, self.optimizer, self.out, self.keep, self.most_s = run, optimizer, out, keep, most_s
+        self._survivors = survivors_of(run, optimizer)
         self._step: int | None = None
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}  # the buffer, its version, and a copy of it
         self._scale: LossScale | None = None
         self._why_not = ""
+        self.know_folder()
+
+    def know_folder(self) -> None:
+        """Remembers which file locks the run's folder, which tells the folder from one that another run makes later.
+
+        Called after each save, before which a folder that was removed is made again.
+        """
+        self._lock = self._lock_now()
 
     def note(self) -> None:
         """Remembers the step's number and loss scale, and copies the buffers; called after each complete step."""
@@ -55,34 +68,46 @@ class EmergencyCheckpoint:
     def save(self, failure: BaseException) -> None:
         """Saves the last complete step when ``failure``, an exception, ends this rank's part of the run.
 
-        Every rank calls it. The rank that completes the checkpoint says so on standard error; if the state has changed
-        or the save fails, the ranks that failed by themselves say so. Nothing is saved if no step is complete, if a
-        later step has changed the state, or if the step has a checkpoint already. After a RankDifferenceError or
-        CheckpointError the state, or a save, is wrong, and after an OtherRunError the folder is another run's: nothing
-        is saved then either. An error while saving is printed and not raised.
+        Every rank that still runs calls it, and these ranks save what they hold between them: the others, such as one
+        that was killed, are not needed if nothing is theirs alone. One rank says on standard error what was saved, or
+        why nothing was. Nothing is saved, or said, if no step is complete or if the step has a checkpoint already.
+        After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an OtherRunError the
+        folder is another run's: nothing is saved then either. An error while saving is printed and not raised.
         """
-        step = self._step
-        if isinstance(failure, RankDifferenceError | CheckpointError | OtherRunError) or step is None:
+        now = self._lock_now()
+        if isinstance(failure, OtherRunError) or (now is not None and now != self._lock):
+            self.run.world.transport.abandon(failure)
             return
-        said = ""
-        try:
-            if (self.folder / f"step-{step:08d}").exists():
-                return
-            why_not = self._why_not or ("the step that failed has changed buffers" if self._have_changed() else "")
-            if why_not:
-                if not isinstance(failure, CommunicationError):  # the rank that failed by itself says it
-                    said = f"step {step}, the last that was complete, is not saved: {why_not}"
-            else:
-                if self._scale is not None:
-                    vars(self.run.loss_scale).update(vars(self._scale))
-                if save_alone(self.folder, self.run, self.optimizer, step, self._agreed, keep=self.keep,
-                              failure=failure, most_s=self.most_s):  # fmt: skip
-                    said = f"step {step}, the last that was complete, is saved"
-        except Exception as why:  # the failure itself is raised, and not this one
-            if not isinstance(failure, CommunicationError):
-                said = f"step {step} could not be saved: {str(why) or repr(why)}"
+        lost = isinstance(failure, CommunicationError)
+        with self.run.world.transport.saving():
+            said = save_alone(
+                self.out / CHECKPOINTS, self.run, self.optimizer, self._survivors, self._state(failure),
+                keep=self.keep, failure=failure, most_s=min(self.most_s, _MOST_S) if lost else self.most_s,
+                settle=self._settle,
+            )  # fmt: skip
         if said:
             say(said)
+
+    def _state(self, failure: BaseException) -> SurvivorState:
+        """Returns what this rank can give to the checkpoint."""
+        forbids = isinstance(failure, RankDifferenceError | CheckpointError)
+        why_not = self._why_not
+        if self._step is not None and not why_not and not forbids and self._have_changed():
+            why_not = "the step that failed has changed buffers"
+        return SurvivorState(step=self._step, why_not=why_not, forbids=forbids)
+
+    def _settle(self) -> None:
+        """Sets back what a step changes before it updates parameters."""
+        if self._scale is not None:
+            vars(self.run.loss_scale).update(vars(self._scale))
+
+    def _lock_now(self) -> tuple[int, int] | None:
+        """Returns the device and number of the file that locks the run's folder; None if it is gone."""
+        try:
+            found = (self.out / LOCK).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _copied(self, name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor]:
         """Returns a buffer with its version and a copy; a large one's copy of before, if nothing has written to it."""

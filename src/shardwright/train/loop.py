@@ -213,9 +213,7 @@ class _Training:
         elif config.weights:
             load_weights(self.run, config.weights, names=config.weights_prefix)
         self.first_step = self.run.num_steps
-        self.emergency = EmergencyCheckpoint(
-            self.run, self.optimizer, out / CHECKPOINTS, keep=config.keep, most_s=config.grace_s
-        )
+        self.emergency = EmergencyCheckpoint(self.run, self.optimizer, out, keep=config.keep, most_s=config.grace_s)
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
@@ -358,6 +356,7 @@ class _Training:
             raise in_use(self.out)
         wait = self._wait_saves() or wait  # what could not be written beside training is tried again at once
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
+        self.emergency.know_folder()
 
     def _wait_saves(self) -> bool:
         """Waits for the checkpoint being written; returns True, after a warning, if it could not be written."""

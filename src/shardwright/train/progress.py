@@ -26,8 +26,9 @@ _LINE_EVERY_S = 5.0
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error, without buffering."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
+    """Prints a line on standard error, without buffering, unless that is closed: a run goes on without its lines."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
 class Log:
@@ -115,7 +116,8 @@ class Log:
     def warn(self, text: str) -> None:
         """Prints ``text``, a warning, on standard error, above the progress bar if there is one."""
         if self.writes:
-            Console(stderr=True).print(text) if self._bar is None else self._bar.console.print(text)
+            # not by rich, which ends the process if standard error is a pipe that was closed
+            say(text) if self._bar is None else self._bar.console.print(text)
 
     def close(self) -> None:
         """Ends the progress bar and closes the files."""

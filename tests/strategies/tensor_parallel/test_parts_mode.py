@@ -6,11 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from shardwright.comm.launch import run_on_threads
-from shardwright.errors import PlanError, RankFailedError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
+from shardwright.layout import Layout
 from shardwright.mesh import Mesh
+from shardwright.models import CrossEntropy
+from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 
@@ -271,3 +275,25 @@ def test_a_gradient_that_another_operator_has_too_is_not_summed_in_place():
         return x.grad.tolist(), other.grad.tolist()
 
     assert run_on_threads(Mesh(tp=2), work) == [([[2.0] * 3], [[1.0] * 3])] * 2
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(8, 600)), nn.Parameter(torch.empty(600, 8))
+
+    def forward(self, x):
+        return torch.relu(x @ self.up) @ self.down
+
+
+@pytest.mark.parametrize("size", [254, 255, 256, 300])
+def test_a_model_is_cut_by_its_operators_over_as_many_ranks_as_labels_of_one_byte_can_name(size):
+    """One label, 255, is for all ranks: with as many a rank would be taken for all of them."""
+    layout = Layout.parse(f"tp{size}")
+    job = job_for(Wide(), CrossEntropy(), layout, torch.ones(4, 8))
+    if size > 254:
+        with pytest.raises(LayoutError, match=f"no layer of the model can be cut over tp={size}"):
+            make_plan(job, layout)
+    else:
+        up = make_plan(job, layout)[0].compute["up"]
+        assert [up.local_shape({"tp": rank}) for rank in (0, 253)] == [(8, 3), (8, 2)]

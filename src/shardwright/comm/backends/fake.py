@@ -7,6 +7,7 @@ are recorded as a real backend records them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -186,6 +187,10 @@ class FakeTransport:
 
     def abandon(self, failure: BaseException) -> None:
         """Does nothing: a fake world has no other ranks that must learn of the failure."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: no process waits for it."""
+        return nullcontext()
 
 
 def fake_world(rank: int, size: int, device: torch.device | None = None, *, blocks: Blocks | None = None) -> World:

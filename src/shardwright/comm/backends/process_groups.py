@@ -28,6 +28,7 @@ from shardwright.comm.backends.gloo import GlooChannel
 from shardwright.comm.backends.message_blocks import Link, MessageExchange, folder_for_sockets
 from shardwright.comm.backends.nccl import NcclChannel
 from shardwright.comm.backends.nodes import nodes_of_ranks
+from shardwright.comm.backends.run_folder import SAVES
 from shardwright.comm.backends.shared_memory import SharedChannel
 from shardwright.comm.backends.through_host import ChannelThroughHost
 from shardwright.comm.backends.two_level import TwoLevelChannel, TwoLevels, has_two_levels
@@ -68,7 +69,7 @@ class ProcessTransport:
         report: Report = end_with,
     ) -> None:  # fmt: skip
         self.rank, self.recorder, self.timeout, self.call_checker = rank, recorder, timeout, call_checker
-        self.device = device
+        self.device, self._folder = device, folder
         self._over_nccl = has_native_group(device.type)
         self.torch_timeout = torch_timeout(timeout, over_nccl=self._over_nccl)
         self._watchdog = Watchdog(rank, timeout.total_seconds(), report)
@@ -206,6 +207,19 @@ class ProcessTransport:
     def abandon(self, failure: BaseException) -> None:
         """Closes this rank's connections, so that a rank of this machine that waits for it gets an error."""
         self.disconnect()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Returns a context in which a file in the run's folder asks the launcher to let this rank save."""
+        sign = None if self._folder is None else Path(self._folder, f"{self.rank}{SAVES}")
+        with suppress(OSError):  # without a sign there is less time
+            if sign is not None:
+                sign.touch()
+        try:
+            yield
+        finally:
+            if sign is not None:
+                sign.unlink(missing_ok=True)
 
     def disconnect(self) -> None:
         """Ends this rank's helper threads, and closes its connections to the other ranks of this machine.

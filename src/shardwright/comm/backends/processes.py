@@ -26,7 +26,6 @@ from shardwright.comm.backends import rank_devices
 from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
-from shardwright.comm.backends.rank_devices import numbered
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
 from shardwright.comm.backends.watchdog import Report, end_with
@@ -39,7 +38,7 @@ from shardwright.comm.world import World
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
 from shardwright.fork_server import FORK_SERVER
-from shardwright.formatting import first_line
+from shardwright.formatting import first_line, numbered
 
 T = TypeVar("T")
 
@@ -189,7 +188,7 @@ def run_processes(
     program["authkey"] = bytes(program["authkey"])
     work_pickled = pickle.dumps((work, tuple(args), options))
     with run_folder() as folder:
-        started = StartedRanks(grace_s)
+        started = StartedRanks(grace_s, folder)
         with started.running():
             for rank in range(num_ranks):
                 pipes, pid = FORK_SERVER.fork()
@@ -240,8 +239,9 @@ def rank_main(task: int, answer: int) -> None:
         # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # they may be closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

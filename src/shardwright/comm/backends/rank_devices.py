@@ -23,6 +23,7 @@ import torch
 from shardwright import devices
 from shardwright.devices import OPTION
 from shardwright.errors import PlanError
+from shardwright.formatting import numbered
 
 GLOO = "/gloo"
 """The suffix of a device type whose ranks communicate by gloo, through host memory, and may share a GPU."""
@@ -192,19 +193,3 @@ def _named(ranks: Sequence[RankDevice], which: Iterable[int]) -> str:
     """Returns the ranks ``which`` as text, by host: "ranks 0 to 3 on a, rank 4 on b"."""
     by_host = groupby(which, key=lambda rank: ranks[rank].host)
     return ", ".join(f"{numbered(list(found))} on {host}" for host, found in by_host)
-
-
-def numbered(ranks: Sequence[int]) -> str:
-    """Returns rank numbers as text, in which consecutive numbers are written as a range.
-
-    >>> numbered([0, 1, 2, 5]), numbered([3])
-    ('ranks 0 to 2, 5', 'rank 3')
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

@@ -17,6 +17,9 @@ from pathlib import Path
 from shardwright.comm.backends.message_blocks import folder_for_sockets
 from shardwright.file_locks import lock
 
+SAVES = ".saves"
+"""The end of the name of a file in the run's folder, after the rank's number, while that rank saves after a failure."""
+
 _PREFIX = "shardwright-run-"
 
 

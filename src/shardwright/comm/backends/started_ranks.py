@@ -3,6 +3,7 @@
 A failure has a cause: a rank that raised, or ended without a result or report. Ranks that then lose their connection to
 it fail only as a consequence. Once the cause is known, the other ranks have a second to end, and then they are killed:
 a rank inside a long computation runs no Python signal handler, and a suspended rank reacts to no signal but SIGKILL.
+Ranks that save what they hold after the failure have a few seconds more.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ import os
 import pickle
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from shardwright.comm import failures
+from shardwright.comm.backends.run_folder import SAVES
 from shardwright.fork_server import HELD_BACK, RankPipes, read_status
 
 KNOWN_S = 1.0
 """Seconds that the other ranks have to end once the cause of a failure is known."""
+
+SAVES_S = 6.0
+"""Seconds from then on that ranks have which save what they hold; the others have them too, as long as a rank saves."""
 
 UNKNOWN_S = 3.0
 """Seconds that the launcher waits for the cause once a rank reports that it lost another rank."""
@@ -136,12 +143,14 @@ def _for_ranks(number: int) -> int:
 class StartedRanks:
     """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure.
 
-    Processes that have not ended ``grace_s`` seconds after a stop signal are killed.
+    Processes that have not ended ``grace_s`` seconds after a stop signal are killed. ``folder`` is the run's folder, in
+    which a file says of each rank that saves after a failure that it does.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, folder: Path) -> None:
         self.ranks: list[RankProcess] = []
-        self.grace_s = grace_s
+        self.grace_s, self.folder = grace_s, folder
+        self._last_s = self._grace_end_s = float("inf")  # when ranks that save are killed too
         self.signalled = 0  # the first signal to the launcher that told the run to stop
         self._notes: dict[int, failures.Note] = {}
         self._end_s = float("inf")  # when the ranks that are still there are killed
@@ -193,7 +202,7 @@ class StartedRanks:
             for rank in self.ranks:
                 if rank.unwatched and not rank.ended and not rank.alive:
                     self._note_end(rank, None)
-            if time.monotonic() > self._end_s:
+            if time.monotonic() > self._end_s and not self._waits_for_saves():
                 self._kill_all()
         if all(rank.answered == RESULT for rank in self.ranks):
             return [bytes(rank.answer[9:]) for rank in self.ranks]
@@ -203,11 +212,28 @@ class StartedRanks:
         if number != signal.SIGUSR1 and not self.signalled:  # a second one changes nothing: the ranks save
             self.signalled = number
             self._end_within(self.grace_s)
+            self._grace_end_s = self._end_s
         for rank in self.ranks:
             rank.signal(_for_ranks(number))
 
     def _end_within(self, seconds: float) -> None:
         self._end_s = min(self._end_s, time.monotonic() + seconds)
+
+    def _failed_within(self, seconds: float) -> None:
+        """Gives the ranks so many seconds because one has failed, or more to ranks that save."""
+        self._end_within(seconds)
+        self._last_s = min(self._last_s, time.monotonic() + SAVES_S)
+
+    def _waits_for_saves(self) -> bool:
+        """Returns whether a rank still saves after a failure, and may; the others then have a second after it."""
+        left = (rank.number for rank in self.ranks if not rank.ended and not rank.killed)
+        if not any((self.folder / f"{number}{SAVES}").exists() for number in left):
+            return False
+        if time.monotonic() > min(self._last_s, self._grace_end_s):
+            sys.stderr.write(f"the last step is not saved: {SAVES_S:g} s after the failure it was not written\n")
+            return False
+        self._end_s = time.monotonic() + KNOWN_S
+        return True
 
     def _kill_all(self) -> None:
         for rank in self.ranks:
@@ -254,7 +280,7 @@ class StartedRanks:
         if isinstance(note.failure, failures.StopRequested):
             self._end_within(_STOPPED_S)
         else:
-            self._end_within(KNOWN_S if note.explains else UNKNOWN_S)
+            self._failed_within(KNOWN_S if note.explains else UNKNOWN_S)
 
     def _note_end(self, rank: RankProcess, code: int | None) -> None:
         rank.hear()
@@ -263,7 +289,7 @@ class StartedRanks:
             self._forget(pipe)
         self._note_answer(rank)
         if not rank.answered and not rank.killed:
-            self._end_within(KNOWN_S)
+            self._failed_within(KNOWN_S)
 
     def _failure(self) -> BaseException:
         silent = [rank for rank in self.ranks if not rank.killed and not rank.answered]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -187,6 +188,10 @@ class ThreadTransport:
     def abandon(self, failure: BaseException) -> None:
         """Makes every other rank raise, in the call that it waits in or at its next, because this rank has failed."""
         self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: threads are not ended."""
+        return nullcontext()
 
 
 class ThreadChannel(Channel):

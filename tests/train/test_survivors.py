@@ -1,0 +1,233 @@
+"""Of a run of which a rank is gone, the ranks that are left save what they hold between them, or say why they cannot.
+
+A rank is gone by an exception that no part of a run catches: as if it was killed, it writes nothing any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardwright.checkpoint import saving, survivors
+from shardwright.checkpoint.manifest import find, steps_in
+from shardwright.checkpoint.survivors import SurvivorState
+from shardwright.comm.rank_life import this_process
+from shardwright.errors import RankDifferenceError, RankFailedError
+from shardwright.layout import Layout
+from shardwright.parallelize.run import Run
+from shardwright.train.config import TrainConfig
+from shardwright.train.emergency import EmergencyCheckpoint
+from shardwright.train.loop import train
+from shardwright.train.progress import read_metrics
+
+OPTIONS = {"settings": {"num_layers": 2, "width": 8, "num_heads": 2}, "seq": 8, "batch": 4, "steps": 5, "warmup": 1}
+
+
+class GoneError(BaseException):
+    """Ends a rank's thread at once."""
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(survivors, "JOIN_S", 0.5)  # a thread that is gone is not seen to be
+
+
+def config(line, **options):
+    return TrainConfig(layout=line, **{**OPTIONS, **options})
+
+
+def names_in(out):
+    return sorted(path.name for path in (out / "checkpoints").glob("*") if path.name != ".saving")
+
+
+def goes(monkeypatch, rank, kind, name, number, failure=GoneError):
+    """Makes a rank fail at the beginning of a method's call of this number."""
+    plain, calls = getattr(kind, name), []
+
+    def broken(self, *given, **named):
+        if threading.current_thread().name == f"rank {rank}":
+            calls.append(name)
+            if len(calls) == number:
+                raise failure
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(kind, name, broken)
+
+
+def run_of(monkeypatch, tmp_path, line, rank, kind=Run, name="step", number=4, **options):
+    """Trains a run of which a rank is gone in its fourth step; returns its folder."""
+    goes(monkeypatch, rank, kind, name, number)
+    with pytest.raises(RankFailedError, match=f"(?s)rank {rank} failed.*GoneError"):
+        train(config(line, **options), tmp_path / "run", ranks="threads")
+    monkeypatch.undo()
+    return tmp_path / "run"
+
+
+HELD_TWICE = ["dp2", "dp2 tp2", "dp3 tp2", "pp2/1f1b mb2 dp2", "dp2 tp2x2/2d"]
+
+
+@pytest.mark.parametrize("line", HELD_TWICE)
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.sampled(4)
+def test_what_other_ranks_hold_copies_of_is_saved_without_a_rank_that_is_gone(
+    tmp_path, monkeypatch, capsys, line, which
+):
+    rank = 0 if which == "first" else Layout.parse(line).num_ranks - 1
+    out = run_of(monkeypatch, tmp_path, line, rank)
+    said = capsys.readouterr().err
+    assert said.count("step 3, the last that was complete, is saved by rank") == 1
+    assert "which held all of it" in said
+    assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000003"]
+    assert not any(file.name.startswith(f"part-{rank:05}") for file in find(out / "checkpoints").iterdir())
+    assert train(config("tp2"), out, resume=True, ranks="threads")["steps"] == 5
+    train(config("single"), tmp_path / "whole", ranks="threads")
+    found, expected = ({row["step"]: row["loss"] for row in read_metrics(each)} for each in (out, tmp_path / "whole"))
+    assert {4, 5} <= found.keys()  # a rank that is gone writes no rows
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)
+
+
+@pytest.mark.parametrize("line", ["tp2", "dp2/zero1", "dp2/zero3", "pp2/1f1b mb2"])
+@pytest.mark.sampled(2)
+def test_what_a_rank_that_is_gone_held_alone_is_named_and_nothing_is_saved(tmp_path, monkeypatch, capsys, line):
+    out = run_of(monkeypatch, tmp_path, line, 1, save_every=2)
+    said = capsys.readouterr().err
+    assert said.count("step 3, the last that was complete, is not saved: ") == 1
+    assert "rank 1 alone held '" in said
+    assert "or parts of them" in said
+    assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000002"]
+    assert train(config(line, save_every=2), out, resume=True, ranks="threads")["steps"] == 5
+    assert names_in(out) == ["step-00000002", "step-00000004", "step-00000005"]  # and nothing of the failure
+
+
+def test_a_step_that_the_rank_which_is_gone_had_not_completed_is_saved_by_those_that_had(tmp_path, monkeypatch):
+    out = run_of(monkeypatch, tmp_path, "dp2 tp2", 3, EmergencyCheckpoint, "note")
+    assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004"]
+    assert train(config("dp2"), out, resume=True, ranks="threads")["steps"] == 5
+    train(config("single"), tmp_path / "whole", ranks="threads")
+    assert read_metrics(out)[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "whole")[-1]["loss"], rel=1e-5)
+
+
+def test_ranks_that_have_found_the_state_wrong_forbid_the_others_to_save(tmp_path, monkeypatch, capsys):
+    """One rank knows that ranks differ, and another has lost it before it could know."""
+    error = RankDifferenceError("they differ", given="", allowed="", fix="")
+    goes(monkeypatch, 1, Run, "step", 4, error)
+    with pytest.raises(RankFailedError, match="they differ"):
+        train(config("dp2"), tmp_path / "run", ranks="threads")
+    assert names_in(tmp_path / "run") == []
+    assert "is saved" not in capsys.readouterr().err
+
+
+def test_nothing_is_written_into_a_folder_that_another_run_has_made(tmp_path, monkeypatch):
+    plain = Run.step
+
+    def step(self, *given, **named):
+        if self.num_steps == 3 and self.world.rank == 1:
+            (tmp_path / "run" / ".lock").rename(tmp_path / "old")
+            (tmp_path / "run" / ".lock").touch()
+            raise ArithmeticError("of the work")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(RankFailedError, match="of the work"):
+        train(config("dp2"), tmp_path / "run", ranks="threads")
+    assert names_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("where", ["a part", "the meeting"])
+def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monkeypatch, capsys, where):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if where == "a part":
+        monkeypatch.setattr(saving, "save_file", full)
+    else:
+        monkeypatch.setattr(survivors.Meeting, "come", lambda at, _: full(at.folder.mkdir(parents=True, exist_ok=True)))
+        monkeypatch.setattr(survivors.Meeting, "is_first", full)
+        monkeypatch.setattr(survivors, "life_of", lambda process, here: "runs")
+    plain = Run.step
+
+    def step(self, *given, **named):
+        if self.num_steps == 3:
+            raise ArithmeticError("of the work")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(RankFailedError, match="of the work"):
+        train(config("dp4"), tmp_path / "run", ranks="threads")
+    assert capsys.readouterr().err.count("step 3 could not be saved: [Errno 28] No space left on device") == 1
+    assert names_in(tmp_path / "run") == []
+
+
+def test_a_buffer_that_only_the_rank_which_is_gone_held_is_named(tmp_path, monkeypatch, capsys):
+    names = {"rank 0": {}, "rank 1": {"mean": torch.zeros(3)}}
+    monkeypatch.setattr(saving, "kept_buffers", lambda _: names[threading.current_thread().name])
+    out = run_of(monkeypatch, tmp_path, "dp2", 1)
+    assert "step 3, the last that was complete, is not saved: rank 1 alone held 'mean'" in capsys.readouterr().err
+    assert steps_in(out / "checkpoints") == []
+
+
+def left_behind(folder, *noted):
+    """The temporary folder of a save beside training, with the notes of some ranks."""
+    (folder / "notes").mkdir(parents=True)
+    for rank in noted:
+        (folder / "notes" / f"{rank}.json").touch()
+    return folder / "notes"
+
+
+def test_a_save_beside_training_ends_if_a_rank_is_dead_that_has_not_written_its_part(tmp_path):
+    """Else its thread would hold the lock of the folder, and wait for that part."""
+    here = this_process()
+    known = SimpleNamespace(here=here, processes=[here, [here[0], here[1], 0.0]], token="mine")
+    doomed, whole = left_behind(tmp_path / ".tmp-step-2-a", 0), left_behind(tmp_path / ".tmp-step-3-b", 1)
+    mine = left_behind(tmp_path / ".tmp-step-4-mine")
+    survivors.Meeting(tmp_path / ".tmp-failed-mine", known)._end_doomed_saves()
+    assert [notes.is_dir() for notes in (doomed, whole, mine)] == [False, True, True]
+
+
+def test_survivors_remove_what_saves_that_were_killed_have_left(tmp_path, monkeypatch):
+    goes(monkeypatch, 1, Run, "step", 4)
+    left_behind(tmp_path / "run" / "checkpoints" / ".tmp-step-00000002-dead", 0)
+    with pytest.raises(RankFailedError, match="GoneError"):
+        train(config("dp2"), tmp_path / "run", ranks="threads")
+    (tmp_path / "run" / "checkpoints" / ".tmp-failed-x").mkdir()  # of an earlier failure: the next save removes it
+    monkeypatch.undo()
+    assert [name for name in names_in(tmp_path / "run") if "step" in name] == ["step-00000003"]
+    train(config("dp2"), tmp_path / "run", resume=True, ranks="threads")
+    assert names_in(tmp_path / "run") == ["step-00000003", "step-00000005"]
+
+
+DONE = {rank: SurvivorState(step=3) for rank in range(4)}
+
+
+def decided(monkeypatch, held, states):
+    """The step and ranks of the decision where only these ``held`` sets of ranks hold all."""
+    found = object.__new__(survivors.Survivors)
+    monkeypatch.setattr(found.__class__, "lost", lambda _, ranks: {} if {*ranks} in held else {"w": (1,)})
+    found.needs_all, found.run = False, type("run", (), {"world": type("world", (), {"size": 4})})
+    decision = found.decide(states)
+    return decision.step, decision.ranks, decision.why_not
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (DONE, (3, (0, 1, 2, 3), "")),
+        ({0: DONE[0], 1: DONE[1]}, (3, (0, 1), "")),
+        ({0: DONE[0], 2: DONE[2]}, (3, (), "rank 1")),
+        ({**DONE, 0: SurvivorState(step=4), 1: SurvivorState(step=4)}, (4, (0, 1), "")),
+        ({**DONE, 3: SurvivorState(step=3, why_not="it has begun")}, (3, (), "it has begun")),
+        ({**DONE, 3: SurvivorState(step=3, forbids=True)}, (None, (), "")),
+        ({rank: SurvivorState(step=None) for rank in range(4)}, (None, (), "")),
+        ({}, (None, (), "")),
+    ],
+)
+def test_ranks_decide_for_the_latest_step_that_they_hold_whole(monkeypatch, states, expected):
+    step, ranks, why_not = decided(monkeypatch, [{0, 1}, {0, 1, 2, 3}], states)
+    assert (step, ranks) == expected[:2]
+    assert expected[2] in why_not
+    assert bool(expected[2]) == bool(why_not)
