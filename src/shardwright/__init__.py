@@ -15,6 +15,7 @@ with collection_paused():
     from shardwright.layout import Layout
     from shardwright.mesh import Mesh
     from shardwright.models.losses import CrossEntropy, MeanSquaredError
+    from shardwright.models.model_loss import MeanLoss, ModelLoss
     from shardwright.parallelize import parallelize
     from shardwright.parallelize.layer_alone import layer_alone
     from shardwright.parallelize.run import Run
@@ -33,8 +34,10 @@ __all__ = [
     "Axis",
     "CrossEntropy",
     "Layout",
+    "MeanLoss",
     "MeanSquaredError",
     "Mesh",
+    "ModelLoss",
     "Run",
     "Verdict",
     "World",
