@@ -20,12 +20,14 @@ from shardwright.strategies import STRATEGIES
 from shardwright.train.config import TrainConfig
 
 NAMES = [
-    *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
+    *("Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run", "Verdict", "World"),
     *("global_tensor", "launch", "layer_alone", "load", "parallelize", "plan_layouts", "run_on_threads", "save"),
     *("time_layers", "verify", "without_values"),
 ]
 
 PARAMETERS = {
+    "MeanLoss": "function ignore_index",
+    "ModelLoss": "labels shifted= ignore_index=",
     "CrossEntropy": "ignore_index label_smoothing",
     "Layout": "factors num_microbatches precision recompute own_statistics compile",
     "Layout.from_dict": "mapping",
@@ -48,6 +50,8 @@ PARAMETERS = {
 
 METHODS = {
     "accumulate": "batches",
+    "average": "optimizer decay",
+    "busy_seconds": "",
     "changed": "",
     "clip_grad_norm_": "max_norm",
     "evaluate": "batch",
@@ -60,8 +64,9 @@ METHODS = {
     "part": "inputs targets num_global",
     "pieces": "batch num_microbatches",
     "predict": "inputs",
+    "profile": "path",
     "rehearse_with": "batch values",
-    "shard": "batches",
+    "shard": "batches targets",
     "share": "num_samples",
     "state_dict": "full=",
     "step": "batch update",
@@ -100,7 +105,7 @@ FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--save-async", "--keep", "--check-every"}
-    | {"--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
+    | {"--eval-every", "--tensorboard", "--logger", "--profile", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores", "--grace-s"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
@@ -120,7 +125,7 @@ OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
-    *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
+    *("measured_costs", "tensorboard", "logger", "profile", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
     "offload_folder",
 ]
 

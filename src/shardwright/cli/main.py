@@ -75,6 +75,13 @@ def train(
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
     check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
+    logger: Annotated[
+        str | None,
+        typer.Option(help="tensorboard, wandb, mlflow, or package.module:function of a row; commas between several."),
+    ] = None,
+    profile: Annotated[
+        int | None, typer.Option(help="Profile so many steps, after three, into trace.json in --out.", show_default="0")
+    ] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds a collective may wait.", show_default="600")] = None,
@@ -106,7 +113,7 @@ def train(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
         eval_every=eval_every, check_every=check_every,
-        tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
+        tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
         bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
     )  # fmt: skip
     try:
@@ -158,6 +165,7 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
         f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak per rank\n"
         f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n"
         f"  metrics     {out / 'metrics.jsonl'}"
+        + (f"\n  trace       {summary['trace']} (open it at ui.perfetto.dev)" if summary["trace"] else "")
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -357,6 +358,32 @@ class Run:
         found = [own] if stages is None else gather_json(stages, own)
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
+
+    @contextmanager
+    def profile(self, path: str | Path) -> Iterator[None]:
+        """Returns a context in which steps are profiled by ``torch.profiler``; rank 0 writes one trace of all ranks.
+
+        All ranks enter it together. The trace at ``path`` is in Chrome's format, which Perfetto (ui.perfetto.dev) and
+        chrome://tracing open: a process for each rank, with ranges named "step", "action" (a forward or backward of a
+        microbatch), "layer", "call" (a collective or message) and "wait", over torch's own operators and kernels. The
+        folder of ``path`` is one that all ranks reach. A run that is not profiled has no hooks for it.
+
+        Traffic: five barriers. Raises: PlanError: the folder does not exist.
+        """
+        from shardwright.parallelize.profiling import profiled  # only when it is used
+
+        with profiled(self, Path(path)):
+            yield
+
+    def busy_seconds(self) -> tuple[float, float]:
+        """Returns the seconds of this rank's forwards and backwards in the last step, and those from first to last.
+
+        Both are seconds of the host's clock, and 0 before the first step. Traffic: none.
+        """
+        spans = self._executor.spans
+        if not spans:
+            return 0.0, 0.0
+        return sum(seconds_between(s.start_s, s.end_s) for s in spans), seconds_between(spans[0].start_s, spans[-1].end_s)
 
     def explain(self, path: str) -> str:
         """Returns text on how one module is parallelized and why, with its parameters, forward stack and traffic.

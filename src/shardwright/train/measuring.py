@@ -118,6 +118,23 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
     return run, optimizer, next(batches)
 
 
+def step_usage(run: Run, everyone: Axis) -> tuple[list[int], float | None]:
+    """Returns the peak memory of every rank in bytes, and the bubble of the last step, a share from 0 to 1.
+
+    The bubble is the share of the ranks' time in which none of their forwards and backwards ran, from the first one's
+    start to the last one's end. It is None without pipeline stages, and on accelerators, whose work the host does not
+    wait for. All ranks call it.
+
+    Traffic: one all-gather.
+    """
+    busy_s, whole_s = run.busy_seconds()
+    mine = [_peak_here(everyone.device), round(busy_s * 1e6), round(whole_s * 1e6)]
+    found = everyone.for_strategy("progress").all_gather(torch.tensor(mine, device=everyone.device)).view(-1, 3)
+    peaks, busy, whole = found.T.tolist()
+    known = has_stages(run.plan.layout) and everyone.device.type in devices.HOST and max(whole) > 0
+    return peaks, max(0.0, 1 - sum(busy) / len(busy) / max(whole)) if known else None
+
+
 def peak_bytes(everyone: Axis) -> list[int]:
     """Returns the peak memory of every rank so far, in bytes and rank order.
 
@@ -125,11 +142,13 @@ def peak_bytes(everyone: Axis) -> list[int]:
 
     Traffic: one all-gather.
     """
-    device = everyone.device
-    peak = devices.peak_bytes(device) if device.type not in devices.HOST else _peak_of_process()
-    mine = torch.tensor([peak], dtype=torch.int64, device=device)
+    mine = torch.tensor([_peak_here(everyone.device)], dtype=torch.int64, device=everyone.device)
     found: list[int] = everyone.for_strategy("progress").all_gather(mine).tolist()
     return found
+
+
+def _peak_here(device: torch.device) -> int:
+    return devices.peak_bytes(device) if device.type not in devices.HOST else _peak_of_process()
 
 
 def _peak_of_process() -> int:

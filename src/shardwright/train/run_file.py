@@ -19,6 +19,7 @@ from shardwright.formatting import first_line
 from shardwright.models import MODELS
 from shardwright.text_files import read_text
 from shardwright.train.config import TrainConfig, read_options
+from shardwright.train.loggers import logger_names
 from shardwright.train.progress import write_json
 
 RUN_FILE = "run.json"
@@ -55,7 +56,8 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
     """Returns the options with which an earlier run in the folder ``out`` was started, without ``stop_at``.
 
     ``model`` is the model named on the command line, if one is. A folder may come from another person, and importing a
-    model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well.
+    model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well, and
+    loggers that are functions are left out.
 
     Raises: CheckpointError: there is no run, its model is not ``model``, or its model is a factory and ``model`` is
         None.
@@ -73,6 +75,7 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
             allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
             fix=f"if you trust that code, add --model {found}",
         )
+    options["logger"] = ",".join(name for name in logger_names(options.get("logger", "")) if ":" not in name)
     return options
 
 
