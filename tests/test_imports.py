@@ -38,6 +38,7 @@ INSIDE = {
     ("cli/planning.py", "planner"): PLANS,
     ("cli/planning.py", "report"): VERBS,
     ("__init__.py", "planner"): PLANS,
+    ("__init__.py", "train"): VERBS,
     ("cli/launching.py", "cli"): VERBS,
     ("global_tensor/tensor.py", "global_tensor"): CYCLE,
     ("global_tensor/indices.py", "global_tensor"): CYCLE,

@@ -20,12 +20,14 @@ from shardwright.strategies import STRATEGIES
 from shardwright.train.config import TrainConfig
 
 NAMES = [
-    *("Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run", "Verdict", "World"),
+    *("Accelerator", "Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run"),
+    *("Verdict", "World"),
     *("global_tensor", "launch", "layer_alone", "load", "parallelize", "plan_layouts", "run_on_threads", "save"),
     *("time_layers", "verify", "without_values"),
 ]
 
 PARAMETERS = {
+    "Accelerator": "layout world mixed_precision= gradient_accumulation_steps= seed=",
     "MeanLoss": "function ignore_index",
     "ModelLoss": "labels shifted= ignore_index=",
     "CrossEntropy": "ignore_index label_smoothing",
@@ -125,7 +127,8 @@ OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
-    *("measured_costs", "tensorboard", "logger", "profile", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
+    *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
+    *("logger", "profile"),
     "offload_folder",
 ]
 

@@ -27,10 +27,12 @@ with collection_paused():
 if TYPE_CHECKING:
     from shardwright import global_tensor
     from shardwright.planner.plans import plan_layouts
+    from shardwright.train.accelerator import Accelerator
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accelerator",
     "Axis",
     "CrossEntropy",
     "Layout",
@@ -60,6 +62,10 @@ def __getattr__(name: str) -> Any:
         import shardwright.global_tensor as found
 
         return found
+    if name == "Accelerator":
+        from shardwright.train import accelerator
+
+        return accelerator.Accelerator
     if name == "plan_layouts":
         from shardwright.planner.plans import plan_layouts as function
 

@@ -113,8 +113,8 @@ def train(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
         eval_every=eval_every, check_every=check_every,
-        tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
-        bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
+        tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug,
+        timeout_s=timeout_s, bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
     )  # fmt: skip
     try:
         with opt.stops_once():

@@ -103,6 +103,11 @@ _MODULES: Mapping[Any, type[nn.Module]] = {
 """Loss functions of torch, with the modules that are the same losses."""
 
 
+def loss_modules() -> Mapping[Any, type[nn.Module]]:
+    """Returns the loss functions of torch that are taken as losses, each with the module that is the same loss."""
+    return _MODULES
+
+
 def as_loss(loss: Any) -> nn.Module:
     """Returns ``loss`` as a module that returns (sum, count).
 

@@ -93,8 +93,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             "a loss gives the sum over its targets and their count",
             given=", ".join(each),
             allowed="a pair (sum, count), the sum a tensor of one number",
-            fix="return loss.sum(), targets.numel(), or for a mean over the targets write "
-            "loss=sw.MeanLoss(function)",
+            fix="return loss.sum(), targets.numel(), or for a mean over the targets write loss=sw.MeanLoss(function)",
         )
     return result[0], torch.as_tensor(result[1], device=result[0].device)
 

@@ -66,7 +66,9 @@ class ModelLoss(nn.Module):
             return dict(batch), batch[self.labels]
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[0], batch[1]
-        given = f"{type(batch).__name__}" + (f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "")
+        given = f"{type(batch).__name__}" + (
+            f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        )
         raise PlanError(
             f"a batch has no '{self.labels}', from which the model computes its loss",
             given=given,
@@ -134,8 +136,10 @@ def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tup
             allowed="a tensor",
             fix="return the pair (sum, count) and leave out MeanLoss",
         )
-    whole = targets.is_floating_point() or ignore_index is None
-    count = torch.full((), targets.numel(), device=mean.device) if whole else (targets != ignore_index).sum()
+    if targets.is_floating_point() or ignore_index is None:
+        count = torch.full((), targets.numel(), device=mean.device)
+    else:
+        count = torch.ne(targets, ignore_index).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
 

@@ -27,8 +27,8 @@ from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss, loss_for
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
-from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.batches import as_tensors
+from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_loss, check_loss_on, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy

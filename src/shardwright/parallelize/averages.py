@@ -72,7 +72,9 @@ class Averages:
     def _update(self, *_: Any) -> None:
         if not self._has_gradients:  # a step that fp16 skips
             return
-        state, averages, values = self._optimizer.state, [], []
+        state = self._optimizer.state
+        averages: list[Tensor] = []
+        values: list[Tensor] = []
         for parameter in self._parameters():
             if KEY not in state.get(parameter, {}):
                 if parameter.grad is None:  # an optimizer begins the state of a parameter when that is empty

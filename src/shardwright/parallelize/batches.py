@@ -76,7 +76,7 @@ def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]]) ->
     raise PlanError(
         f"a batch has no targets {targets!r} beside inputs",
         given=_described(batch),
-        allowed="the name of a key or field, the place in a tuple or list, or a function that returns (inputs, targets)",
+        allowed="the name of a key or field, the place in a tuple or list, or a function that returns a pair",
         fix=f"write {_line(batch)}",
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from shardwright.comm.axis import CollectiveCall, Pending
 from shardwright.comm.recorder import Recorder
@@ -51,29 +51,25 @@ def profiled(run: Run, path: Path) -> Iterator[None]:
     world, everyone = run.world, run.axes["world"].for_strategy("core")
     shares_process = world.local
     everyone.barrier()
-    with ExitStack() as stack:
-        profiler = None
-        if world.rank == 0 or not shares_process:
-            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
-            config = _ExperimentalConfig(profile_all_threads=True)
-            profiler = profile(activities=kinds, experimental_config=config, acc_events=True)
-            profiler.start()
-        everyone.barrier()
-        ended = False
-        try:
-            with ExitStack() as ranges:
-                ranges.enter_context(record_function(_rank_range(world.rank)))
-                ranges.enter_context(_layers_named(run.model))
-                ranges.enter_context(_calls_named(world.recorder))
-                ranges.enter_context(_steps_named(run))
-                ranges.enter_context(run.observed(Events(during=lambda action: record_function(f"action {action}"))))
-                yield
-            ended = True
-        finally:
-            if ended:
-                everyone.barrier()
-            if profiler is not None:
-                profiler.stop()
+    profiler = None
+    if world.rank == 0 or not shares_process:
+        config = _ExperimentalConfig(profile_all_threads=True)
+        # without activities torch takes all that this machine has, kernels of an accelerator included
+        profiler = profile(experimental_config=config, acc_events=True)
+        profiler.start()
+    everyone.barrier()
+    try:
+        with ExitStack() as ranges:
+            ranges.enter_context(record_function(_rank_range(world.rank)))
+            ranges.enter_context(_layers_named(run.model))
+            ranges.enter_context(_calls_named(world.recorder))
+            ranges.enter_context(_steps_named(run))
+            ranges.enter_context(run.observed(Events(during=lambda action: record_function(f"action {action}"))))
+            yield
+        everyone.barrier()  # ranks that are threads share the profiler
+    finally:
+        if profiler is not None:
+            profiler.stop()
     if profiler is not None:
         profiler.export_chrome_trace(str(_part(path, world.rank)))
     everyone.barrier()
@@ -156,7 +152,11 @@ def _calls_named(recorder: Recorder) -> Iterator[None]:
 
 def _named_call(start: Callable[..., Pending[Any]]) -> Callable[..., Pending[Any]]:
     def run(first: Any, *args: Any) -> Pending[Any]:
-        calls = [first] if isinstance(first, CollectiveCall) else [message.call for each in (first, *args) for message in each]
+        calls = (
+            [first]
+            if isinstance(first, CollectiveCall)
+            else [message.call for each in (first, *args) for message in each]
+        )
         call = calls[0] if calls else None
         name = "messages" if call is None else f"{call.kind} over {call.axis} ({call.source})"
         with record_function(f"call {name}"):

@@ -383,7 +383,9 @@ class Run:
         spans = self._executor.spans
         if not spans:
             return 0.0, 0.0
-        return sum(seconds_between(s.start_s, s.end_s) for s in spans), seconds_between(spans[0].start_s, spans[-1].end_s)
+        return sum(seconds_between(s.start_s, s.end_s) for s in spans), seconds_between(
+            spans[0].start_s, spans[-1].end_s
+        )
 
     def explain(self, path: str) -> str:
         """Returns text on how one module is parallelized and why, with its parameters, forward stack and traffic.

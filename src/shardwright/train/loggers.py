@@ -6,19 +6,19 @@ is a few lines: it takes the run's folder and options, and returns a function fo
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.errors import PlanError, nearest
+from shardwright.models import load_named
 
 Row = Mapping[str, Any]
 """The metrics of one step: numbers by name, "step" among them; None where there is none, and lists by rank."""
 
 
-class Logger(NamedTuple):
+class StepLog(NamedTuple):
     """A logger that is open: ``add(row)`` takes the metrics of a step, and ``close()`` ends it."""
 
     add: Callable[[Row], Any]
@@ -35,24 +35,34 @@ def scalars(row: Row) -> dict[str, float]:
     return {key: value for key, value in numbers.items() if isinstance(value, int | float) and key != "step"}
 
 
-def _tensorboard(out: Path, options: Mapping[str, Any]) -> Logger:
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(out / "tensorboard"))
-    return Logger(lambda row: [writer.add_scalar(k, v, row["step"]) for k, v in scalars(row).items()], writer.close)
+def _tensorboard(out: Path, options: Mapping[str, Any]) -> StepLog:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(out / "tensorboard"))
+
+    def add(row: Row) -> None:
+        for key, value in scalars(row).items():
+            writer.add_scalar(key, value, row["step"])
+
+    return StepLog(add, writer.close)
 
 
-def _wandb(out: Path, options: Mapping[str, Any]) -> Logger:
-    run = importlib.import_module("wandb").init(project="shardwright", name=out.name, dir=str(out), config=dict(options))
-    return Logger(lambda row: run.log(scalars(row), step=row["step"]), run.finish)
+def _wandb(out: Path, options: Mapping[str, Any]) -> StepLog:
+    import wandb
+
+    run = wandb.init(project="shardwright", name=out.name, dir=str(out), config=dict(options))
+    return StepLog(lambda row: run.log(scalars(row), step=row["step"]), run.finish)
 
 
-def _mlflow(out: Path, options: Mapping[str, Any]) -> Logger:
-    mlflow = importlib.import_module("mlflow")
+def _mlflow(out: Path, options: Mapping[str, Any]) -> StepLog:
+    import mlflow
+
     mlflow.start_run(run_name=out.name)
     mlflow.log_params({key: str(value)[:500] for key, value in options.items()})
-    return Logger(lambda row: mlflow.log_metrics(scalars(row), step=row["step"]), mlflow.end_run)
+    return StepLog(lambda row: mlflow.log_metrics(scalars(row), step=row["step"]), mlflow.end_run)
 
 
-LOGGERS: Mapping[str, tuple[Callable[[Path, Mapping[str, Any]], Logger], str]] = {
+LOGGERS: Mapping[str, tuple[Callable[[Path, Mapping[str, Any]], StepLog], str]] = {
     "tensorboard": (_tensorboard, "pip install 'shardwright[tensorboard]'"),
     "wandb": (_wandb, "pip install wandb"),
     "mlflow": (_mlflow, "pip install mlflow"),
@@ -81,7 +91,7 @@ def check_loggers(names: Sequence[str]) -> None:
     """
     for name in names:
         if ":" in name:
-            _function(name)
+            load_named(name)
         elif name not in LOGGERS:
             allowed = f"{', '.join(LOGGERS)}, or package.module:function"
             fix = f"write --logger {nearest(name, LOGGERS)}"
@@ -95,7 +105,7 @@ def check_loggers(names: Sequence[str]) -> None:
             )
 
 
-def open_logger(name: str, out: Path, options: Mapping[str, Any]) -> Logger:
+def open_logger(name: str, out: Path, options: Mapping[str, Any]) -> StepLog:
     """Opens a logger for the run in the folder ``out``; ``options`` are those of the run, which some loggers keep.
 
     A function that is named as ``package.module:function`` is called with each row.
@@ -103,7 +113,7 @@ def open_logger(name: str, out: Path, options: Mapping[str, Any]) -> Logger:
     Raises: PlanError: there is no such function, or the logger's package raises, as without a server that it needs.
     """
     if ":" in name:
-        return Logger(_function(name), lambda: None)
+        return StepLog(load_named(name), lambda: None)
     try:
         return LOGGERS[name][0](out, options)
     except Exception as failure:  # whatever a logger's package raises
@@ -113,25 +123,3 @@ def open_logger(name: str, out: Path, options: Mapping[str, Any]) -> Logger:
             allowed="a logger whose account, server and folder are set up, as its package says",
             fix=f"set it up, or leave out --logger {name}",
         ) from failure
-
-
-def _function(name: str) -> Callable[[Row], Any]:
-    """Returns the function that ``package.module:function`` names."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as failure:  # any Python code may run here
-        raise PlanError(
-            f"cannot import the logger '{name}'",
-            given=f"{type(failure).__name__}: {failure}",
-            allowed="package.module:function, importable from the folder where the command runs",
-            fix="set PYTHONPATH to the folder that holds the package",
-        ) from failure
-    if not callable(found):
-        raise PlanError(
-            f"the logger '{name}' is no function",
-            given=type(found).__name__,
-            allowed="a function of one row of metrics",
-            fix=f"write def {attribute}(row): ... in {module_name}",
-        )
-    return found  # type: ignore[no-any-return]

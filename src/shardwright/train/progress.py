@@ -81,7 +81,9 @@ class Log:
                 self._loggers[name].add(row)
             except Exception as failure:  # whatever a logger's package raises
                 del self._loggers[name]
-                self.warn(f"warning: the logger '{name}' failed, and gets no more: {_one_line(failure)}; the run goes on")
+                self.warn(
+                    f"warning: the logger '{name}' failed, and gets no more: {_one_line(failure)}; the run goes on"
+                )
         with self._warning():
             self._show(row)
 

@@ -18,16 +18,16 @@ from shardwright.errors import PlanError
 Dumps = Callable[[Any], bytes]
 
 
-class _OfMainError(Exception):
+class _NoModuleError(Exception):
     """Raised for an object that is defined in a main program which ranks cannot import."""
 
 
-class _RefusingPickler(pickle.Pickler):
+class _ModuleChecker(pickle.Pickler):
     """A pickler that raises for functions and classes of the main program, which it would pickle by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "__module__", "") == "__main__" and hasattr(value, "__qualname__"):
-            raise _OfMainError(value.__qualname__)
+            raise _NoModuleError(value.__qualname__)
         return NotImplemented
 
 
@@ -49,15 +49,15 @@ def dumps(value: Any, *, main: bool) -> bytes:
         if main:
             return pickle.dumps(value)
         data = io.BytesIO()
-        _RefusingPickler(data).dump(value)
+        _ModuleChecker(data).dump(value)
         return data.getvalue()
-    except (_OfMainError, pickle.PicklingError, AttributeError, TypeError) as failure:
+    except (_NoModuleError, pickle.PicklingError, AttributeError, TypeError) as failure:
         if find_spec("cloudpickle") is not None:
             import cloudpickle
 
             found: bytes = cloudpickle.dumps(value)
             return found
-        what = str(failure) if isinstance(failure, _OfMainError) else f"{type(failure).__name__}: {failure}"
+        what = str(failure) if isinstance(failure, _NoModuleError) else f"{type(failure).__name__}: {failure}"
         raise PlanError(
             "ranks that are processes cannot import what they are to run",
             given=f"{what}, of {'a notebook, an interactive session or python -c' if not main else 'this program'}",
