@@ -115,7 +115,21 @@ FLAGS = {
     "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html"},
-    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
+    "evaluate": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
+    "predict": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--to", "--ranks", "--json"},
+    "init": {"FOLDER", "--json"},
+    "sample": {
+        "--from",
+        "--layout",
+        "--model",
+        "--data",
+        "--prompt",
+        "--num",
+        "--temperature",
+        "--seed",
+        "--ranks",
+        "--json",
+    },
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
@@ -128,8 +142,7 @@ OPTIONS = [
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
     *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
-    *("logger", "profile"),
-    "offload_folder",
+    *("offload_folder", "logger", "profile"),
 ]
 
 TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4", "--json"]

@@ -187,9 +187,8 @@ class Accelerator:
             raise PlanError(
                 "backward takes the loss that the model has just computed",
                 given=f"another tensor, of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
-                allowed="model(**batch).loss, or a loss of torch on model(x), unchanged: its gradients are there already",
-                fix="leave out what scales the loss or adds to it; to accumulate write with "
-                "accelerator.accumulate(model)",
+                allowed="model(**batch).loss, or a loss of torch on model(x), unchanged",
+                fix="leave out what scales the loss; to accumulate write with accelerator.accumulate(model)",
             )
         self._model.last_loss = None
         if self.gradient_accumulation_steps == 1:

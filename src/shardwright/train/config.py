@@ -74,14 +74,14 @@ class TrainConfig:
     check_every: int = CHECK_EVERY
     measured_costs: bool = False
     tensorboard: bool = False
-    logger: str = ""
-    profile: int = 0
     deterministic: bool = False
     debug: bool = False
     bind_cores: bool = False
     timeout_s: float = 600.0
     grace_s: float = 30.0
     offload_folder: str = ""
+    logger: str = ""
+    profile: int = 0
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):

@@ -19,6 +19,7 @@ from shardwright.formatting import first_line
 from shardwright.models import MODELS
 from shardwright.text_files import read_text
 from shardwright.train.config import TrainConfig, read_options
+from shardwright.train.data import is_factory
 from shardwright.train.loggers import logger_names
 from shardwright.train.progress import write_json
 
@@ -52,15 +53,15 @@ def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, second
     )
 
 
-def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
+def read_run(out: Path, *, model: str | None = None, data: str | None = None) -> dict[str, Any]:
     """Returns the options with which an earlier run in the folder ``out`` was started, without ``stop_at``.
 
-    ``model`` is the model named on the command line, if one is. A folder may come from another person, and importing a
-    model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well, and
-    loggers that are functions are left out.
+    ``model`` and ``data`` are those named on the command line, if they are. A folder may come from another person, and
+    importing a factory runs its code. So a factory that a folder names is used only if ``model`` or ``data`` names it
+    as well, and loggers that are functions are left out.
 
-    Raises: CheckpointError: there is no run, its model is not ``model``, or its model is a factory and ``model`` is
-        None.
+    Raises: CheckpointError: there is no run, its model is not ``model``, or its model or data are a factory that is not
+        named.
     """
     options = options_of(out)
     found = options.get("model", TrainConfig.model)
@@ -74,6 +75,14 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
             given=found,
             allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
             fix=f"if you trust that code, add --model {found}",
+        )
+    source = options.get("data", TrainConfig.data)
+    if is_factory(source) and data is None:
+        raise CheckpointError(
+            f"{RUN_FILE} of '{out}' names code that would run: the factory of its data",
+            given=source,
+            allowed="a factory that the command names too, or other data",
+            fix=f"if you trust that code, add --data {source}",
         )
     options["logger"] = ",".join(name for name in logger_names(options.get("logger", "")) if ":" not in name)
     return options
