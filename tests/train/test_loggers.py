@@ -138,6 +138,7 @@ def test_a_run_is_profiled_for_some_steps_into_its_folder(tmp_path):
     trace = (tmp_path / "run" / "trace.json").read_text()
     assert summary["trace"] == str(tmp_path / "run" / "trace.json")
     assert [f'"step {number}"' in trace for number in range(6)] == [False, False, False, True, True, False]
+    assert "profile" not in read_run(tmp_path / "run"), "a resumed run is profiled only if it is asked to"
 
 
 def test_a_folder_of_a_run_brings_no_function_along(tmp_path, importable):

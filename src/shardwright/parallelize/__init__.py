@@ -29,7 +29,7 @@ from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
-from shardwright.parallelize.checks import check_loss, check_loss_on, check_model, check_same_start, check_world
+from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
@@ -132,7 +132,6 @@ def parallelize(
     )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
-    check_loss_on(loss, plan)
     for share in shares_of(job, plan) if world.rank == 0 else ():
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s", share)
     for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():

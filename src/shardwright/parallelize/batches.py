@@ -44,7 +44,8 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
     shardwright.errors.PlanError: a batch is a pair of inputs and targets
       given:   dict with tokens, labels
       allowed: (inputs, targets); the inputs may be a tensor, a tuple of arguments or a dict of named ones
-      fix:     write run.shard(batches, targets='labels')
+      fix:     write run.shard(batches, targets='labels'), or loss=sw.ModelLoss() where the model computes its loss from
+               them
     """
     _check_unsplit(batches)
     for batch in batches:
@@ -187,7 +188,8 @@ def _line(batch: Any) -> str:
     """Returns, for an error, the call of ``run.shard`` that takes batches like this one."""
     if named := named_parts(batch):
         name = next((each for each in _TARGETS if each in named), next(reversed(named), "labels"))
-        return f"run.shard(batches, targets={name!r})"
+        own = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
+        return f"run.shard(batches, targets={name!r}){own}"
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return "run.shard(batches, targets=-1)"
     inner = "(b, b)" if isinstance(batch, Tensor) else "(b.inputs, b.targets)"

@@ -22,7 +22,6 @@ from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
-from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_own_code, check_table
 
@@ -65,21 +64,6 @@ def check_model(model: nn.Module) -> None:
                     allowed="modules that compute such tensors in forward, and torch's parametrizations",
                     fix="use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
                 )
-
-
-def check_loss_on(loss: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for a loss that the model computes itself, if the plan cuts the tokens of each sequence.
-
-    A shift of the labels by one token would cross ranks, and a mean over a rank's tokens is not that over all.
-    """
-    if isinstance(loss, ModelLoss) and plan.token_axes:
-        raise PlanError(
-            "the model computes its loss on whole sequences, which this layout cuts",
-            given=f"ModelLoss under {plan.layout}, which cuts tokens over {', '.join(sorted(plan.token_axes))}",
-            allowed="a loss on the model's output, with targets that are shifted before they are cut",
-            fix="write loss=lambda output, labels: sw.CrossEntropy()(output.logits, labels) and batches of pairs "
-            "(inputs, next tokens), or a batch with as many samples as ranks cut it",
-        )
 
 
 def check_loss(loss: nn.Module) -> None:

@@ -54,7 +54,7 @@ def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, second
 
 
 def read_run(out: Path, *, model: str | None = None, data: str | None = None) -> dict[str, Any]:
-    """Returns the options with which an earlier run in the folder ``out`` was started, without ``stop_at``.
+    """Returns the options with which a run in the folder ``out`` was started, without ``stop_at`` and ``profile``.
 
     ``model`` and ``data`` are those named on the command line, if they are. A folder may come from another person, and
     importing a factory runs its code. So a factory that a folder names is used only if ``model`` or ``data`` names it
@@ -115,14 +115,14 @@ def _run_file(out: Path) -> Any:
 
 
 def options_of(out: Path) -> dict[str, Any]:
-    """Returns the options of the run in ``out`` from its ``run.json``, without ``stop_at``.
+    """Returns the options of the run in ``out`` from its ``run.json``, without ``stop_at`` and ``profile``.
 
     Raises: CheckpointError: the file is missing or damaged.
     """
     try:
         found = _run_file(out)
         options = read_options(found["options"], given_in=RUN_FILE)
-        return {key: value for key, value in options.items() if key != "stop_at"}
+        return {key: value for key, value in options.items() if key not in ("stop_at", "profile")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise CheckpointError(
             f"there is no run at '{out}'",
