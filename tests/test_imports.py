@@ -34,6 +34,7 @@ INSIDE = {
     ("cli/main.py", "cli"): VERBS,
     ("cli/launching.py", "report"): VERBS,
     ("cli/planning.py", "cli"): VERBS,
+    ("cli/predicting.py", "train"): VERBS,
     ("cli/planning.py", "cost"): PLANS,
     ("cli/planning.py", "planner"): PLANS,
     ("cli/planning.py", "report"): VERBS,
