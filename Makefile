@@ -82,7 +82,8 @@ zoo: $(ZOO_READY) ## models of others under every layout, and docs/models.md; ZO
 	PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m zoo $(ZOO_OPTIONS)
 
 zoo-contract: $(ZOO_READY) ## the models of others that make contract leaves out where their packages are missing
-	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py tests/contract/test_the_llama_example.py tests/weights/test_transformers.py
+	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py tests/contract/test_the_llama_example.py \
+	  tests/weights/test_transformers.py tests/zoo/test_loops.py
 
 zoo-page: $(READY) ## docs/models.md, rebuilt from the rows that were measured
 	PYTHONPATH=src:tests $(BIN)/python -m zoo.page

@@ -20,23 +20,17 @@ from shardwright.strategies import STRATEGIES
 from shardwright.train.config import TrainConfig
 
 NAMES = [
-    *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *(
-        "global_tensor",
-        "launch",
-        "layer_alone",
-        "load",
-        "load_weights",
-        "parallelize",
-        "plan_layouts",
-        "run_on_threads",
-        "save",
-    ),
-    "save_weights",
+    *("Accelerator", "Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run"),
+    *("Verdict", "World"),
+    *("global_tensor", "launch", "layer_alone", "load", "load_weights", "parallelize", "plan_layouts"),
+    *("run_on_threads", "save", "save_weights"),
     *("time_layers", "verify", "without_values"),
 ]
 
 PARAMETERS = {
+    "Accelerator": "layout world mixed_precision= gradient_accumulation_steps= seed=",
+    "MeanLoss": "function ignore_index",
+    "ModelLoss": "labels shifted= ignore_index=",
     "CrossEntropy": "ignore_index label_smoothing",
     "Layout": "factors num_microbatches precision recompute own_statistics compile",
     "Layout.from_dict": "mapping",
@@ -61,6 +55,8 @@ PARAMETERS = {
 
 METHODS = {
     "accumulate": "batches",
+    "average": "optimizer decay",
+    "busy_seconds": "",
     "changed": "",
     "clip_grad_norm_": "max_norm",
     "evaluate": "batch",
@@ -74,8 +70,9 @@ METHODS = {
     "part": "inputs targets num_global",
     "pieces": "batch num_microbatches",
     "predict": "inputs",
+    "profile": "path",
     "rehearse_with": "batch values",
-    "shard": "batches",
+    "shard": "batches targets",
     "share": "num_samples",
     "state_dict": "full=",
     "step": "batch update",
@@ -114,7 +111,7 @@ FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--save-async", "--keep", "--check-every"}
-    | {"--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
+    | {"--eval-every", "--tensorboard", "--logger", "--profile", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores", "--grace-s"}
     | {"--weights", "--weights-prefix"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
@@ -124,7 +121,21 @@ FLAGS = {
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html"},
     "report": {"RUNS", "--compare", "--model", "--out", "--json"},
-    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
+    "evaluate": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
+    "predict": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--to", "--ranks", "--json"},
+    "init": {"FOLDER", "--json"},
+    "sample": {
+        "--from",
+        "--layout",
+        "--model",
+        "--data",
+        "--prompt",
+        "--num",
+        "--temperature",
+        "--seed",
+        "--ranks",
+        "--json",
+    },
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
@@ -137,7 +148,7 @@ OPTIONS = [
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
     *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
-    *("offload_folder", "weights", "weights_prefix"),
+    *("offload_folder", "weights", "weights_prefix", "logger", "profile"),
 ]
 
 TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4", "--json"]

@@ -15,6 +15,7 @@ with collection_paused():
     from shardwright.layout import Layout
     from shardwright.mesh import Mesh
     from shardwright.models.losses import CrossEntropy, MeanSquaredError
+    from shardwright.models.model_loss import MeanLoss, ModelLoss
     from shardwright.parallelize import parallelize
     from shardwright.parallelize.layer_alone import layer_alone
     from shardwright.parallelize.run import Run
@@ -28,15 +29,19 @@ with collection_paused():
 if TYPE_CHECKING:
     from shardwright import global_tensor
     from shardwright.planner.plans import plan_layouts
+    from shardwright.train.accelerator import Accelerator
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accelerator",
     "Axis",
     "CrossEntropy",
     "Layout",
+    "MeanLoss",
     "MeanSquaredError",
     "Mesh",
+    "ModelLoss",
     "Run",
     "Verdict",
     "World",
@@ -61,6 +66,10 @@ def __getattr__(name: str) -> Any:
         import shardwright.global_tensor as found
 
         return found
+    if name == "Accelerator":
+        from shardwright.train import accelerator
+
+        return accelerator.Accelerator
     if name == "plan_layouts":
         from shardwright.planner.plans import plan_layouts as function
 

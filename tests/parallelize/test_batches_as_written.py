@@ -40,9 +40,9 @@ def refused(call, *args, **named):
 @pytest.mark.parametrize(
     ("batch", "given", "fix"),
     [
-        ({"x": X, "labels": Y}, "dict with x, labels", "({k: v for k, v in b.items() if k != 'labels'}, b['labels'])"),
-        (OrderedDict(a=X, b=Y), "OrderedDict with a, b", "if k != 'b'}, b['b'])"),
-        ((X, X, Y), "tuple of Tensor [6, 4], Tensor [6, 4], Tensor [6]", "(tuple(b[:-1]), b[-1])"),
+        ({"x": X, "labels": Y}, "dict with x, labels", "write run.shard(batches, targets='labels')"),
+        (OrderedDict(a=X, b=Y), "OrderedDict with a, b", "targets='b'"),
+        ((X, X, Y), "tuple of Tensor [6, 4], Tensor [6, 4], Tensor [6]", "targets=-1"),
         (torch.zeros(2, 4), "Tensor [2, 4]", "(b, b)"),  # two rows would be taken apart as inputs and targets
     ],
 )
@@ -219,8 +219,8 @@ def test_what_is_no_loss_is_refused_before_anything_is_sent(loss, fix):
 
 def test_a_function_that_returns_a_mean_is_refused_with_the_line_to_write():
     work = lambda run: refused(run.step, next(run.shard([(X, Y)])))  # noqa: E731
-    for text in on_ranks("dp2", work, loss=nn.functional.cross_entropy):
-        assert "or give torch's own: loss=torch.nn.CrossEntropyLoss()" in text
+    for text in on_ranks("dp2", work, loss=lambda output, targets: nn.functional.cross_entropy(output, targets)):
+        assert "for a mean over the targets write loss=sw.MeanLoss(function)" in text
 
 
 # ---- the model, called by hand

@@ -137,7 +137,7 @@ def test_what_would_hold_nan_in_place_of_shards_is_refused_with_the_line_to_writ
 
     for text in on_ranks(line, work):
         assert "write run.state_dict(full=True)" in text
-        assert "get_ema_multi_avg_fn" in text
+        assert "averages = run.average(optimizer, decay=0.999)" in text
 
 
 def test_averages_of_run_parameters_are_those_of_the_whole_model():

@@ -77,7 +77,7 @@ def test_a_disk_that_is_full_for_some_steps_costs_their_rows_and_one_warning(tmp
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_a_log_on_a_full_device_only_warns(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with Log(tmp_path, 2, 0, writes=True, tensorboard=False) as log:
+    with Log(tmp_path, 2, 0, writes=True) as log:
         log.add(ROW)
         log.add(ROW)
     assert capsys.readouterr().err.count("No space left on device") == 1
@@ -85,7 +85,7 @@ def test_a_log_on_a_full_device_only_warns(tmp_path, capsys):
 
 def test_a_removed_file_of_metrics_is_kept_open_until_a_new_one_has_its_rows(tmp_path, monkeypatch, capsys):
     path = tmp_path / "metrics.jsonl"
-    with Log(tmp_path, 5, 0, writes=True, tensorboard=False) as log:
+    with Log(tmp_path, 5, 0, writes=True) as log:
         log.add(ROW)
         path.unlink()
         path.write_text("of another run")
@@ -120,7 +120,7 @@ def test_a_standard_error_that_is_closed_ends_no_run(tmp_path, monkeypatch):
 
 
 def test_half_a_row_is_taken_back(tmp_path):
-    with Log(tmp_path, 3, 0, writes=True, tensorboard=False) as log:
+    with Log(tmp_path, 3, 0, writes=True) as log:
         log.add(ROW)
         size = (tmp_path / "metrics.jsonl").stat().st_size
         with small_files(size + 10):

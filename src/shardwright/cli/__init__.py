@@ -1,4 +1,4 @@
-"""The ``shardwright`` command line: train, verify, show, sample, doctor, launch, plan, checkpoint inspect, export."""
+"""The ``shardwright`` command line: init, train, verify, show, plan, evaluate, predict, sample, ..."""
 
 from shardwright.cli.main import main
 

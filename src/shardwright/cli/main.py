@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,9 @@ from shardwright.cli import options as opt
 from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.cli.planning import plan
+from shardwright.cli.predicting import evaluate, predict
 from shardwright.cli.reporting import PAGE, report, run_in
+from shardwright.cli.starting import init
 from shardwright.cli.weights import export
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
@@ -36,7 +39,6 @@ app = typer.Typer(
     name="shardwright",
     help=shardwright.__doc__,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -54,7 +56,14 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        'shardwright train --layout "dp2 tp2" --steps 300 --out runs/first',
+        "shardwright train --layout tp4 --steps 600 --resume --out runs/first",
+        "shardwright train --config run.toml --logger tensorboard",
+        'shardwright train --model my_model:build --data my_model:data --layout "pp2 mb4"',
+    )
+)
 @report_errors
 @with_shared("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def train(
@@ -75,6 +84,13 @@ def train(
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
     check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
+    logger: Annotated[
+        str | None,
+        typer.Option(help="tensorboard, wandb, mlflow, or package.module:function of a row; commas between several."),
+    ] = None,
+    profile: Annotated[
+        int | None, typer.Option(help="Profile so many steps, after three, into trace.json in --out.", show_default="0")
+    ] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds a collective may wait.", show_default="600")] = None,
@@ -113,8 +129,8 @@ def train(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
         eval_every=eval_every, check_every=check_every,
-        tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
-        bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, weights=weights,
+        tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug,
+        timeout_s=timeout_s, bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, weights=weights,
         weights_prefix=weights_prefix, fits=out,
     )  # fmt: skip
     try:
@@ -166,6 +182,7 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
         f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak per rank\n"
         f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n"
         f"  metrics     {out / 'metrics.jsonl'}"
+        + (f"\n  trace       {summary['trace']} (open it at ui.perfetto.dev)" if summary["trace"] else "")
     )
 
 
@@ -181,7 +198,13 @@ def _report(out: Path, model: str) -> Path:
     return write_run_page(out / PAGE, run)
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        'shardwright verify --layout "dp2 tp4"',
+        'shardwright verify --layout "pp2/zb-v mb4" --ranks processes',
+        'shardwright verify --model my_model:build --data my_model:data --layout "dp2/zero3"',
+    )
+)
 @report_errors
 @with_shared("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def verify(
@@ -231,7 +254,13 @@ def verify(
         raise typer.Exit(opt.FAILURE)
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        'shardwright show --layout "dp2 tp2" --memory',
+        'shardwright show --layout "pp4/zb-v mb8" --timeline pipeline.html',
+        'shardwright show --layout "dp2 tp2" --explain blocks.0.mlp.up',
+    )
+)
 @report_errors
 @with_shared("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
 def show(
@@ -297,9 +326,14 @@ def show(
     emit(description, text, as_json=as_json)
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        'shardwright sample --from runs/first --prompt "def "',
+        "shardwright sample --from runs/first --layout tp2 --temperature 0",
+    )
+)
 @report_errors
-@with_shared("layout", "model", "seed")
+@with_shared("layout", "model", "data", "seed")
 def sample(
     shared: opt.Shared,
     run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
@@ -315,7 +349,7 @@ def sample(
     from shardwright.train.sampling import sample as draw
 
     layout = Layout.parse(shared.get("layout", "single"))
-    trained = TrainConfig(**read_run(run, model=shared.get("model")))
+    trained = TrainConfig(**read_run(run, model=shared.get("model"), data=shared.get("data")))
     text = draw(
         trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
         ranks=opt.ranks_of(ranks),
@@ -323,7 +357,12 @@ def sample(
     emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        "shardwright doctor",
+        "shardwright doctor --json",
+    )
+)
 @report_errors
 def doctor(as_json: Json = False) -> None:
     """Shows this machine's hardware, and measures how fast it computes and communicates."""
@@ -333,12 +372,45 @@ def doctor(as_json: Json = False) -> None:
     emit(found, machine_text(found), as_json=as_json)
 
 
-app.command(context_settings=EXTRA)(launch)
-app.command()(plan)
-app.command()(report)
+app.command(
+    context_settings=EXTRA,
+    epilog=opt.examples(
+        "shardwright launch 'dp16 tp4' --slurm --nodes 8x8 --dry-run > job.sh",
+        "shardwright launch 'pp2 dp4 tp8' --k8s --nodes 8x8 --image registry/name:tag -- --steps 1000",
+    ),
+)(launch)
+app.command(
+    epilog=opt.examples(
+        "shardwright plan --cluster a100-80gb:2x8 --batch 64",
+        "shardwright plan --cluster h100-80gb:1x8 --layout 'dp8/zero3 bf16' --explain 'tp8 bf16'",
+    )
+)(plan)
+app.command(
+    epilog=opt.examples(
+        "shardwright evaluate --from runs/first",
+        "shardwright evaluate --from runs/first --layout 'dp2 tp2' --split train --num 1000",
+    )
+)(evaluate)
+app.command(
+    epilog=opt.examples(
+        "shardwright predict --from runs/first --num 5",
+        "shardwright predict --from runs/first --layout tp2 --num 1000 --to outputs.safetensors",
+    )
+)(predict)
+app.command(epilog=opt.examples("shardwright init first", "cd first && shardwright train --config run.toml"))(init)
+app.command(
+    epilog=opt.examples(
+        "shardwright report runs/first",
+        "shardwright report --compare runs/first runs/second",
+    )
+)(report)
 
 
-@checkpoints.command()
+@checkpoints.command(
+    epilog=opt.examples(
+        "shardwright checkpoint inspect runs/first",
+    )
+)
 @report_errors
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
@@ -362,7 +434,12 @@ def inspect(
     emit(value, "\n".join(lines), as_json=as_json)
 
 
-checkpoints.command()(export)
+checkpoints.command(
+    epilog=opt.examples(
+        "shardwright checkpoint export runs/first model.safetensors",
+        "shardwright checkpoint export runs/first exported --format transformers --config config.json",
+    )
+)(export)
 
 
 def _inside(path: Path) -> Path:
@@ -371,7 +448,12 @@ def _inside(path: Path) -> Path:
 
 
 def main() -> None:
-    """Runs the ``shardwright`` command; the entry point of the console script."""
+    """Runs the ``shardwright`` command; the entry point of the console script.
+
+    Packages of the current folder can be imported, as with ``python -m``: ``--model my_model:build``.
+    """
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())  # last: a file here must not hide an installed package
     command_start.imported()
     try:
         app()

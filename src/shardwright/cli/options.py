@@ -46,7 +46,10 @@ SHARED: Mapping[str, Any] = {
     ],
     "data": Annotated[
         _text,
-        typer.Option(help="stdlib, synthetic, a text file, or a CIFAR-10 binary folder.", show_default="stdlib"),
+        typer.Option(
+            help="stdlib, synthetic, a text file, a CIFAR-10 binary folder, or package.module:factory of a dataset.",
+            show_default="stdlib",
+        ),
     ],
     "batch": Annotated[_whole, typer.Option(help="Samples in a step, over all ranks.", show_default="8")],
     "seq": Annotated[_whole, typer.Option(help="Tokens in a sample.", show_default="128")],
@@ -54,6 +57,16 @@ SHARED: Mapping[str, Any] = {
     "config": Annotated[Path | None, typer.Option(help="A TOML file of these options; flags win over it.")],
 }
 """The options that several commands have, by name; :func:`with_shared` adds them to a command."""
+
+
+def examples(*lines: str) -> str:
+    """Returns the paragraph of examples at the end of a command's ``--help``, one a line.
+
+    >>> examples("shardwright doctor").splitlines()[1:]
+    ['Examples:', '  shardwright doctor']
+    """
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
 
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")

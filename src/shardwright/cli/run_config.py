@@ -38,7 +38,8 @@ def config_of(
     config = flags.pop("config", None)
     in_file = read_toml(config) if config is not None else {}
     if resumed is not None:
-        base = read_run(resumed, model=flags.get("model", in_file.get("model")))
+        named = {key: flags.get(key, in_file.get(key)) for key in ("model", "data")}
+        base = read_run(resumed, **named)
     tables = {
         "settings": parse_pairs("--set", "key", "value", flags.pop("set_", None)),
         "roles": parse_pairs("--role", "PATTERN", "ROLE", flags.pop("role", None)),

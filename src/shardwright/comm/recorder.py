@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
-from shardwright.comm.axis import CollectiveCall
+from shardwright.comm.axis import Channel, CollectiveCall
 
 
 class Record(NamedTuple):
@@ -53,10 +54,12 @@ class CallFollower(Protocol):
 class Recorder:
     """Records one rank's collectives and p2p messages, in order, into the lists that :meth:`recording` opens.
 
-    ``follower`` may be set to a :class:`CallFollower`, which the fake backend calls.
+    ``follower`` may be set to a :class:`CallFollower`, which the fake backend calls. ``channels`` are the rank's
+    channels that are in use, for a profile that names their calls.
     """
 
     def __init__(self) -> None:
+        self.channels: WeakSet[Channel] = WeakSet()
         self._listeners: list[list[Record]] = []
         self.follower: CallFollower | None = None
 

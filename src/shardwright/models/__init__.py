@@ -24,7 +24,7 @@ from shardwright.models.settings import check_known, parse_value, read_config
 
 __all__ = ["GPT", "Attention", "CrossEntropy", "MeanSquaredError", "Rotary", "build_convnet", "build_mlp", "generate"]
 __all__ += ["AttentionConfig", "ConvNetConfig", "GPTConfig", "MLPConfig", "read_config"]
-__all__ += ["MODELS", "ModelEntry", "build", "configure", "describable", "entry_of", "find"]
+__all__ += ["MODELS", "ModelEntry", "build", "configure", "describable", "entry_of", "find", "load_named"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -138,7 +138,7 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         config = configure(name, settings)
         with describable(f"the model {config}"):
             return find(name).factory(config)
-    factory = _load(name)
+    factory = load_named(name)
     try:
         parameters = inspect.signature(factory).parameters
     except (ValueError, TypeError):  # what is written in C may have no signature: then it refuses settings itself
@@ -206,8 +206,11 @@ def _failed(name: str, failure: Exception) -> PlanError:
     return PlanError(what, given=given, allowed=allowed, fix=fix)
 
 
-def _load(name: str) -> Callable[..., Any]:
-    """Returns the factory that ``package.module:factory`` names."""
+def load_named(name: str) -> Callable[..., Any]:
+    """Returns the function or class that ``package.module:factory`` names, as a command line does.
+
+    Raises: PlanError: the module cannot be imported, or has no such function or class.
+    """
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

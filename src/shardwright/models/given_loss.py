@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, check_same_shape, check_tensors
+from shardwright.models.model_loss import ModelLoss
 
 Loss = nn.Module | Callable[[Any, Any], Any]
 """A loss as a user may give it: a module, or a function of the model's output and the targets."""
@@ -88,6 +90,24 @@ def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
     return output.movedim(-1, 1)
 
 
+_MODULES: Mapping[Any, type[nn.Module]] = {
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.mse_loss: nn.MSELoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+}
+"""Loss functions of torch, with the modules that are the same losses."""
+
+
+def loss_modules() -> Mapping[Any, type[nn.Module]]:
+    """Returns the loss functions of torch that are taken as losses, each with the module that is the same loss."""
+    return _MODULES
+
+
 def as_loss(loss: Any) -> nn.Module:
     """Returns ``loss`` as a module that returns (sum, count).
 
@@ -118,6 +138,13 @@ def as_loss(loss: Any) -> nn.Module:
             fix=f"write loss={name}()" if isinstance(loss, type) else "write loss=torch.nn.CrossEntropyLoss()",
         )
     if not isinstance(loss, nn.Module):
-        return FunctionLoss(loss)
+        module = _MODULES.get(loss) if isinstance(loss, Hashable) else None
+        return SumLoss(module()) if module is not None else FunctionLoss(loss)
     of_torch = type(loss).forward.__module__ == nn.modules.loss.__name__
     return SumLoss(loss) if of_torch and isinstance(getattr(loss, "reduction", None), str) else loss
+
+
+def loss_for(loss: Any, model: nn.Module) -> nn.Module:
+    """Returns :func:`as_loss` of a loss; a :class:`ModelLoss` also knows whether ``model`` predicts next tokens."""
+    found = as_loss(loss)
+    return found.for_model(model) if isinstance(found, ModelLoss) else found

@@ -83,7 +83,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     shardwright.errors.PlanError: a loss gives the sum over its targets and their count
       given:   Tensor
       allowed: a pair (sum, count), the sum a tensor of one number
-      fix:     return loss.sum(), targets.numel(), or give torch's own: loss=torch.nn.CrossEntropyLoss()
+      fix:     return loss.sum(), targets.numel(), or for a mean over the targets write loss=sw.MeanLoss(function)
     """
     pair = isinstance(result, tuple) and len(result) == 2
     if not pair or not isinstance(result[0], Tensor) or result[0].dim():
@@ -93,7 +93,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             "a loss gives the sum over its targets and their count",
             given=", ".join(each),
             allowed="a pair (sum, count), the sum a tensor of one number",
-            fix="return loss.sum(), targets.numel(), or give torch's own: loss=torch.nn.CrossEntropyLoss()",
+            fix="return loss.sum(), targets.numel(), or for a mean over the targets write loss=sw.MeanLoss(function)",
         )
     try:
         count = torch.as_tensor(result[1], device=result[0].device)

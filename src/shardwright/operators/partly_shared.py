@@ -49,10 +49,10 @@ def partly_shared_product(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x_Tk, weight, bias_h = (each if each is None else each.to(dtype) for each in (x_Tk, weight, bias_h))
-    return _PartlySharedProduct.apply(x_Tk, weight, bias_h, shared, is_first, transposed)  # type: ignore[no-any-return]
+    return _SharedProduct.apply(x_Tk, weight, bias_h, shared, is_first, transposed)  # type: ignore[no-any-return]
 
 
-class _PartlySharedProduct(torch.autograd.Function):
+class _SharedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_Tk: Tensor, weight: Tensor, bias_h: Tensor | None, shared: Ranges, is_first: bool, transposed: bool

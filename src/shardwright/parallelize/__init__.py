@@ -24,9 +24,10 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.layout import Layout
-from shardwright.models.given_loss import Loss, as_loss
+from shardwright.models.given_loss import Loss, as_loss, loss_for
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
+from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
@@ -81,7 +82,8 @@ def parallelize(
         layout: the layout line, such as ``"dp2/zero3 tp2 bf16"``.
         world: this rank's world, as :func:`launch` passes it.
         loss: called as ``loss(output, targets)``; returns (sum, count). A module or function, or a loss of torch that
-            returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default.
+            returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default. ``sw.MeanLoss(function)``
+            takes a function that returns a mean, and ``sw.ModelLoss()`` the loss that the model itself computes.
         seed: fixes initial values and dropout, equally under every layout.
         num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes compare by it the cost of
             sending activations with that of sending weights.
@@ -120,7 +122,8 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
-    loss = structural_copy(as_loss(loss))
+    example = as_tensors(example)
+    loss = structural_copy(loss_for(loss, model))
     check_loss(loss)
     own = structural_copy(model)
     check_apart(model, own)

@@ -1,11 +1,13 @@
-"""Checks that users pass batches as pairs (inputs, targets); an error says which line of code to write instead.
+"""Turns the batches of users' data loaders into pairs (inputs, targets); an error says which line of code to write.
 
-Nothing is guessed, because a batch that is misread would train the model on the wrong targets.
+Nothing is guessed, because a batch that is misread would train the model on the wrong targets: a batch is a pair, or
+the user says what its targets are, by ``run.shard(loader, targets=...)`` or by a loss that the model itself computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from inspect import isgenerator
 from typing import Any
 
@@ -16,34 +18,81 @@ from torch.utils._pytree import tree_map
 from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
+Targets = str | int | Callable[[Any], tuple[Any, Any]] | None
+"""What the targets of a batch are: a name, a place, a function that returns (inputs, targets), or a batch's second."""
+
 _TARGETS = ("labels", "targets", "target", "label", "y")
 """The keys by which a batch that is a dict may name its targets."""
 
 
-def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any, Any]]:
     """Yields the inputs and targets of each batch, with dict-like classes of other libraries turned into dicts.
 
-    Raises: PlanError: the loader has split the batches between ranks already, or a batch is not a pair of inputs and
-        targets; and as :func:`as_tensors`.
+    Without ``targets``, each batch is a pair (inputs, targets). A name is that of a key of a mapping (a dict, a
+    ``BatchEncoding``), of a field of a dataclass or of a named tuple; the inputs are then a dict of all others, by
+    which the model is called as ``model(**inputs)``. A number is a place in a tuple or list, such as -1; the inputs are
+    the others, one alone or a tuple of arguments. A function returns the pair itself.
 
+    Raises: PlanError: the loader has split the batches between ranks already, a batch is no pair of inputs and targets,
+        or it has no such key, field or place; and as :func:`as_tensors`.
+
+    >>> inputs, targets = next(pairs([{"tokens": torch.ones(2), "labels": torch.zeros(2)}], "labels"))
+    >>> list(inputs), targets
+    (['tokens'], tensor([0., 0.]))
     >>> next(pairs([{"tokens": torch.ones(2), "labels": torch.ones(2)}]))
     Traceback (most recent call last):
     shardwright.errors.PlanError: a batch is a pair of inputs and targets
       given:   dict with tokens, labels
       allowed: (inputs, targets); the inputs may be a tensor, a tuple of arguments or a dict of named ones
-      fix:     write run.shard(({k: v for k, v in b.items() if k != 'labels'}, b['labels']) for b in batches)
+      fix:     write run.shard(batches, targets='labels'), or loss=sw.ModelLoss() where the model computes its loss from
+               them
     """
     _check_unsplit(batches)
     for batch in batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
+        pair = batch if targets is None else _split(batch, targets)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(
-                "a batch is a pair of inputs and targets",
-                given=_described(batch),
+                "a batch is a pair of inputs and targets"
+                if not callable(targets)
+                else "the function given as targets returns a pair of inputs and targets",
+                given=_described(pair),
                 allowed="(inputs, targets); the inputs may be a tensor, a tuple of arguments or a dict of named ones",
-                fix=f"write run.shard({_line(batch)} for b in batches)",
+                fix=f"write {_line(batch)}" if not callable(targets) else "return (inputs, targets)",
             )
-        inputs, targets = batch
-        yield as_tensors(inputs), as_tensors(targets)
+        inputs, wanted = pair
+        yield as_tensors(inputs), as_tensors(wanted)
+
+
+def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]]) -> Any:
+    """Returns the pair (inputs, targets) of a batch by the name or place of its targets, or by the user's function."""
+    if callable(targets):
+        return targets(batch)
+    if isinstance(targets, int) and isinstance(batch, tuple | list) and -len(batch) <= targets < len(batch) > 1:
+        place = targets % len(batch)
+        others = (*batch[:place], *batch[place + 1 :])
+        return (others[0] if len(others) == 1 else others), batch[place]
+    named = named_parts(batch)
+    if isinstance(targets, str) and targets in named and len(named) > 1:
+        return {name: value for name, value in named.items() if name != targets}, named[targets]
+    raise PlanError(
+        f"a batch has no targets {targets!r} beside inputs",
+        given=_described(batch),
+        allowed="the name of a key or field, the place in a tuple or list, or a function that returns a pair",
+        fix=f"write {_line(batch)}",
+    )
+
+
+def named_parts(batch: Any) -> dict[str, Any]:
+    """Returns the values of a mapping, a dataclass or a named tuple by name; empty for any other batch.
+
+    >>> named_parts({"x": 1}), named_parts((1, 2))
+    ({'x': 1}, {})
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: getattr(batch, name) for name in getattr(batch, "_fields", ()) if isinstance(batch, tuple)}
 
 
 def as_tensors(tree: Any) -> Any:
@@ -136,10 +185,12 @@ def _described(value: Any) -> str:
 
 
 def _line(batch: Any) -> str:
-    """Returns, for an error, the expression that makes a pair (inputs, targets) of a batch ``b`` like this one."""
-    if isinstance(batch, Mapping):
-        name = next((each for each in _TARGETS if each in batch), next(reversed(list(batch)), "labels"))
-        return f"({{k: v for k, v in b.items() if k != {name!r}}}, b[{name!r}])"
-    if isinstance(batch, tuple | list) and len(batch) > 2:
-        return "(tuple(b[:-1]), b[-1])"
-    return "(b, b)" if isinstance(batch, Tensor) else "(b.inputs, b.targets)"
+    """Returns, for an error, the call of ``run.shard`` that takes batches like this one."""
+    if named := named_parts(batch):
+        name = next((each for each in _TARGETS if each in named), next(reversed(named), "labels"))
+        own = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
+        return f"run.shard(batches, targets={name!r}){own}"
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return "run.shard(batches, targets=-1)"
+    inner = "(b, b)" if isinstance(batch, Tensor) else "(b.inputs, b.targets)"
+    return f"run.shard(batches, targets=lambda b: {inner})"

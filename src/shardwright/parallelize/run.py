@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,9 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.devices import HOST, moment, seconds_between
 from shardwright.errors import LayoutError
-from shardwright.parallelize.batches import as_tensors, check_part, pairs
+from shardwright.models.model_loss import ModelLoss
+from shardwright.parallelize.averages import Averages
+from shardwright.parallelize.batches import Targets, as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
@@ -104,21 +107,38 @@ class Run:
         """Returns the range of this rank's samples in a global batch of ``num_samples``. Only these need be loaded."""
         return self._shard.local_samples(num_samples)
 
-    def shard(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Microbatch]:
-        """Yields this rank's part of each global batch, ready for :meth:`step`; a batch is a pair (inputs, targets).
+    def shard(self, batches: Iterable[Any], targets: Targets = None) -> Iterator[Microbatch]:
+        """Yields this rank's part of each global batch, ready for :meth:`step`.
+
+        ``batches`` is any iterable, such as a ``DataLoader`` that gives the same batches on every rank. By default a
+        batch is a pair (inputs, targets); inputs in a tuple are arguments of the model, and those in a dict named ones.
+        Of other batches ``targets`` says which part the targets are: the name of a key or field ("labels"), the place
+        in a tuple (-1), or a function that returns (inputs, targets). With ``loss=sw.ModelLoss()`` a batch is a mapping
+        whose labels the model itself reads, and ``targets`` is left out.
 
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
-        Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch is no such pair, or the
-            loader has split the samples between ranks already; and as :meth:`part`.
+        Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
+            the loader has split the samples between ranks already; and as :meth:`part`.
+
+        >>> import shardwright as sw
+        >>> batch = {"input": torch.ones(4, 4), "labels": torch.zeros(4, dtype=torch.int64)}
+        >>> def work(world):
+        ...     run = sw.parallelize(nn.Linear(4, 3), "single", world)
+        ...     return [list(part.inputs) for part in run.shard([batch], targets="labels")]
+        >>> sw.launch(work, 1, ranks="threads")
+        [[['input']]]
         """
+        if targets is None and isinstance(self.loss, ModelLoss):
+            targets = self.loss.pair
+        found = pairs(batches, targets)
         if self.world.device.type in HOST:
-            return map(self._from_global, pairs(batches))
+            return map(self._from_global, found)
         if self._copies is None:
             self._copies = CopyStream(self.world.device)
-        return made_ahead(pairs(batches), partial(self._from_global, copies=self._copies), self._copies)
+        return made_ahead(found, partial(self._from_global, copies=self._copies), self._copies)
 
     def _from_global(self, batch: tuple[Any, Any], copies: CopyStream | None = None) -> Microbatch:
         num_global = num_rows(batch)
@@ -341,6 +361,34 @@ class Run:
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
+    @contextmanager
+    def profile(self, path: str | Path) -> Iterator[None]:
+        """Returns a context in which steps are profiled by ``torch.profiler``; rank 0 writes one trace of all ranks.
+
+        All ranks enter it together. The trace at ``path`` is in Chrome's format, which Perfetto (ui.perfetto.dev) and
+        chrome://tracing open: a process for each rank, with ranges named "step", "action" (a forward or backward of a
+        microbatch), "layer", "call" (a collective or message) and "wait", over torch's own operators and kernels. The
+        folder of ``path`` is one that all ranks reach. A run that is not profiled has no hooks for it.
+
+        Traffic: five barriers. Raises: PlanError: the folder does not exist.
+        """
+        from shardwright.parallelize.profiling import profiled  # only when it is used
+
+        with profiled(self, Path(path)):
+            yield
+
+    def busy_seconds(self) -> tuple[float, float]:
+        """Returns the seconds of this rank's forwards and backwards in the last step, and those from first to last.
+
+        Both are seconds of the host's clock, and 0 before the first step. Traffic: none.
+        """
+        spans = self._executor.spans
+        if not spans:
+            return 0.0, 0.0
+        return sum(seconds_between(s.start_s, s.end_s) for s in spans), seconds_between(
+            spans[0].start_s, spans[-1].end_s
+        )
+
     def explain(self, path: str) -> str:
         """Returns text on how one module is parallelized and why, with its parameters, forward stack and traffic.
 
@@ -416,6 +464,32 @@ class Run:
             step_uncompiled(optimizer)
         optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
+
+    def average(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> Averages:
+        """Returns exponential moving averages of the parameters, updated after each step of ``optimizer``.
+
+        Each rank averages the parameters that it stores, under every layout. The averages are part of the optimizer's
+        state, so :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout too. Inside of
+        ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``.
+
+        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1, the optimizer is not over the run's
+        parameters, or the layout offloads their state.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2/zero3", world, loss=sw.MeanSquaredError())
+        ...     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        ...     averages = run.average(optimizer, decay=0.5)
+        ...     for batch in run.shard([(torch.ones(2, 1), torch.ones(2, 1))] * 3):
+        ...         run.step(batch, update=optimizer)
+        ...     with averages.applied():
+        ...         averaged = run.state_dict()["weight"]
+        ...     return (run.state_dict()["weight"] - averaged).abs().item() > 0
+        >>> sw.launch(work, 2, ranks="threads")
+        [True, True]
+        """
+        return Averages(self, optimizer, decay)
 
     def changed(self) -> None:
         """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.

@@ -15,6 +15,7 @@ from shardwright import devices
 from shardwright.comm.launch import launch
 from shardwright.comm.world import World
 from shardwright.formatting import format_bytes
+from shardwright.report.missing import lacks, lacks_text
 
 _SIZES = (4096, 2**20, 2**24)
 
@@ -22,7 +23,8 @@ _SIZES = (4096, 2**20, 2**24)
 def measure_machine() -> dict[str, Any]:
     """Returns this machine's hardware and software versions, and measured speeds, as plain data for JSON.
 
-    The speeds are the FLOP/s of a matrix product on the CPU, in fp32, and the seconds of all-reduces between two ranks,
+    ``missing`` lists what parts of the library lack here, with what to type. The speeds are the FLOP/s of a matrix
+    product on the CPU, in fp32, and the seconds of all-reduces between two ranks,
     by their size in bytes as text. The ranks are started as processes, and use accelerators if there are two or more.
     """
     available, names = torch.distributed.is_available(), devices.names()
@@ -42,6 +44,7 @@ def measure_machine() -> dict[str, Any]:
         "backends": [b for b in ("gloo", "nccl", "mpi") if available and torch.distributed.is_backend_available(b)],
         "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
     }
+    found["missing"] = lacks(found)
     timed = launch(_links, 2, device="auto" if len(names) > 1 else "cpu")[0]
     found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, timed, strict=True)}
     return found
@@ -73,5 +76,6 @@ def machine_text(found: Mapping[str, Any]) -> str:
             f"devices: {', '.join(found['devices']) or 'none: ranks run on the CPU'}",
             f"matrix product: {found['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, fp32, this process",
             f"all-reduce of 2 processes: {links}",
+            *lacks_text(found["missing"]),
         ]
     )

@@ -20,6 +20,7 @@ from shardwright.models.settings import check_fraction, check_known, check_sizes
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.text_files import read_text
+from shardwright.train.loggers import logger_names
 
 MOST_TOML_BYTES = 2**14
 """The size in bytes up to which a TOML file of options is read."""
@@ -82,13 +83,15 @@ class TrainConfig:
     offload_folder: str = ""
     weights: str = ""
     weights_prefix: str = ""
+    logger: str = ""
+    profile: int = 0
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):
             check_finite(name, getattr(self, name))
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_seed(self.seed)
-        counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "check_every"
+        counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "check_every", "profile"
         check_sizes(self, 0, *counts, "clip", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
         if not LEAST_TIMEOUT_S <= self.timeout_s <= MOST_TIMEOUT_S:
@@ -132,6 +135,12 @@ class TrainConfig:
         done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
         share = (1 + cos(pi * done)) / 2 if self.schedule == "cosine" else 1 - done
         return self.lr * (0.1 + 0.9 * share)
+
+    @property
+    def loggers(self) -> list[str]:
+        """The names of the loggers that get the metrics of each step, TensorBoard's among them if it is asked for."""
+        names = logger_names(self.logger)
+        return names + ["tensorboard"] * (self.tensorboard and "tensorboard" not in names)
 
     @property
     def num_tokens(self) -> int:

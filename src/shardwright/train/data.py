@@ -27,6 +27,7 @@ from shardwright.models import entry_of
 from shardwright.models.convnet import ConvNetConfig
 from shardwright.models.gpt import GPTConfig
 from shardwright.models.settings import check_sizes
+from shardwright.train.given_data import open_given
 
 Split = Literal["train", "eval"]
 Indices = npt.NDArray[np.int64]
@@ -307,10 +308,20 @@ def check_index(index: int, num_samples: int) -> None:
         raise IndexError(f"sample {index} of {num_samples}: they count from 0")
 
 
+def is_factory(name: str) -> bool:
+    """Returns whether ``--data`` names a factory, ``package.module:factory``, and no file or folder.
+
+    >>> is_factory("mine.data:dataset"), is_factory("wiki.txt")
+    (True, False)
+    """
+    return ":" in name and not Path(name).exists()
+
+
 def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> Dataset:
     """Returns the dataset that ``--data`` names, for the model that the config ``model`` builds.
 
-    ``name`` is ``stdlib``, ``synthetic``, a text file or a CIFAR-10 folder. ``stdlib`` is the default, so for a
+    ``name`` is ``stdlib``, ``synthetic``, a text file, a CIFAR-10 folder, or a factory of a map-style dataset,
+    ``package.module:factory`` (:func:`~shardwright.train.given_data.open_given`). ``stdlib`` is the default, so for a
     built-in model that does not read text it gives synthetic samples. For a model without a known config, text and
     pictures are not checked to fit, and there are no synthetic samples.
 
@@ -323,10 +334,12 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
     Traceback (most recent call last):
     shardwright.errors.PlanError: there is no data 'wiki.txt'
       given:   neither a file nor a folder
-      allowed: stdlib, synthetic, a text file, a CIFAR-10 folder
+      allowed: stdlib, synthetic, a text file, a CIFAR-10 folder, package.module:factory
       fix:     check the path, or leave it out to use stdlib
     """
     path = Path(name)
+    if is_factory(name):
+        return open_given(name, split)
     reads_text = isinstance(model, GPTConfig)
     known = entry_of(model) is not None
     if isinstance(model, GPTConfig) and model.style == "gpt2" and seq > model.max_tokens:
@@ -349,7 +362,7 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
     raise PlanError(
         f"there is no data '{name}'",
         given="neither a file nor a folder",
-        allowed="stdlib, synthetic, a text file, a CIFAR-10 folder",
+        allowed="stdlib, synthetic, a text file, a CIFAR-10 folder, package.module:factory",
         fix="check the path, or leave it out to use stdlib",
     )
 
@@ -362,7 +375,7 @@ def fingerprint(name: str) -> dict[str, list[Any]]:
     """Returns a fingerprint of the data, to detect changes: by file name, [size in bytes, SHA-256 of its two ends].
 
     The ends are the first and the last MiB of a file. ``name`` is that of :func:`open_data`. The source ``stdlib``
-    counts as one file, and synthetic samples have no files.
+    counts as one file, and synthetic samples and a user's own dataset have no files.
 
     Raises: PlanError: a folder is not a CIFAR-10 folder. OSError: a file cannot be read.
 
@@ -376,7 +389,7 @@ def fingerprint(name: str) -> dict[str, list[Any]]:
     if name == "stdlib":
         text = _read_stdlib()
         return {name: [len(text), hashlib.sha256(text[:ENDS_BYTES] + text[-ENDS_BYTES:]).hexdigest()]}
-    return {} if name == "synthetic" else {name: _ends(path)}
+    return {} if name == "synthetic" or is_factory(name) else {name: _ends(path)}
 
 
 def _ends(path: Path) -> list[Any]:

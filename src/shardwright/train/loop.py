@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +37,8 @@ from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
-from shardwright.train.measuring import agreed_seconds, memory_of_ranks
+from shardwright.train.loggers import check_loggers
+from shardwright.train.measuring import WARM_UP, agreed_seconds, memory_of_ranks, step_usage
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
@@ -48,10 +48,16 @@ from shardwright.train.stop import Stop, started_again
 from shardwright.weights.loading import load_weights
 from shardwright.weights.stores import open_store
 
+TRACE_FILE = "trace.json"
+"""The trace that ``--profile`` writes into the run's folder."""
+
+OnStep = Callable[[dict[str, Any]], Any]
+"""A function of the metrics of a step; True ends the run after it."""
+
 
 def train(
     config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None,
-    changed_data: bool = False,
+    changed_data: bool = False, on_step: OnStep | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains a model, writes metrics and checkpoints into the folder ``out``, and returns a summary of the run.
 
@@ -61,6 +67,10 @@ def train(
     started are an error too, unless ``changed_data`` accepts them. A step whose loss or gradient norm (which is known
     if ``config.clip`` is not 0) is not finite ends the run, because AdamW does not recover from it: the step is not
     saved, and ``diverged`` of the summary is its number, else None.
+
+    ``on_step(row)`` is called on the first rank with the metrics of each step, those of ``metrics.jsonl``, once they
+    are written; if it returns True, the run ends after the step, with a checkpoint. With ranks that are processes it
+    is sent to them, so what it changes is not changed here.
 
     A stop signal, or ``stop`` if ranks are threads, ends the run after the current step, with a checkpoint. ``stopped``
     of the summary is then True if ranks are threads; processes raise KeyboardInterrupt instead. The summary is plain
@@ -88,10 +98,10 @@ def train(
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, command, ranks=ranks)[0]
+            return launch(_rank, layout, config, out, resume, stop, command, on_step, ranks=ranks)[0]
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
-    return launch(_rank, layout, config, out, resume, None, command, ranks=ranks, **options)[0]
+    return launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -120,13 +130,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
             allowed="a run that has saved one; --save-every sets how often",
             fix=f"remove '{out}', or give another --out, and start without --resume",
         )
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise PlanError(
-            "TensorBoard is not installed",
-            given="--tensorboard",
-            allowed="metrics.jsonl, which is always written",
-            fix="pip install 'shardwright[tensorboard]', or leave out --tensorboard",
-        )
+    check_loggers(config.loggers)
     if resume or again:  # after a restart rank 0 chooses the checkpoint, once all ranks are there
         find(out / CHECKPOINTS)
         check_same_run(config, options_of(out))
@@ -149,13 +153,14 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 
 def _rank(
-    world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None, command: str
+    world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None, command: str,
+    on_step: OnStep | None,
 ) -> dict[str, Any]:  # fmt: skip
     stop, again = stop or Stop(), started_again(out)
     with stop.on_signals(), locked_folder(world, out, new=not resume and not again) as held:
         if again:
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
-        training = _Training(world, config, out, resume, stop, held, command)
+        training = _Training(world, config, out, resume, stop, held, command, on_step)
         try:
             summary = training.run_all()
         except Exception as failure:  # whatever ended the run, which it still does
@@ -179,8 +184,9 @@ class _Training:
 
     def __init__(
         self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop, held: IO[str] | None,
-        command: str,
+        command: str, on_step: OnStep | None = None,
     ) -> None:  # fmt: skip
+        self.on_step = on_step if world.rank == 0 else None
         self.world, self.config, self.out, self.stop, self.held = world, config, out, stop, held
         self.command = command
         if config.deterministic:
@@ -203,7 +209,7 @@ class _Training:
         self.everyone = world.everyone()
         self.saved: Path | None = None
         self.series = {"step_ms": SpacedValues(), "tokens_per_s": SpacedValues()}
-        self.locks = contextlib.ExitStack()
+        self.locks, self._profiled = contextlib.ExitStack(), contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
             self.saved = find_on_all(self.everyone, out / CHECKPOINTS)
@@ -235,14 +241,20 @@ class _Training:
         rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
         first = self.world.rank == 0
-        self.log = Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard)
-        with self.locks, self.log as log:
+        self.log = Log(
+            self.out, config.last_step, self.first_step, writes=first, loggers=config.loggers, options=config.to_dict()
+        )
+        with self.locks, self._profiled, self.log as log:
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
             while self._num_left and not stopped:
+                self._profile_from_here()
                 row = self._step()
+                if self.run.num_steps == self.first_step + WARM_UP + config.profile:
+                    self._profiled.close()
                 if not (taken := not self._lock_again()):
                     log.add(row)
+                wants_end = self.on_step is not None and self.on_step(row) is True
                 self._read_ahead()
                 rows[1:] = [row]
                 for key, values in self.series.items():
@@ -250,7 +262,7 @@ class _Training:
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
-                flags = self.stop.requested, bool(broken), self._failure is not None, warned, taken
+                flags = self.stop.requested or wants_end, bool(broken), self._failure is not None, warned, taken
                 stopped, diverged, failed, warned, taken = self._on_any_rank(*flags)
                 if taken:
                     raise in_use(self.out, "it was removed, and another run has begun in it")
@@ -292,6 +304,11 @@ class _Training:
             raise self._failure
         self.everyone.barrier()
 
+    def _profile_from_here(self) -> None:
+        """Begins the profile of ``--profile`` steps once the first steps have warmed up."""
+        if self.config.profile and self.run.num_steps == self.first_step + WARM_UP:
+            self._profiled.enter_context(self.run.profile(self.out / TRACE_FILE))
+
     def _step(self) -> dict[str, Any]:
         """Runs one training step on the batch that was read ahead; returns its row of metrics."""
         config, run, part = self.config, self.run, self._ahead
@@ -317,7 +334,8 @@ class _Training:
         step_s = time.perf_counter() - start_s
         if finite:
             self.emergency.note()
-        tokens, memory = num_samples * self.tokens_per_sample, memory_of_ranks(self.everyone)
+        tokens = num_samples * self.tokens_per_sample
+        memory, bubble = step_usage(self.run, self.everyone)
         row: dict[str, Any] = {
             "step": run.num_steps,
             "loss": loss.item(),
@@ -327,6 +345,7 @@ class _Training:
             "tokens_per_s": tokens / step_s,
             "memory_bytes": memory.peak,
             "held_bytes": memory.held,
+            "bubble": bubble,
             "time_s": time.time() - self.start_s,
         }
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
@@ -405,5 +424,6 @@ class _Training:
             "tokens_per_s_median": medians["tokens_per_s"],
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else memory_of_ranks(self.everyone).peak,
             "checkpoint": str(self.saved) if self.saved is not None else None,
+            "trace": str(trace) if (trace := self.out / TRACE_FILE).exists() else None,
             "stopped": stopped,
         }

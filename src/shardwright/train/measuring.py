@@ -126,6 +126,22 @@ class RankMemory(NamedTuple):
     held: list[int]
 
 
+def step_usage(run: Run, everyone: Axis) -> tuple[RankMemory, float | None]:
+    """Returns the memory of every rank, and the bubble of the last step, a share from 0 to 1.
+
+    The bubble is the share of the ranks' time in which none of their forwards and backwards ran, from the first one's
+    start to the last one's end. It is None without pipeline stages, and on accelerators, whose work the host does not
+    wait for. All ranks call it.
+
+    Traffic: one all-gather of four numbers a rank.
+    """
+    busy_s, whole_s = run.busy_seconds()
+    mine = [*_memory_here(everyone.device), round(busy_s * 1e6), round(whole_s * 1e6)]
+    peak, held, busy, whole = _of_ranks(mine, everyone)
+    known = has_stages(run.plan.layout) and everyone.device.type in devices.HOST and max(whole) > 0
+    return RankMemory(peak, held), max(0.0, 1 - sum(busy) / len(busy) / max(whole)) if known else None
+
+
 def memory_of_ranks(everyone: Axis) -> RankMemory:
     """Returns the peak memory of every rank so far, and the memory that it holds now, in bytes.
 
@@ -133,18 +149,21 @@ def memory_of_ranks(everyone: Axis) -> RankMemory:
 
     Traffic: one all-gather of two numbers a rank.
     """
-    device = everyone.device
-    if device.type in devices.HOST:
-        mine = _memory_of_process()
-    else:
-        mine = devices.peak_bytes(device), devices.held_bytes(device)
-    numbers = torch.tensor([mine], dtype=torch.int64, device=device)
-    peak, held = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
+    peak, held = _of_ranks([*_memory_here(everyone.device)], everyone)
     return RankMemory(peak, held)
 
 
-def _memory_of_process() -> tuple[int, int]:
-    """Returns the most bytes that this process has held so far, and the bytes that it holds now."""
+def _of_ranks(mine: list[int], everyone: Axis) -> list[list[int]]:
+    """Returns each of this rank's numbers as a list of the same number on every rank."""
+    numbers = torch.tensor([mine], dtype=torch.int64, device=everyone.device)
+    found: list[list[int]] = everyone.for_strategy("progress").all_gather(numbers).T.tolist()
+    return found
+
+
+def _memory_here(device: torch.device) -> tuple[int, int]:
+    """Returns the most bytes that this rank has held so far, and the bytes that it holds now."""
+    if device.type not in devices.HOST:
+        return devices.peak_bytes(device), devices.held_bytes(device)
     found = psutil.Process().memory_info()
     if sys.platform == "win32":
         return int(found.peak_wset), int(found.rss)

@@ -1,4 +1,4 @@
-"""Reports the progress of a training run: a progress bar, and ``metrics.jsonl`` with one JSON object for each step."""
+"""Reports the progress of a training run: a progress bar, ``metrics.jsonl`` with a JSON object a step, and loggers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from math import isfinite
@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shardwright.formatting import format_bytes, format_count, json_text
+from shardwright.train.loggers import open_logger
 
 METRICS_FILE = "metrics.jsonl"
-_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "time_s")
+_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "time_s", "bubble")
 _LINE_EVERY_S = 5.0
 
 
@@ -32,24 +33,24 @@ def say(text: str) -> None:
 
 
 class Log:
-    """Shows the progress of a run and writes the metrics of its steps into ``metrics.jsonl`` and TensorBoard events.
+    """Shows the progress of a run, writes the metrics of its steps into ``metrics.jsonl``, and passes them to loggers.
 
     Progress is a bar on a terminal, else a line every few seconds, on standard error. Only rank 0 passes ``writes``; on
     the other ranks every method does nothing. A row that cannot be written, as on a full disk, does not end the run:
-    the log warns once, and writes later rows if it can.
+    the log warns once, and writes later rows if it can. A logger that fails is left out from then on, with a warning.
+    ``loggers`` are names as ``--logger`` takes them, and ``options`` those of the run.
     """
 
-    def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
+    def __init__(
+        self, out: Path, steps: int, first_step: int, *, writes: bool, loggers: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.writes = writes
         if not writes:
             return
         self._path, self._warned = out / METRICS_FILE, False
         self._file: FileIO | None = None  # stays open: the rows are there after the folder was removed, too
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(out / "tensorboard"))
+        self._loggers = {name: open_logger(name, out, options or {}) for name in loggers}
         console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line_s = 0.0
@@ -76,17 +77,26 @@ class Log:
                 with self._warning(), suppress(FileNotFoundError):
                     self.write_anew()
             _append(self._file, json_text(row) + "\n")
-        with self._warning():
-            for key in ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"):
-                if self._board is not None and row.get(key) is not None:
-                    self._board.add_scalar(key, row[key], row["step"])
+        for name in tuple(self._loggers):
+            try:
+                self._loggers[name].add(row)
+            except Exception as failure:  # whatever a logger's package raises
+                del self._loggers[name]
+                self.warn(
+                    f"warning: the logger '{name}' failed, and gets no more: {_one_line(failure)}; the run goes on"
+                )
         with self._warning():
             self._show(row)
 
     def _show(self, row: dict[str, Any]) -> None:
         """Updates the progress bar, or prints a line every few seconds."""
+        num_ranks = len(row["memory_bytes"])
         now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
-        if row["memory_bytes"]:
+        if num_ranks > 1:
+            now += f" ({format_count(row['tokens_per_s'] / num_ranks)} a device)"
+        if row.get("bubble") is not None:
+            now += f"  bubble {row['bubble']:.0%}"
+        if num_ranks:
             now += f"  {format_bytes(max(row['memory_bytes']))} per rank"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], now=now)
@@ -122,9 +132,12 @@ class Log:
     def close(self) -> None:
         """Ends the progress bar and closes the files."""
         if self.writes:
+            for name, logger in self._loggers.items():
+                try:
+                    logger.close()
+                except Exception as failure:  # whatever a logger's package raises
+                    self.warn(f"warning: the logger '{name}' failed at its end: {_one_line(failure)}")
             with self._warning():
-                if self._board is not None:
-                    self._board.close()
                 if self._file is not None:
                     self._file.close()
             if self._bar is not None:
@@ -148,6 +161,10 @@ class Log:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ from shardwright.formatting import first_line
 from shardwright.models import MODELS
 from shardwright.text_files import read_text
 from shardwright.train.config import TrainConfig, read_options
+from shardwright.train.data import is_factory
+from shardwright.train.loggers import logger_names
 from shardwright.train.progress import write_json
 
 RUN_FILE = "run.json"
@@ -116,14 +118,15 @@ def _is_part(part: Any) -> bool:
         return False
 
 
-def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
-    """Returns the options with which an earlier run in the folder ``out`` was started, without ``stop_at``.
+def read_run(out: Path, *, model: str | None = None, data: str | None = None) -> dict[str, Any]:
+    """Returns the options with which a run in the folder ``out`` was started, without ``stop_at`` and ``profile``.
 
-    ``model`` is the model named on the command line, if one is. A folder may come from another person, and importing a
-    model factory runs its code. So the factory that a folder names is used only if ``model`` names it as well.
+    ``model`` and ``data`` are those named on the command line, if they are. A folder may come from another person, and
+    importing a factory runs its code. So a factory that a folder names is used only if ``model`` or ``data`` names it
+    as well, and loggers that are functions are left out.
 
-    Raises: CheckpointError: there is no run, its model is not ``model``, or its model is a factory and ``model`` is
-        None.
+    Raises: CheckpointError: there is no run, its model is not ``model``, or its model or data are a factory that is not
+        named.
     """
     options = options_of(out)
     found = options.get("model", TrainConfig.model)
@@ -138,6 +141,15 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
             allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
             fix=f"if you trust that code, add --model {found}",
         )
+    source = options.get("data", TrainConfig.data)
+    if is_factory(source) and data is None:
+        raise CheckpointError(
+            f"{RUN_FILE} of '{out}' names code that would run: the factory of its data",
+            given=source,
+            allowed="a factory that the command names too, or other data",
+            fix=f"if you trust that code, add --data {source}",
+        )
+    options["logger"] = ",".join(name for name in logger_names(options.get("logger", "")) if ":" not in name)
     return options
 
 
@@ -168,14 +180,14 @@ def _run_file(out: Path) -> Any:
 
 
 def options_of(out: Path) -> dict[str, Any]:
-    """Returns the options of the run in ``out`` from its ``run.json``, without ``stop_at``.
+    """Returns the options of the run in ``out`` from its ``run.json``, without ``stop_at`` and ``profile``.
 
     Raises: CheckpointError: the file is missing or damaged.
     """
     try:
         found = _run_file(out)
         options = read_options(found["options"], given_in=RUN_FILE)
-        return {key: value for key, value in options.items() if key != "stop_at"}
+        return {key: value for key, value in options.items() if key not in ("stop_at", "profile")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise CheckpointError(
             f"there is no run at '{out}'",

@@ -54,7 +54,8 @@ from shardwright.devices import exact_float32
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.models.given_loss import Loss, as_loss
+from shardwright.models.given_loss import Loss, loss_for
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
@@ -142,7 +143,9 @@ def verify(
         raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-    loss = as_loss(loss)
+    loss = loss_for(loss, model)
+    if isinstance(loss, ModelLoss):
+        batches = [loss.pair(batch) for batch in batches]
     if launcher is None:
         check_can_start(layout.num_ranks, ranks)
     check_model(model)

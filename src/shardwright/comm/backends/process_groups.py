@@ -117,6 +117,11 @@ class ProcessTransport:
 
         Raises: CommunicationError: two groups got the same 64-bit key.
         """
+        channel = self._channel_of(ranks)
+        self.recorder.channels.add(channel)
+        return channel
+
+    def _channel_of(self, ranks: tuple[int, ...]) -> Channel:
         number = self._num_channels.get(ranks, 0)
         self._num_channels[ranks] = number + 1
         name = f"{'-'.join(map(str, ranks))}/{number}"

@@ -28,6 +28,7 @@ from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
+from shardwright.comm.backends.task_pickle import dumps, is_importable
 from shardwright.comm.backends.watchdog import Report, end_with
 from shardwright.comm.call_checker import CallChecker
 from shardwright.comm.cpu_affinity import bind
@@ -164,7 +165,8 @@ def run_processes(
 ) -> list[T]:  # fmt: skip
     """Runs ``work`` in ``num_ranks`` new processes of this machine, and returns the ranks' results in rank order.
 
-    Each rank calls ``work(world, *args)``. ``work``, ``args`` and the results are pickled. The options are those of
+    Each rank calls ``work(world, *args)``. ``work``, ``args`` and the results are pickled, by value where ranks cannot
+    import what defines them (:mod:`~shardwright.comm.backends.task_pickle`). The options are those of
     :func:`~shardwright.comm.launch.launch`. The processes listen on no network but, where torch needs it, the machine's
     loopback. In this process's environment, ``OMP_NUM_THREADS`` is set to 1 if it is not set. If this is called in the
     main thread, a stop signal to this process or to the whole process group reaches every rank; ranks that have not
@@ -186,7 +188,7 @@ def run_processes(
                "bind_cores": bind_cores}  # fmt: skip
     program = spawn.get_preparation_data("rank")
     program["authkey"] = bytes(program["authkey"])
-    work_pickled = pickle.dumps((work, tuple(args), options))
+    work_pickled = dumps((work, tuple(args), options), main=is_importable(program))
     with run_folder() as folder:
         started = StartedRanks(grace_s, folder)
         with started.running():
@@ -228,7 +230,8 @@ def rank_main(task: int, answer: int) -> None:
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
         report = partial(_report_and_end, rank, answer)
-        found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, report=report, **options)))
+        result = run_here(work, args, folder=folder, report=report, **options)
+        found = answer_of(RESULT, dumps(result, main=is_importable(program)))
         code = 0
     except BaseException as failure:  # whatever it is, the launcher reports it
         found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))

@@ -200,6 +200,7 @@ class ThreadChannel(Channel):
     def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...], key: object) -> None:
         self.transport, self.ranks, self.key = transport, ranks, key
         self.index = ranks.index(transport.rank)
+        transport.recorder.channels.add(self)
         self._num_calls = 0
         self._num_messages: dict[tuple[int, int], int] = {}
         self._num_subsets: dict[tuple[int, ...], int] = {}

@@ -386,8 +386,7 @@ def _refuse_whole(what: str) -> NoReturn:
         given="a model whose parameters ZeRO shards",
         allowed="run.state_dict() for the whole state, run.parameters for this rank's shards",
         fix="write run.state_dict(full=True), or full=False for this rank's part; to average parameters, "
-        "averages = [p.detach().clone() for p in run.parameters.values()] and after each update "
-        "torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)(averages, list(run.parameters.values()), None)",
+        "averages = run.average(optimizer, decay=0.999), and with averages.applied(): to use them",
     )
 
 

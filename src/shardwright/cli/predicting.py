@@ -1,0 +1,95 @@
+"""The commands ``shardwright evaluate`` and ``predict``: a trained model's loss or outputs, under any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from shardwright.cli import options as opt
+from shardwright.cli.options import emit, report_errors, with_shared
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+if TYPE_CHECKING:
+    from shardwright.train.config import TrainConfig
+
+Run = Annotated[Path, typer.Option("--from", help="The --out folder of a run.")]
+Split = Annotated[str, typer.Option(help="train or eval.")]
+_FIRST = 8
+
+
+def _trained(run: Path, shared: opt.Shared) -> tuple[TrainConfig, Layout]:
+    """Returns the config of the run in a folder, with other data or batch if the command names them, and the layout."""
+    from shardwright.train.config import TrainConfig, read_options
+    from shardwright.train.run_file import read_run
+
+    base = read_run(run, model=shared.get("model"), data=shared.get("data"))
+    own = {key: shared[key] for key in ("data", "batch") if key in shared}
+    layout = Layout.parse(shared.get("layout", "single"))
+    options = {**base, **read_options(own, given_in="the command"), "layout": str(layout)}
+    return TrainConfig(**options), layout
+
+
+def _split_of(given: str) -> Literal["train", "eval"]:
+    if given in ("train", "eval"):
+        return cast('Literal["train", "eval"]', given)
+    raise PlanError("no such split", given=given, allowed="train, eval", fix="--split eval")
+
+
+@report_errors
+@with_shared("layout", "model", "data", "batch")
+def evaluate(
+    shared: opt.Shared,
+    run: Run = Path("runs/train"),
+    num: Annotated[int, typer.Option(help="Samples to read; 0 for all of the split.")] = 0,
+    split: Split = "eval",
+    ranks: Annotated[str, opt.RANKS] = "threads",
+    as_json: Annotated[bool, opt.JSON] = False,
+) -> None:
+    """Prints the mean loss of a trained model on a split of its data, and the share of right predictions."""
+    from shardwright.train.predicting import evaluate as of_run
+
+    config, layout = _trained(run, shared)
+    if num < 0:
+        raise PlanError("'num' is out of range", given=num, allowed="0 or more", fix="--num 0")
+    found = of_run(config, run, layout, num=num, split=_split_of(split), ranks=opt.ranks_of(ranks))
+    right = "" if found["accuracy"] is None else f", {found['accuracy']:.1%} right"
+    text = (
+        f"loss {found['loss']:.4f}{right}: {found['samples']} samples of {split}, step {found['step']}, "
+        f"under {found['layout']}"
+    )
+    emit(found, text, as_json=as_json)
+
+
+@report_errors
+@with_shared("layout", "model", "data", "batch")
+def predict(
+    shared: opt.Shared,
+    run: Run = Path("runs/train"),
+    num: Annotated[int, typer.Option(help="Samples to predict, from the first on.")] = 10,
+    split: Split = "eval",
+    to: Annotated[Path | None, typer.Option(help="Write all outputs and targets into this .safetensors file.")] = None,
+    ranks: Annotated[str, opt.RANKS] = "threads",
+    as_json: Annotated[bool, opt.JSON] = False,
+) -> None:
+    """Predicts the samples of a split of a run's data: the likeliest class of each, or the model's outputs."""
+    from shardwright.train.predicting import predict as of_run
+
+    config, layout = _trained(run, shared)
+    found = of_run(config, run, layout, num=num, split=_split_of(split), to=to, ranks=opt.ranks_of(ranks))
+    pairs = zip(found["predictions"], found["targets"], strict=True)
+    lines = [f"{i}: {_shown(value)} (is {_shown(target)})" for i, (value, target) in enumerate(pairs)]
+    lines += [f"{to}: outputs and targets of {found['samples']} samples"] if to is not None else []
+    emit(found, "\n".join(lines), as_json=as_json)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as text, and of a list the first few."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if not isinstance(value, list):
+        return str(value)
+    more = " ..." if len(value) > _FIRST else ""
+    return f"[{' '.join(_shown(each) for each in value[:_FIRST])}{more}]"

@@ -1,0 +1,159 @@
+"""Losses that are means: one that the model itself computes from its labels, and a function that returns a mean.
+
+Ranks and microbatches add up sums and counts, so each mean is multiplied by the number of targets that it divides by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError
+
+IGNORED = -100
+"""The target that torch's and transformers' losses ignore by default."""
+
+
+class ModelLoss(nn.Module):
+    """The loss that a model itself computes from labels among its inputs, as models of transformers do.
+
+    A batch is a mapping, such as a ``BatchEncoding``: the model is called as ``model(**batch)`` and returns its mean
+    loss as ``output.loss``, as ``output["loss"]`` or first in a tuple. ``labels`` is the key of the labels, of which
+    those equal to ``ignore_index`` are not counted.
+
+    ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
+    default the model says so: transformers' causal language models do. A mean whose targets are counted wrongly would
+    weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
+
+    Layouts that cut the tokens of a sequence (``/seq``) need a loss on the logits instead: a shift would cross ranks.
+
+    Raises: PlanError, in a step: a batch is no mapping with these labels, the model returns no loss, or whether it
+        shifts the labels is not known.
+
+    >>> import shardwright as sw
+    >>> class Regression(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = nn.Linear(4, 1)
+    ...     def forward(self, x, labels):
+    ...         return {"loss": nn.functional.mse_loss(self.layer(x)[:, 0], labels)}
+    >>> model, batch = Regression(), {"x": torch.ones(5, 4), "labels": torch.zeros(5)}
+    >>> def work(world):
+    ...     run = sw.parallelize(model, "dp2", world, loss=sw.ModelLoss())
+    ...     return [run.step(part).item() for part in run.shard([batch])]
+    >>> found = sw.launch(work, 2, ranks="threads")
+    >>> bool(abs(found[0][0] - model(**batch)["loss"].item()) < 1e-6), found[0] == found[1]
+    (True, True)
+    """
+
+    def __init__(self, labels: str = "labels", *, shifted: bool | None = None, ignore_index: int = IGNORED) -> None:
+        super().__init__()
+        self.labels, self.shifted, self.ignore_index = labels, shifted, ignore_index
+
+    def for_model(self, model: nn.Module) -> ModelLoss:
+        """Returns this loss for ``model``, with ``shifted`` read from the model's ``loss_type`` if that says it."""
+        kind = getattr(model, "loss_type", None)
+        if self.shifted is not None or not isinstance(kind, str):
+            return self
+        return ModelLoss(self.labels, shifted=kind == "ForCausalLM", ignore_index=self.ignore_index)
+
+    def pair(self, batch: Any) -> tuple[Any, Any]:
+        """Returns (inputs, targets) of a batch: all of it, and its labels. A pair is returned as it is."""
+        if isinstance(batch, Mapping) and self.labels in batch:
+            return dict(batch), batch[self.labels]
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return batch[0], batch[1]
+        given = f"{type(batch).__name__}" + (
+            f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        )
+        raise PlanError(
+            f"a batch has no '{self.labels}', from which the model computes its loss",
+            given=given,
+            allowed=f"a mapping of the model's named inputs, '{self.labels}' among them",
+            fix="write loss=sw.ModelLoss(labels=...), or a loss on the model's output: loss=sw.CrossEntropy()",
+        )
+
+    def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the loss that the model computed, and the number of labels that it did not ignore."""
+        return sum_of_mean(_loss_of(output), self._counted(targets), self.ignore_index)
+
+    def _counted(self, targets: Any) -> Any:
+        if not isinstance(targets, Tensor) or targets.dim() < 2 or targets.is_floating_point():
+            return targets
+        if self.shifted is None:
+            raise PlanError(
+                "whether the model predicts the next token is not known, and so not how many labels its loss counts",
+                given=f"labels of {list(targets.shape)}, and a model without loss_type",
+                allowed="shifted=True if the first label of each sequence is left out, else shifted=False",
+                fix="write loss=sw.ModelLoss(shifted=True)",
+            )
+        return targets[:, 1:] if self.shifted else targets
+
+
+class MeanLoss(nn.Module):
+    """A loss function that returns a mean over its targets, such as ``F.cross_entropy``, as a sum and a count.
+
+    ``function(output, targets)`` returns the mean; the count is that of all elements of the targets, or of those that
+    differ from ``ignore_index``. A function whose mean is over something else, such as samples whose targets differ in
+    number, or is weighted, must return its sum and count itself.
+
+    Raises: PlanError, in a step: the function returns no tensor of one number, or the targets are no tensor.
+
+    >>> loss = MeanLoss(lambda output, targets: nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()))
+    >>> loss_sum, count = loss(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
+    >>> round(loss_sum.item(), 3), count.item()
+    (6.931, 5)
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Tensor], ignore_index: int | None = IGNORED) -> None:
+        super().__init__()
+        self.function, self.ignore_index = function, ignore_index
+
+    def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """Returns the function's mean times the number of targets, and that number."""
+        return sum_of_mean(self.function(output, targets), targets, self.ignore_index)
+
+
+def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns a mean loss as a sum and a count of targets; a mean over no targets, which is NaN, as a sum of 0.
+
+    Raises: PlanError: ``mean`` is no tensor of one number, or ``targets`` is no tensor.
+    """
+    if not isinstance(mean, Tensor) or mean.dim():
+        raise PlanError(
+            "a loss that is a mean is one number",
+            given=f"Tensor {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__,
+            allowed="a tensor without dims",
+            fix='leave out reduction="none", or return the pair (sum, count) and leave out MeanLoss',
+        )
+    if not isinstance(targets, Tensor):
+        raise PlanError(
+            "the targets of a mean are counted, so they are one tensor",
+            given=type(targets).__name__,
+            allowed="a tensor",
+            fix="return the pair (sum, count) and leave out MeanLoss",
+        )
+    if targets.is_floating_point() or ignore_index is None:
+        count = torch.full((), targets.numel(), device=mean.device)
+    else:
+        count = torch.ne(targets, ignore_index).sum()
+    return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Returns the loss in a model's output: its attribute or entry "loss", or the first of a tuple."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
+        found = output[0]
+    if not isinstance(found, Tensor):
+        named = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise PlanError(
+            "the model's output has no loss",
+            given=f"{type(output).__name__}{named}",
+            allowed="an attribute or entry 'loss', or a tuple that begins with the loss",
+            fix="pass the labels among the inputs, or give a loss on the output: loss=sw.CrossEntropy()",
+        )
+    return found

@@ -1,0 +1,103 @@
+"""How a command is started: a folder to start from, completion, examples, packages of the current folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from click.shell_completion import ShellComplete
+from typer.testing import CliRunner
+
+from shardwright import launch
+from shardwright.cli.main import app
+from shardwright.cli.starting import FILES
+
+TINY = ["--set", "num_layers=2", "--set", "width=8", "--set", "num_heads=2", "--seq", "8", "--batch", "2"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def started(folder, *words):
+    """Runs the command in a folder that is not on Python's path, as the console script does."""
+    script = "import sys; sys.argv[0] = 'shardwright'; from shardwright.cli import main; main()"
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PYTHONSAFEPATH": "1"}
+    return subprocess.run([sys.executable, "-c", script, *words], cwd=folder, env=here, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(300)  # a process of its own imports torch
+def test_what_init_writes_trains_by_the_command_from_its_own_folder(tmp_path):
+    folder = tmp_path / "first"
+    assert json.loads(run("init", folder, "--json").stdout)["files"] == [str(folder / name) for name in FILES]
+    options = ["--ranks", "threads", "--steps", "2", "--warmup", "1", "--save-every", "0", "--eval-every", "0"]
+    found = started(folder, "train", "--config", "run.toml", *options, "--set", "width=8", "--set", "num_layers=1")
+    assert found.returncode == 0, found.stderr
+    assert "trained dp2 on 2 ranks: 2 steps" in found.stdout
+
+
+def test_the_loop_that_init_writes_trains(tmp_path, monkeypatch):
+    assert run("init", tmp_path).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = runpy.run_path("train.py", run_name="train")
+    script["work"].__globals__["STEPS"] = 4
+    losses = launch(script["work"], "dp2", "dp2", ranks="threads")
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    assert (tmp_path / "runs" / "mine").is_dir()
+
+
+def test_init_overwrites_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("mine")
+    found = run("init", tmp_path)
+    assert found.exit_code == 2
+    assert "has train.py already" in found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == "mine"
+
+
+def test_a_shell_completes_verbs():
+    assert "--install-completion" in run("--help").stdout
+    complete = ShellComplete(typer.main.get_command(app), {}, "shardwright", "_SHARDWRIGHT_COMPLETE")
+    assert [each.value for each in complete.get_completions([], "eva")] == ["evaluate"]
+
+
+def every_command(command, path=()):
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from every_command(sub, (*path, name))
+    if not hasattr(command, "commands"):
+        yield path, command
+
+
+def test_every_command_shows_examples_of_which_each_word_is_an_option_of_it():
+    commands = dict(every_command(typer.main.get_command(app)))
+    for path, command in commands.items():
+        lines = [line.strip() for line in (command.epilog or "").splitlines()[2:]]
+        assert lines, f"{' '.join(path)} has no examples"
+        for line in lines:
+            words = line.replace("cd first && ", "").split(" > ")[0].split(" -- ")[0].split()
+            verb = next(each for each in commands if tuple(words[1 : 1 + len(each)]) == each)
+            known = {name for each in commands[verb].params for name in (*each.opts, *each.secondary_opts)}
+            flags = {word for word in words if word.startswith("--")}
+            assert words[0] == "shardwright"
+            assert flags <= known, line
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_a_trained_run_is_evaluated_and_predicted_from_its_folder(tmp_path, verb):
+    out = tmp_path / "run"
+    assert run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY).exit_code == 0
+    found = run(verb, "--from", out, "--layout", "tp2", "--num", "2")
+    assert found.exit_code == 0, found.stderr
+    assert ("2 samples of eval, step 1, under tp2" if verb == "evaluate" else "\n1: [") in found.stdout
+    for wrong, text in (("--split", "no such split"), ("--num", "'num' is out of range")):
+        refused = run(verb, "--from", out, wrong, "test" if wrong == "--split" else "-1")
+        assert refused.exit_code == 2
+        assert text in refused.stderr

@@ -1,0 +1,200 @@
+"""Scripts in the shape of Accelerate's train as on one device, under any layout."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import shardwright as sw
+from shardwright.errors import PlanError
+
+DRAW = torch.Generator().manual_seed(0)
+DATA = [(torch.randn(4, generator=DRAW), int(torch.randint(3, (), generator=DRAW))) for _ in range(12)]
+
+
+class OneDevice:
+    """What Accelerate's Accelerator does on one device, in plain torch, for the scripts below."""
+
+    device, is_main_process, sync_gradients = torch.device("cpu"), True, True
+
+    def __init__(self, num_accumulated=1):
+        self.num_accumulated, self.count = num_accumulated, 0
+
+    def prepare(self, model, optimizer, loader, scheduler):
+        def gated(call):
+            return lambda: call() if self.sync_gradients else None
+
+        steps = SimpleNamespace(step=gated(optimizer.step), zero_grad=gated(optimizer.zero_grad))
+        return model, steps, loader, SimpleNamespace(step=gated(scheduler.step))
+
+    def accumulate(self, model):
+        self.count += 1
+        self.sync_gradients = self.count % self.num_accumulated == 0
+        return nullcontext()
+
+    def backward(self, loss):
+        (loss / self.num_accumulated).backward()
+
+    def clip_grad_norm_(self, parameters, max_norm):
+        return nn.utils.clip_grad_norm_(parameters, max_norm) if self.sync_gradients else None
+
+    def get_state_dict(self, model):
+        return model.state_dict()
+
+    def save_state(self, folder):
+        pass
+
+
+class Labelled(nn.Module):
+    """A classifier that computes its loss from labels, if it gets some."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.down(functional.gelu(self.up(x)))
+        if labels is None:
+            return logits
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def plain():
+    torch.manual_seed(0)
+    return Labelled()
+
+
+def script(accelerator, model, form, num_epochs=2, resumed=None):
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}], lr=0.05)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=12)
+    loader = DataLoader(DATA, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader.sampler.generator = torch.Generator().manual_seed(1)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    criterion, losses = nn.CrossEntropyLoss(), []
+    if resumed is not None:
+        accelerator.load_state(resumed)
+    for _ in range(num_epochs):
+        loader.sampler.generator.manual_seed(1)  # each epoch alike, so that a resumed one is known
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                if form == "labels":
+                    found = model(x=x, labels=y)
+                    loss = found["loss"]
+                else:
+                    loss = (
+                        criterion(model(x), y) if form == "criterion" else functional.cross_entropy(model(x), target=y)
+                    )
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, accelerator.get_state_dict(model), accelerator, model
+
+
+@pytest.mark.parametrize(
+    ("line", "form", "accumulated"),
+    [
+        ("dp2", "labels", 1),
+        ("tp2 dp2/zero3", "criterion", 1),
+        ("pp2 mb2", "function", 1),
+        ("dp2/zero1", "labels", 2),
+        ("pp2 mb2", "criterion", 2),
+    ],
+)
+def test_a_script_trains_as_on_one_device(line, form, accumulated):
+    losses, state, *_ = script(OneDevice(accumulated), plain(), form)
+    model = plain()
+
+    def work(world):
+        return script(sw.Accelerator(line, world, gradient_accumulation_steps=accumulated), model, form)[:2]
+
+    for found, whole in sw.launch(work, line, ranks="threads"):
+        assert found == pytest.approx(losses, abs=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(whole[name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prepared_model_predicts_whole_batches_in_eval_mode_and_its_loss_is_that_of_all():
+    model = plain()
+    x, y = torch.stack([x for x, _ in DATA[:5]]), torch.tensor([y for _, y in DATA[:5]])
+
+    def work(world):
+        accelerator = sw.Accelerator("dp2", world)
+        prepared = accelerator.prepare(model)
+        prepared.eval()
+        found = prepared(x=x, labels=y)
+        return (
+            accelerator.gather_for_metrics(found.logits),
+            found.loss.item(),
+            prepared(x),
+            accelerator.unwrap_model(prepared),
+        )
+
+    expected = model(x).detach()
+    for logits, loss, again, whole in sw.launch(work, 2, ranks="threads"):
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(again, expected)
+        assert loss == pytest.approx(functional.cross_entropy(expected, y).item(), abs=1e-6)
+        assert whole is model
+
+
+def test_a_saved_state_goes_on_under_another_layout(tmp_path):
+    losses, *_ = script(OneDevice(), plain(), "labels", num_epochs=3)
+    model = plain()
+
+    def first(world):
+        script(sw.Accelerator("dp2/zero3", world), model, "labels", 2)[2].save_state(tmp_path)
+
+    def second(world):
+        return script(sw.Accelerator("tp2", world), model, "labels", 1, tmp_path)[0]
+
+    sw.launch(first, 2, ranks="threads")
+    for found in sw.launch(second, 2, ranks="threads"):
+        assert found == pytest.approx(losses[8:], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("use", "fix"),
+    [
+        (
+            lambda a, model, x, y: a.backward(functional.cross_entropy(model(x), y) * 2),
+            "leave out what scales the loss",
+        ),
+        (lambda a, model, x, y: model(x).softmax(-1), "call the loss on model(x) itself"),
+        (lambda a, model, x, y: model(x)[0], "call the loss on model(x) itself"),
+        (lambda a, model, x, y: model(x).loss, "pass the labels to the model"),
+        (lambda a, model, x, y: torch.argmax(model(x)), "call the loss on model(x) itself"),
+        (lambda a, model, x, y: a.prepare(nn.Linear(2, 2)), "make another sw.Accelerator"),
+    ],
+)
+def test_what_a_prepared_model_cannot_do_is_refused_with_the_line_to_write(use, fix):
+    model = plain()
+    x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+
+    def work(world):
+        accelerator = sw.Accelerator("dp2", world)
+        prepared = accelerator.prepare(model)
+        with pytest.raises(PlanError) as caught:
+            use(accelerator, prepared, x, y)
+        return str(caught.value)
+
+    for text in sw.launch(work, 2, ranks="threads"):
+        assert fix in text
+
+
+def test_an_optimizer_without_its_model_and_an_unknown_precision_are_refused():
+    with pytest.raises(PlanError, match="prepare\\(model, optimizer, loader\\)"):
+        sw.Accelerator().prepare(torch.optim.SGD(plain().parameters(), lr=0.1))
+    with pytest.raises(PlanError, match="no such precision"):
+        sw.Accelerator(mixed_precision="fp8")
+    assert sw.Accelerator("dp2", world=None, mixed_precision="bf16").layout == "dp2 bf16"

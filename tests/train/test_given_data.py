@@ -1,0 +1,130 @@
+"""Datasets of a user's own by package.module:factory, and predictions and evaluations of what was trained on them."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwright.errors import CheckpointError, PlanError
+from shardwright.layout import Layout
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import open_data
+from shardwright.train.loop import train
+from shardwright.train.predicting import evaluate, predict
+from shardwright.train.run_file import read_run
+
+DRAW = np.random.default_rng(0)
+PICTURES = DRAW.normal(size=(40, 3, 4, 4))  # float64, as numpy has it
+CLASSES = DRAW.integers(3, size=40)
+
+
+class Pictures:
+    """A map-style dataset of arrays."""
+
+    def __len__(self):
+        return len(PICTURES)
+
+    def __getitem__(self, index):
+        return PICTURES[index], int(CLASSES[index])
+
+
+def tokens(split):
+    text = torch.arange(33 if split == "train" else 17) % 7
+    return [(text[i : i + 4], text[i + 1 : i + 5]) for i in range(0, len(text) - 4, 4)]
+
+
+def model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def language_model():
+    return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7))
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch):
+    """A module of this name, as a user's own is."""
+    names = {
+        "pictures": Pictures, "tokens": tokens, "model": model, "language_model": language_model,
+        "splits": lambda: {"train": tokens("train"), "eval": tokens("eval")},
+        "dicts": lambda: [{"x": 1, "y": 2}] * 3, "texts": lambda: [("a", 1)] * 3, "stream": lambda: iter(()),
+        "empty": list, "fails": lambda: 1 / 0,
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(**names))
+
+
+def config(**options):
+    return TrainConfig(**{"model": "mine:model", "data": "mine:pictures", "batch": 4, "steps": 3, "seq": 4, **options})
+
+
+def test_a_dataset_of_arrays_is_read_as_tensors_and_its_end_is_for_evaluation():
+    whole = [open_data("mine:pictures", seq=4, model=None, split=split) for split in ("train", "eval")]
+    assert [len(each) for each in whole] == [38, 2]
+    inputs, target = whole[1].sample(0)
+    assert (inputs.dtype, target.dtype, target.item()) == (torch.float32, torch.int64, CLASSES[38])
+    torch.testing.assert_close(inputs.double().numpy(), PICTURES[38].astype(np.float32).astype(float))
+
+
+@pytest.mark.parametrize("name", ["mine:tokens", "mine:splits"])
+def test_a_factory_may_make_its_own_splits(name):
+    found = [open_data(name, seq=4, model=None, split=split) for split in ("train", "eval")]
+    assert [len(each) for each in found] == [8, 4]
+    assert found[0].sample(1)[0].tolist() == [4, 5, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine:dicts", "dict with x, y"),
+        ("mine:texts", "a pair with a str"),
+        ("mine:stream", "with len() and [index]"),
+        ("mine:empty", "the train split of 'mine:empty' is empty"),
+        ("mine:fails", "ZeroDivisionError"),
+        ("mine:nothing", "has no factory 'nothing'"),
+    ],
+)
+def test_a_dataset_that_cannot_be_trained_on_is_refused(tmp_path, name, text):
+    with pytest.raises(PlanError) as caught:
+        train(config(data=name), tmp_path / "run", ranks="threads")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [({}, (2, 3)), ({"model": "mine:language_model", "data": "mine:tokens"}, (4, 4, 7))]
+)
+def test_what_a_run_predicts_and_its_loss_are_those_of_the_plain_model_under_any_layout(tmp_path, names, shape):
+    options = config(layout="dp2", **names)
+    train(options, tmp_path / "run", ranks="threads")
+    found = {line: evaluate(options, tmp_path / "run", Layout.parse(line)) for line in ("single", "dp2 tp2")}
+    one, other = found.values()
+    assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+    assert one["accuracy"] == other["accuracy"]
+    assert (one["samples"], one["step"]) == (shape[0], 3)
+    file = tmp_path / "outputs.safetensors"
+    predicted = predict(options, tmp_path / "run", Layout.parse("dp2"), num=4, to=file)
+    written = load_file(file)
+    assert tuple(written["outputs"].shape) == shape
+    assert predicted["predictions"] == written["outputs"].argmax(-1).tolist()
+    expected = nn.functional.cross_entropy(written["outputs"].flatten(0, -2), written["targets"].flatten())
+    assert one["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    right = (written["outputs"].argmax(-1) == written["targets"]).float().mean().item()
+    assert one["accuracy"] == pytest.approx(right)
+
+
+def test_a_folder_brings_no_dataset_along_that_the_command_does_not_name(tmp_path):
+    train(config(steps=1), tmp_path / "run", ranks="threads")
+    with pytest.raises(CheckpointError, match="add --data mine:pictures"):
+        read_run(tmp_path / "run", model="mine:model")
+    assert read_run(tmp_path / "run", model="mine:model", data="mine:pictures")["data"] == "mine:pictures"
+
+
+def test_options_of_predictions_out_of_range_are_refused(tmp_path):
+    for options, text in (({"num": 0}, "'num' is out of range"), ({"to": tmp_path / "x.csv"}, "x.safetensors")):
+        with pytest.raises(PlanError, match=text):
+            predict(config(), tmp_path, Layout.parse("single"), **options)

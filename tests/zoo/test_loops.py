@@ -1,0 +1,125 @@
+"""Loops of the field with its real packages: transformers, peft and Accelerate; skipped where they are missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import shardwright as sw
+
+transformers = pytest.importorskip("transformers", reason="make zoo-contract has it")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of packages of others
+
+TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+
+
+def encodings(num_samples=12, length=8):
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 32, (num_samples, length), generator=draw)
+    found = []
+    for number, each in enumerate(ids):
+        labels = each.clone()
+        labels[: number % 4] = -100  # ranks have different numbers of targets
+        found.append(
+            transformers.BatchEncoding({"input_ids": each, "attention_mask": each.ne(0).long(), "labels": labels})
+        )
+    return found
+
+
+def collate(samples):
+    return transformers.BatchEncoding({key: torch.stack([each[key] for each in samples]) for key in samples[0]})
+
+
+def losses_of_torch(model, epochs=1):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(epochs):
+        for batch in DataLoader(encodings(), batch_size=4, collate_fn=collate):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(world, model, line):
+    loader = DataLoader(encodings(), batch_size=4, collate_fn=collate)
+    run = sw.parallelize(model, line, world, loss=sw.ModelLoss(), example=next(iter(loader)))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    losses = [run.step(batch, update=optimizer).item() for batch in run.shard(loader)]
+    return losses, run.state_dict()
+
+
+@pytest.mark.parametrize("line", ["dp2 tp2", "dp2/zero3", "pp2 mb2"])
+def test_batch_encodings_and_the_labels_loss_of_transformers_train_as_on_one_device(line):
+    losses, state = losses_of_torch(llama())
+    model = llama()
+    for found, whole in sw.launch(trained, line, model, line, ranks="threads"):
+        assert found == pytest.approx(losses, abs=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("line", ["dp2 tp2", "dp2/zero3", "pp2 mb2"])
+def test_lora_by_peft_trains_its_adapters_alone(line):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(llama(), config)
+
+    losses, state = losses_of_torch(adapted())
+    model = adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for found, whole in sw.launch(trained, line, model, line, ranks="threads"):
+        assert found == pytest.approx(losses, abs=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
+            assert torch.equal(whole[name], before[name]) is ("lora_" not in name), name
+
+
+def script(accelerator, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW amplifies rounding near zero
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 6)
+    loader = DataLoader(encodings(), batch_size=4, collate_fn=collate)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, rates = [], []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            rates.append(schedule.get_last_lr()[0])
+    return losses, rates, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(("line", "accumulated"), [("dp2 tp2", 1), ("pp2 mb2", 1), ("dp2/zero3", 3)])
+def test_a_script_for_accelerate_trains_alike_with_accelerates_own_accelerator(line, accumulated):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+    losses, rates, state = script(accelerator, llama())
+    model = llama()
+
+    def work(world):
+        return script(sw.Accelerator(line, world, gradient_accumulation_steps=accumulated), model)
+
+    for found, found_rates, whole in sw.launch(work, line, ranks="threads"):
+        assert found == pytest.approx(losses, abs=1e-4)
+        assert found_rates == pytest.approx(rates)
+        for name, value in state.items():
+            torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
