@@ -10,12 +10,14 @@ CLUSTER := .venv-cluster
 CLUSTER_READY := $(CLUSTER)/.ready
 BROWSER := .venv-browser
 BROWSER_READY := $(BROWSER)/.ready
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -83,7 +85,7 @@ zoo: $(ZOO_READY) ## models of others under every layout, and docs/models.md; ZO
 
 zoo-contract: $(ZOO_READY) ## the models of others that make contract leaves out where their packages are missing
 	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py tests/contract/test_the_llama_example.py \
-	  tests/weights/test_transformers.py tests/zoo/test_loops.py
+	  tests/weights/test_transformers.py tests/zoo/test_loops.py tests/site/test_tutorials.py tests/site/test_moving.py
 
 zoo-page: $(READY) ## docs/models.md, rebuilt from the rows that were measured
 	PYTHONPATH=src:tests $(BIN)/python -m zoo.page
@@ -103,8 +105,22 @@ size: $(READY)  ## lines per file and function, longest first
 
 check: lint types test size ## what every commit passes
 
-docs: $(READY)  ## API pages from docstrings, into docs/api
-	$(BIN)/python tools/docs.py
+$(DOCS_READY): constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-docs.txt
+	@touch $@
+
+docs: $(DOCS_READY) ## the documentation site, into build/site; look at it with python -m http.server -d build/site (half a minute)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
+notebooks: $(ZOO_READY) ## the notebooks of examples/tutorials, with what their scripts print
+	HF_HUB_OFFLINE=1 $(ZOO)/bin/python tools/notebooks.py
+
+plans: $(READY) ## docs/plans.json: the prices that docs/which_layout.md shows (a minute)
+	$(BIN)/python tools/plans.py
+
+strategy-pictures: $(READY) ## docs/pictures/strategies, of runs that are compared with one device first (a minute)
+	$(BIN)/python tools/strategy_pictures.py
 
 bench: $(READY) ## the committed benchmarks, measured again
 	$(BIN)/python -m benchmarks
@@ -119,4 +135,4 @@ format: $(READY) ## ruff's fixes
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:          ## removes the virtual environment and caches
-	rm -rf $(VENV) $(ZOO) $(CLUSTER) $(BROWSER) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(CLUSTER) $(BROWSER) $(DOCS) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

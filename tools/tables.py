@@ -4,6 +4,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`
 """
 
 import json
+import re
 import statistics
 import sys
 from collections import Counter
@@ -22,6 +23,9 @@ from shardwright.strategies import STRATEGIES
 from shardwright.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("guide", "which_layout", "how_fast")]
+"""The pages of docs/ that have tables."""
+
 MOST_DIVERGENCE = 1e-4
 """The largest relative difference of losses that rounding explains, as in ``benchmarks/trust/kills.py``."""
 
@@ -74,6 +78,19 @@ def plan() -> str:
     text = show_text(describe(job, line, inputs=inputs), width=110)
     tail = "\n".join(row.rstrip() for row in text[text.index("\nmemory ") + 1 :].splitlines())
     return f'```text\n$ shardwright show --layout "{line}"\n...\n{tail.strip()}\n```'
+
+
+def layouts_13b(what: str) -> str:
+    """Layouts of a model of 13 billion parameters, as the planner priced them: docs/plans.json, of tools/plans.py."""
+    found = json.loads((ROOT / "docs" / "plans.json").read_text())
+    if what == "search":
+        command = found["command"].replace(" --cluster", " \\\n    --cluster").replace(" --set v", " \\\n    --set v")
+        return f"```text\n$ {command}\n{found['text']}\n```"
+    lines = ["| layout | seconds a step | on the fullest device | fits | most of it |", "|---|---|---|---|---|"]
+    for row in sorted(found["rows"], key=lambda row: (not row["fits"], row["step_s"])):
+        memory, fits = f"{row['memory_bytes'] / 1e9:.0f} GB", "yes" if row["fits"] else "no"
+        lines.append(f"| `{row['layout']}` | {row['step_s']:.1f} | {memory} | {fits} | {row['most']} |")
+    return "\n".join(lines)
 
 
 def newest(folder: str) -> dict:
@@ -621,7 +638,21 @@ def draws() -> str:
     return "\n".join(lines)
 
 
+def every_benchmark() -> str:
+    """Returns the question of each benchmark, a link to how it was measured, and its tables."""
+    parts = []
+    for path in sorted((ROOT / "benchmarks").glob("*/README.md")):
+        text = path.read_text()
+        title = text.partition("\n")[0].lstrip("# ")
+        names = re.findall(r"<!-- table: (.+?) -->", text)
+        folder = path.parent.name
+        parts.append(f"## {title}\n\n[How, and what follows](../benchmarks/{folder}/README.md) (`benchmarks/{folder}`)")
+        parts += [TABLES[name]() for name in names] or ["Nothing was measured yet."]
+    return "\n\n".join(parts)
+
+
 TABLES = {
+    "every benchmark": every_benchmark,
     "compared": compared,
     "flips": flips,
     "draws": draws,
@@ -632,6 +663,8 @@ TABLES = {
     "strategies": strategies,
     "options": options,
     "plan": plan,
+    "13b search": partial(layouts_13b, "search"),
+    "13b layouts": partial(layouts_13b, "layouts"),
     "gpt_step": gpt_step,
     "dropout masks": partial(dropout, "masks"),
     "dropout steps": partial(dropout, "steps"),
@@ -682,7 +715,7 @@ def rebuilt(text: str) -> str:
 
 def main() -> None:
     stale = []
-    for path in [ROOT / "README.md", ROOT / "docs" / "guide.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]:
+    for path in [ROOT / "README.md", *PAGES, *sorted((ROOT / "benchmarks").glob("*/README.md"))]:
         text = path.read_text()
         new = rebuilt(text)
         if new != text:
