@@ -213,8 +213,9 @@ def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
             return super().forward(x) * x.sum().item()
 
     batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
-    with pytest.raises(PlanError, match="cannot be rehearsed without values"):
-        plan_layouts(Reads(8, 8), CLUSTER[2], batch, layout="dp2")
+    for given in ({"layout": "dp2"}, {"most_priced": 1}):  # one layout, and a search
+        with pytest.raises(PlanError, match="cannot be rehearsed without values"):
+            plan_layouts(Reads(8, 8), CLUSTER[2], batch, **given)
 
 
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():

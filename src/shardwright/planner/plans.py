@@ -318,7 +318,7 @@ def plan_layouts(
         found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
-            raise _none_found(cluster, found, fix, without)
+            raise found.failure or _none_found(cluster, found, fix, without)
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
     num_tokens = tokens or _num_tokens(batch[0])

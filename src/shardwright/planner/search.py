@@ -61,6 +61,8 @@ class Found:
     searched: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, str] = field(default_factory=dict)
+    failure: PlanError | None = None
+    """The first error of the model itself, such as code that cannot be rehearsed; None if there was none."""
 
     @property
     def priced(self) -> int:
@@ -71,6 +73,12 @@ class Found:
         """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example."""
         self.rejected[reason] += 1
         self.nearest.setdefault(reason, str(layout))
+
+    def refused(self, error: LayoutError | PlanError, layout: Layout | str) -> None:
+        """Counts a layout as left out because of ``error``."""
+        self.reject(error.what, layout)
+        if isinstance(error, PlanError) and self.failure is None:
+            self.failure = error
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short
         try:
             return pricing.price(layout, (short.record if short is not None else record)(layout, samples))
         except (LayoutError, PlanError) as error:
-            found.reject(error.what, layout)
+            found.refused(error, layout)
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
@@ -219,7 +227,7 @@ class _Search:
         try:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
-            self.found.reject(error.what, layout)
+            self.found.refused(error, layout)
             return
         fits = priced.memory_bytes <= self.wanted.limit_bytes
         (self.found.fit if fits else self.found.misfits).append(priced)
