@@ -74,8 +74,7 @@ def test_a_search_ends_however_many_layouts_are_refused():
         tried.append(layout)
         raise LayoutError("not this one")
 
-    cluster = Cluster.parse("a100-80gb:8x8")
-    found = search(cluster, 64, record, Wanted(limit_bytes=8e10, most=4))
+    found = search(Pricing(Cluster.parse("a100-80gb:8x8")), 64, record, Wanted(limit_bytes=8e10, most=4))
     assert found.priced == 0
     assert len(tried) <= 3 * 4 + 4  # one more for each way to cut operators
 

@@ -41,6 +41,9 @@ class Constants:
     between_efficiency: float = _constant(0.6, "of the link", 0.1, 1.0, "what messages between nodes reach")
     in_node_hop_s: float = _constant(3e-6, "s", 0.0, 1e-3, "the latency of one hop inside a node")
     between_hop_s: float = _constant(10e-6, "s", 0.0, 1e-3, "the latency of one hop between nodes")
+    overlap_cost: float = _constant(
+        0.0, "of a message", 0.0, 1.0, "the share of a hidden message's time by which computing takes longer"
+    )
     step_s: float = _constant(5e-3, "s", 0.0, 0.1, "what every step takes beside all that is counted")
     sources: Mapping[str, Source] = field(default_factory=dict)
 

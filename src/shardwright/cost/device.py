@@ -9,10 +9,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from shardwright.cost.calibration import KEYS
 from shardwright.errors import PlanError, nearest
 from shardwright.text_files import read_text
 
-MOST_TOML_BYTES = 2**14
+MOST_TOML_BYTES = 2**17
 DENSE = (60, 350)
 """The range, in FLOPs per byte of memory bandwidth, of bf16 or fp16 peaks that datasheets give without sparsity."""
 
@@ -91,7 +92,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
         is below 1, or the table has an unknown key.
     """
-    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS}
+    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS, *KEYS}
     for key in table.keys() - known:
         raise PlanError(
             f"the profile '{name}' has a key that means nothing",

@@ -178,7 +178,8 @@ class Plans:
         figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
                     ("in_node", device.in_node_bytes_per_s, "B/s"),
                     ("between_nodes", device.between_nodes_bytes_per_s, "B/s")]  # fmt: skip
-        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": "datasheet"}
+        sources = self.cluster.calibration.sources
+        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": sources.get(n, "datasheet")}
                 for n, v, u in figures]  # fmt: skip
         scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
                   "source": "fitted"} for name, value in vars(self.scale).items() if value != 1.0]  # fmt: skip
@@ -202,7 +203,13 @@ class Plans:
             if any(option.name == "offload" for factor in each.layout.factors for option in factor.options)
             or (each.layout.recompute or "").startswith("offload")
         ]
-        return [*self.cluster.device.warnings, *dict.fromkeys(notes)]
+        notes += [
+            f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or fitted "
+            "is not what it stands for"
+            for row in self.cluster.constants.rows()
+            if row["source"] in ("measured", "fitted") and row["value"] in row["bounds"]
+        ]
+        return [*self.cluster.device.warnings, *self.cluster.calibration.notes, *dict.fromkeys(notes)]
 
     def text(self) -> str:
         """Returns the prices as text for a terminal.
@@ -304,18 +311,18 @@ def plan_layouts(
         spent[0] += process_time() - start
         return records
 
-    num_samples = num_rows(batch)
-    known = [(_priced_anchor(line, cluster, num_samples, record), s) for line, s in anchors.items()]
+    num_samples, pricing = num_rows(batch), Pricing(cluster, model_plans.kind)
+    known = [(_priced_anchor(line, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
     if layout is not None:
         _check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        layouts, found = [Pricing(cluster).price(records.layout, records)], Found()
+        layouts, found = [pricing.price(records.layout, records)], Found()
     else:
         short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
         wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, short.most_stages)
-        found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
+        found = search(pricing, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
             raise found.failure or _none_found(cluster, found, fix, without)
@@ -337,12 +344,12 @@ def _rank(price: Price, limit: float) -> tuple[bool, float]:
     return not fits, price.step_s if fits else price.memory_bytes
 
 
-def _priced_anchor(line: str, cluster: Cluster, batch: int, record: Recorder) -> Price:
+def _priced_anchor(line: str, pricing: Pricing, batch: int, record: Recorder) -> Price:
     """Returns the price of a layout that has run. Raises LayoutError: it cannot be on this cluster with this batch."""
     layout = Layout.parse(line)
-    _check_ranks(layout, cluster)
+    _check_ranks(layout, pricing.cluster)
     check_samples(layout, batch)
-    return Pricing(cluster).price(layout, record(layout, batch))
+    return pricing.price(layout, record(layout, batch))
 
 
 def _check_ranks(layout: Layout, cluster: Cluster) -> None:

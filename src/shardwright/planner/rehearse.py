@@ -166,14 +166,14 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     if function._schema.is_mutable and not function._schema.name.endswith("_out"):
         changed = results or _written(function._schema, args, named)
         num_bytes += sum(each.numel() * each.element_size() for each in changed)
-    attention = _ATTENTION.get(packet)
+    attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
-        return OperatorRecord("attention", attention(*args, **named), num_bytes, _precision(operands))
+        return OperatorRecord("attention", attention(*args, **named), num_bytes, precision, name=name)
     count = flop_registry.get(packet) or flop_registry.get(_not_in_place(packet))
     if count is None:
-        return OperatorRecord("memory", 0, num_bytes, _precision(operands)) if num_bytes else None
+        return OperatorRecord("memory", 0, num_bytes, precision, name=name) if num_bytes else None
     flops = int(count(*args, **named, out_val=out))
-    return OperatorRecord("matmul", flops, num_bytes, _precision(operands), _dims(operands, results, flops))
+    return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops), name=name)
 
 
 def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from itertools import product, zip_longest
 from math import prod
 
 from shardwright.axes import layout_axes
-from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
@@ -119,14 +118,14 @@ def _has(item: str, part: str) -> bool:
     return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
 
 
-def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
-    """Returns the best layouts found for a global batch of ``batch`` samples on a cluster.
+def search(pricing: Pricing, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
+    """Returns the best layouts found for a global batch of ``batch`` samples, on the cluster of ``pricing``.
 
     It may be that none of them fits the memory, or that there are none. ``record`` returns the operators, messages and
     memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
     of a model with few blocks, for the estimates; without it they are of the whole model.
     """
-    found, pricing = Found(), Pricing(cluster)
+    found = Found()
 
     def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
         layout = Layout(operators, 1, wanted.precision)
