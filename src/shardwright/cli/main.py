@@ -18,6 +18,7 @@ from shardwright import command_start
 from shardwright.checkpoint.export import export_model
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
+from shardwright.cli.calibrating import calibrate
 from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.cli.planning import plan
@@ -337,6 +338,7 @@ def doctor(as_json: Json = False) -> None:
 
 app.command(context_settings=EXTRA)(launch)
 app.command()(plan)
+app.command()(calibrate)
 
 
 @checkpoints.command()

@@ -19,6 +19,9 @@ TIERS = ("in_node", "between")
 KEYS = ("operators", "blocks", "sources", "links", "spread", "ranks", "notes")
 """The keys of a cluster file that a calibration writes beside those of a device."""
 
+MOST_SPREAD = 0.2
+"""The spread of measured seconds, as a share of their median, up to which a calibration is saved without force."""
+
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -113,7 +116,8 @@ def calibration_in(path: str, table: Mapping[str, Any]) -> Calibration:
 
     Raises: PlanError: a table or a value in it is none that a calibration writes.
     """
-    operators, blocks, spread = (_numbers(path, name, table.get(name, {})) for name in ("operators", "blocks", "spread"))
+    names = "operators", "blocks", "spread"
+    operators, blocks, spread = (_numbers(path, name, table.get(name, {})) for name in names)
     links = table.get("links", [])
     if not isinstance(links, list):
         raise _wrong(path, "links", links, "tables [[links]], one for each measured collective")

@@ -98,8 +98,8 @@ class Cluster:
         """Returns the seconds that a collective or send of ``num_bytes`` of payload takes in a ring of ``ranks``.
 
         The ring goes node by node, and all groups along the same axis are taken to send at once, so rings that cross
-        between nodes share a node's links. Fewer than two ranks, no bytes, a receive and a barrier take 0 seconds. Kinds
-        that were measured take the seconds that were measured for as many bytes.
+        between nodes share a node's links. Fewer than two ranks, no bytes, a receive and a barrier take 0 seconds.
+        Kinds that were measured take the seconds that were measured for as many bytes.
 
         >>> cluster = Cluster.parse("a100-80gb:2x8")
         >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in ((0, 1), (0, 8))]

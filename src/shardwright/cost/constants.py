@@ -37,6 +37,9 @@ class Constants:
     )
     traffic_share: float = _constant(1.0, "of bytes", 0.1, 2.0, "the share of counted bytes that reaches memory")
     launch_s: float = _constant(6e-6, "s", 1e-7, 1e-3, "the time in which the host starts one operator")
+    update_launch_s: float = _constant(
+        6e-6, "s", 1e-7, 1e-3, "the time in which the host starts one operator of the optimizer"
+    )
     in_node_efficiency: float = _constant(0.75, "of the link", 0.2, 1.0, "what messages in a node reach of its link")
     between_efficiency: float = _constant(0.6, "of the link", 0.1, 1.0, "what messages between nodes reach")
     in_node_hop_s: float = _constant(3e-6, "s", 0.0, 1e-3, "the latency of one hop inside a node")

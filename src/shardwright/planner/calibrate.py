@@ -12,26 +12,23 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright import devices
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
 from shardwright.comm.recorder import ring_factor
-from shardwright.cost.calibration import num_hops
+from shardwright.cost.calibration import MOST_SPREAD, num_hops
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import Constants
 from shardwright.cost.device import Device, profile, profiles
 from shardwright.cost.operators import TILE, OperatorRecord, operator_s
 from shardwright.errors import PlanError
-from shardwright.formatting import format_duration
 from shardwright.layout import Layout, Precision
-from shardwright.models import GPT, GPTConfig
 from shardwright.nodes import Nodes
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows, rows
@@ -39,18 +36,16 @@ from shardwright.planner.measuring import (
     TINY,
     CalibrationJob,
     Measurements,
-    StepTime,
     measure_rank,
     shortened,
+    tiny_batch,
+    tiny_model,
 )
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import Pricing
-from shardwright.planner.records import LayoutRecords, record_layout
+from shardwright.planner.records import record_layout
 from shardwright.planner.stopwatch import Timing
 from shardwright.rng import without_values
-
-MOST_SPREAD = 0.2
-"""The spread of measured seconds, as a share of their median, up to which a calibration is saved without being forced."""
 
 LIMIT_S = 70.0
 """The seconds after which ranks begin no other measurement; with their start, a calibration takes 90."""
@@ -107,15 +102,15 @@ class CalibratedCluster:
             f"{constants.matmul_efficiency:.2f}, half of it at {constants.half_depth:.0f} summed elements",
             f"  memory            {cluster.device.memory_bytes_per_s / 1e9:.3g} GB/s, of which operators reach "
             f"{constants.memory_efficiency:.0%}",
-            f"  an operator       starts in {format_duration(constants.launch_s)}; beside them a step takes "
-            f"{format_duration(constants.step_s)}",
+            f"  an operator       starts in {_time(constants.launch_s)}; beside them a step takes "
+            f"{_time(constants.step_s)}",
         ]
         blocks = ", ".join(f"{name} {factor:.2f}" for name, factor in cluster.calibration.blocks.items())
         lines.append(f"  together          {blocks or 'not measured'} times as long as operators alone")
         for each in cluster.calibration.links:
+            pairs = [*zip(each.num_bytes, each.seconds, strict=True)]
             ends = ", ".join(
-                f"{size / 2**20:.3g} MiB in {format_duration(seconds)}"
-                for size, seconds in (*zip(each.num_bytes, each.seconds, strict=True),)[:: max(1, len(each.seconds) - 1)]
+                f"{size / 2**20:.3g} MiB in {_time(seconds)}" for size, seconds in pairs[:: max(1, len(pairs) - 1)]
             )
             lines.append(f"  {each.kind:17} {each.ranks} ranks: {ends}")
         lines.append("  spread            " + ", ".join(f"{name} {value:.0%}" for name, value in self.spread.items()))
@@ -163,9 +158,9 @@ def _table(
     links, link_constants, notes = _links(found, nodes, known, table)
     table["constants"].update(link_constants)
     table["links"] = links
-    _add_starts(job, found, table)
     table["operators"] = _operator_factors(found, _cluster(table))
-    table["blocks"] = _block_factors(job, found, _cluster(table))
+    step_constants, table["blocks"] = _step_constants(job, found, _cluster(table))
+    table["constants"].update(step_constants)
     if any(each.timing is None for each in found.calls) or not found.products or not found.steps:
         notes.append("the time limit left out some measurements; factors that are missing are 1")
     table["notes"] = notes
@@ -243,7 +238,7 @@ def _figures(
 
 
 def _memory_of_rank(job: CalibrationJob) -> float:
-    return psutil.virtual_memory().total / _nodes(job.layout).ranks_per_node
+    return float(psutil.virtual_memory().total) / _nodes(job.layout).ranks_per_node
 
 
 def _fitted_products(
@@ -300,44 +295,94 @@ def _links(
             constants[f"{prefix}_efficiency"] = 1.0
         else:
             constants[f"{prefix}_efficiency"] = bandwidth / (table[f"{figure}_GB_per_s"] * 1e9)
-    notes = [] if found.links else ["there was no second rank: links are those of the profile, and were not measured"]
+    notes = []
+    if not found.links:
+        why = (
+            "the time limit left them out" if nodes.num_nodes * nodes.ranks_per_node > 1 else "there was no second rank"
+        )
+        notes.append(f"links are those of the profile, and were not measured: {why}")
     return list(rows_of.values()), _within(constants), notes
 
 
 # ---- steps
 
 
-def _records(build: Callable[[int], tuple[Any, Any]], number: int, batch: tuple[Any, Any], precision: Precision,
-             device_type: str) -> tuple[LayoutRecords, str]:  # fmt: skip
-    """Returns the records of one rank's step of a model with ``number`` blocks, and the class of its blocks."""
-    with without_values():
-        model, loss = build(number)
+class StepParts(NamedTuple):
+    """A step by formula: seconds and starts of operators, in the forward and backward and in the optimizer's step."""
+
+    passes_s: float
+    starts: int
+    update_s: float
+    update_starts: int
+
+
+def _by_formula(
+    cluster: Cluster, model: nn.Module, loss: nn.Module, batch: tuple[Any, Any], precision: Precision
+) -> StepParts:
+    """Returns what one rank's step of a model takes by the formulas, with the factors that are known."""
     layout = Layout((), 1, precision)
     few: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t.to("meta"), batch)
     job = job_for(model, loss, layout, few[0], tokens_of(few[0], layout))
-    return record_layout(job, layout, few, device_type, whole=True), ModelPlans(model).kind
+    records = record_layout(job, layout, few, cluster.device.type, whole=True)
+    pricing, stage = Pricing(cluster), records.stages[0].fewer
+    passes, update = (
+        [each for shape in shapes for each in shape.records if isinstance(each, OperatorRecord)]
+        for shapes in (stage.actions.values(), [stage.update])
+    )
+    return StepParts(
+        sum(map(pricing.operator_s, passes)), sum(each.launches for each in passes),
+        sum(map(pricing.operator_s, update)), sum(each.launches for each in update),
+    )  # fmt: skip
 
 
-def _add_starts(job: CalibrationJob, found: Measurements, table: dict[str, Any]) -> None:
-    """Sets the seconds in which the host starts an operator, and those of a step, from the tiny models' steps."""
-    if len(found.tiny) < len(TINY):
-        return
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    loss, cluster, passes = job.build()[1], _cluster(table), list[tuple[int, float, float]]()
-    for step in found.tiny:
+def _step_constants(
+    job: CalibrationJob, found: Measurements, cluster: Cluster
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the constants of a step, and how many times as long its operators take together as alone.
 
-        def tiny(number: int) -> tuple[Any, Any]:
-            return GPT(GPTConfig(width=8, num_layers=number, num_heads=2, max_tokens=4, vocabulary=16)), loss
+    Two tiny models, which differ by their blocks, show what starting an operator takes, and what a step takes beside.
+    In steps of the model itself on one sample and on more, starts take longer, since kernels of other operators come
+    between them: there the part that does not grow with the samples is that of starts.
+    """
+    constants: dict[str, float] = {}
+    with without_values():
+        model, loss = job.build()[:2]
+    if len(found.tiny) == len(TINY):
+        with without_values():
+            tiny = [_by_formula(cluster, tiny_model(n), loss, tiny_batch(), "fp32") for n in TINY]
+        few, more = tiny
+        passes = [each.passes.seconds - parts.passes_s for each, parts in zip(found.tiny, tiny, strict=True)]
+        update = [each.update.seconds - parts.update_s for each, parts in zip(found.tiny, tiny, strict=True)]
+        constants["launch_s"] = (passes[1] - passes[0]) / (more.starts - few.starts)
+        constants["update_launch_s"] = (update[1] - update[0]) / (more.update_starts - few.update_starts)
+        constants["step_s"] = passes[0] - few.starts * constants["launch_s"]
+    once_s = _within(constants).get("step_s", Constants().step_s)
+    if not found.steps:
+        return _within(constants), {}
+    with without_values():
+        short = shortened(model, found.steps[-1].blocks)
+    batches = [(rows(job.batch[0], 0, each.samples), rows(job.batch[1], 0, each.samples)) for each in found.steps]
+    parts = [_by_formula(cluster, short, loss, each, job.precision) for each in batches]
+    passes = [each.passes.seconds - once_s for each in found.steps]
+    on_host = cluster.device.type in devices.HOST
+    if len(parts) > 1 and on_host:
+        factor = (passes[1] - passes[0]) / (parts[1].passes_s - parts[0].passes_s)
+        started = [s - factor * each.passes_s for s, each in zip(passes, parts, strict=True)]
+        constants["launch_s"] = max(started[0] / parts[0].starts, constants.get("launch_s", 0.0))
+    bounded = Constants().with_values("measured", **_within(constants))
 
-        records, _ = _records(tiny, step.blocks, (tokens, tokens), "fp32", table["type"])
-        operators = [each for shape in records.stages[0].fewer.actions.values() for each in shape.records
-                     if isinstance(each, OperatorRecord)]  # fmt: skip
-        alone_s = sum(operator_s(each, cluster.device, cluster.constants) for each in operators)
-        passes.append((sum(each.launches for each in operators), alone_s, step.passes.seconds))
-    (few, few_alone_s, few_s), (more, more_alone_s, more_s) = passes
-    launch_s = (more_s - few_s - more_alone_s + few_alone_s) / (more - few)
-    step_s = few_s - few_alone_s - few * launch_s
-    table["constants"].update(_within({"launch_s": launch_s, "step_s": step_s}))
+    def left(seconds: float, started_s: float) -> float:
+        """The seconds of operators in a step, without those of their starts."""
+        if on_host:
+            return max(0.0, seconds - started_s)
+        return float(max(0.0, seconds**4 - started_s**4) ** 0.25)  # as smooth_max puts them together
+
+    last, update_s = parts[-1], found.steps[-1].update.seconds
+    together = {
+        ModelPlans(model).kind: left(passes[-1], last.starts * bounded.launch_s) / last.passes_s,
+        "optimizer": left(update_s, last.update_starts * bounded.update_launch_s) / last.update_s,
+    }
+    return _within(constants), together
 
 
 def _operator_factors(found: Measurements, cluster: Cluster) -> dict[str, float]:
@@ -358,22 +403,13 @@ def _operator_factors(found: Measurements, cluster: Cluster) -> dict[str, float]
     return factors
 
 
-def _block_factors(job: CalibrationJob, found: Measurements, cluster: Cluster) -> dict[str, float]:
-    """Returns how many times as long a step's operators take together as alone: in blocks, and in the optimizer."""
-    if not found.steps:
-        return {}
-    model, loss = job.build()[:2]
-    step: StepTime = found.steps[-1]
+def _time(seconds: float) -> str:
+    """Returns seconds as text, with a unit that suits them.
 
-    def few(number: int) -> tuple[Any, Any]:
-        return shortened(model, number), loss
-
-    records, _ = _records(few, step.blocks, job.batch, job.precision, cluster.device.type)
-    kind = ModelPlans(model).kind
-    waterfall = dict(Pricing(cluster).price(records.layout, records).waterfall)
-    update_s, once_s = waterfall.pop("optimizer"), waterfall.pop("other")
-    passes_s = sum(waterfall.values())
-    return {kind: max(0.0, step.passes.seconds - once_s) / passes_s, "optimizer": step.update.seconds / update_s}
+    >>> _time(2.5e-6), _time(0.0312)
+    ('2.5 us', '31.2 ms')
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def _spread(found: Measurements) -> dict[str, float]:

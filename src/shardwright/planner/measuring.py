@@ -21,6 +21,7 @@ from shardwright.dispatch_mode import DispatchMode
 from shardwright.layout import Layout, Precision
 from shardwright.models import GPT, GPTConfig
 from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import num_rows, rows
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.rehearse import operator_record
 from shardwright.planner.stopwatch import Stopwatch, Timing
@@ -45,14 +46,14 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 TINY = (2, 8)
 """The numbers of blocks of the tiny models of which a step's time is that of starting its operators."""
 
-FEW_BLOCKS = (1, 3)
-"""The numbers of the model's blocks of which a step is timed, if the model has more."""
+FEW_BLOCKS = 3
+"""The number of the model's blocks of which a step is timed, if the model has more."""
 
 
 class CalibrationJob(NamedTuple):
     """What is measured: a model's step on ``batch``, a microbatch, and messages over the axes of ``layout``'s mesh.
 
-    ``build`` returns the model and its loss first.
+    ``build`` returns the model and its loss first. A step of one sample is measured too, if the batch has more.
     """
 
     build: Callable[[], Any]
@@ -71,9 +72,14 @@ class CallTime(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The measured seconds of a model with a number of blocks: forwards and backwards, and the optimizer's step."""
+    """The measured seconds of a step of a model with a number of blocks on a number of samples.
+
+    ``passes`` are those of the forward and backward, ``update`` those of the optimizer's step. ``blocks`` is 0 for the
+    whole model.
+    """
 
     blocks: int
+    samples: int
     passes: Timing
     update: Timing
 
@@ -139,46 +145,53 @@ def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: M
     """Times steps of tiny models and of the model with few blocks, and returns the operators of the last one."""
     kept: list[_Kept] = []
 
-    def tiny(number: int) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
-        config = GPTConfig(width=8, num_layers=number, num_heads=2, max_tokens=4, vocabulary=16)
-        tokens = torch.zeros(1, 4, dtype=torch.long, device="cpu")
-        return GPT(config), job.build()[1], (tokens, tokens)
-
-    def few(number: int) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
-        model, loss = job.build()[:2]
-        return shortened(model, number), loss, job.batch
-
-    def work(inner: World, rows: list[StepTime], number: int, make: Any, precision: Precision) -> None:
-        with without_values():
-            model, loss, batch = make(number)
-        run = parallelize(model, Layout((), 1, precision), inner, loss=loss, example=batch[0])
+    def work(inner: World, built: tuple[Any, Any], blocks: int, batch: tuple[Any, Any], precision: Precision) -> None:
+        run = parallelize(built[0], Layout((), 1, precision), inner, loss=built[1], example=batch[0])
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-5)
-        (rows_of_rank,) = run.shard([batch])
+        (part,) = run.shard([batch])
 
         def step() -> None:
-            run.step(rows_of_rank)
+            run.step(part)
 
         timings = watch.timed_in_turn([step, optimizer.step])
-        if timings:
-            rows.append(StepTime(number, *timings))
-        if rows is found.steps:
+        if not timings:
+            return
+        (found.tiny if built[0] in tiny else found.steps).append(StepTime(blocks, num_rows(batch), *timings))
+        if batch is job.batch:
             with _Keeping() as keeping:
                 step()
                 optimizer.step()
             kept[:] = sorted(keeping.kept.values(), key=lambda each: -each.cost)
 
-    for number in TINY:
-        run_threads(work, 1, found.tiny, number, tiny, "fp32", device=world.device)
-    for number in num_blocks_of(job):
-        run_threads(work, 1, found.steps, number, few, job.precision, device=world.device)
+    with without_values():
+        model, loss = job.build()[:2]
+        tiny = [tiny_model(number) for number in TINY]
+        few = num_blocks_of(model)
+    for number, each in zip(TINY, tiny, strict=True):
+        run_threads(work, 1, (each, loss), number, tiny_batch(), "fp32", device=world.device)
+    one = rows(job.batch[0], 0, 1), rows(job.batch[1], 0, 1)
+    for batch in (one, job.batch) if num_rows(job.batch) > 1 else (job.batch,):
+        with without_values():
+            built = shortened(model, few), loss
+        run_threads(work, 1, built, few, batch, job.precision, device=world.device)
     return kept
 
 
-def num_blocks_of(job: CalibrationJob) -> tuple[int, ...]:
-    """Returns the numbers of blocks of the models whose steps are timed; (0,) stands for the whole model."""
-    with without_values():
-        blocks = ModelPlans(job.build()[0]).blocks
-    return FEW_BLOCKS if blocks is not None and blocks.number > FEW_BLOCKS[-1] else (0,)
+def tiny_model(number: int) -> nn.Module:
+    """Returns a GPT of ``number`` blocks that is so small that a step of it only starts operators."""
+    return GPT(GPTConfig(width=8, num_layers=number, num_heads=2, max_tokens=4, vocabulary=16))
+
+
+def tiny_batch() -> tuple[Tensor, Tensor]:
+    """Returns a batch of one sample for :func:`tiny_model`."""
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    return tokens, tokens
+
+
+def num_blocks_of(model: nn.Module) -> int:
+    """Returns the number of blocks of the model whose steps are timed; 0 stands for the whole model."""
+    blocks = ModelPlans(model).blocks
+    return FEW_BLOCKS if blocks is not None and blocks.number > FEW_BLOCKS else 0
 
 
 def shortened(model: nn.Module, number: int) -> nn.Module:

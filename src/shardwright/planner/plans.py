@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_bytes, format_duration
@@ -30,9 +31,8 @@ from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, pre
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import STRATEGIES
 
-INTERVAL = 0.21
-"""The error of predicted step times, relative to measured ones, that nine in ten published runs do not exceed
-(``benchmarks/planner``). Constants were fitted to runs of other model sizes; on unknown machines errors are larger."""
+NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
+"""Constants of which the least and the largest value are as likely as others, so that they are not warned of."""
 
 MOST_WHOLE = 4
 """The most stages that a search rehearses one by one, where they are not alike."""
@@ -62,6 +62,10 @@ class Plans:
     """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
+
+    def interval(self, step_s: float) -> tuple[float, float]:
+        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``."""
+        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
 
     @property
     def listed(self) -> tuple[Price, ...]:
@@ -119,9 +123,10 @@ class Plans:
         heaviest = max(price.memory, key=lambda each: each.num_bytes)
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
+        low, high = self.interval(price.step_s)
         return {
-            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": price.step_s / (1 + INTERVAL),
-            "step_s_high": price.step_s / (1 - INTERVAL), "tokens_per_s": self.tokens / price.step_s,
+            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": low,
+            "step_s_high": high, "tokens_per_s": self.tokens / price.step_s,
             "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
@@ -153,7 +158,7 @@ class Plans:
 
         The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
         """
-        low, high = price.step_s / (1 + INTERVAL), price.step_s / (1 - INTERVAL)
+        low, high = self.interval(price.step_s)
         measured = {row["source"] for row in self.constants()} & {"measured", "fitted"}
         known = (
             "some constants measured or from your runs"
@@ -182,7 +187,9 @@ class Plans:
         rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": sources.get(n, "datasheet")}
                 for n, v, u in figures]  # fmt: skip
         scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
-                  "source": "fitted"} for name, value in vars(self.scale).items() if value != 1.0]  # fmt: skip
+                  "source": "fitted"}
+                 for name, value in (("operators", self.scale.operators), ("messages", self.scale.messages))
+                 if value != 1.0]  # fmt: skip
         return [*rows, *self.cluster.constants.rows(), *scale]
 
     def warnings(self) -> list[str]:
@@ -204,11 +211,15 @@ class Plans:
             or (each.layout.recompute or "").startswith("offload")
         ]
         notes += [
-            f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or fitted "
-            "is not what it stands for"
+            f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
+            "fitted is not what it stands for"
             for row in self.cluster.constants.rows()
-            if row["source"] in ("measured", "fitted") and row["value"] in row["bounds"]
+            if row["source"] in ("measured", "fitted")
+            and row["value"] in row["bounds"]
+            and row["name"] not in NATURAL_BOUNDS
         ]
+        notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
+                  for name, spread in self.cluster.calibration.spread.items() if spread > MOST_SPREAD]  # fmt: skip
         return [*self.cluster.device.warnings, *self.cluster.calibration.notes, *dict.fromkeys(notes)]
 
     def text(self) -> str:

@@ -79,11 +79,11 @@ class ActionTime:
         """Returns the seconds of the action by the name of the part.
 
         "launch" is the time by which the host's starts of operators, ``launch_s`` each, make the action longer: all of
-        it with ``on_host``, where the host computes too. ``factor`` is how many times as long operators and their
-        starts take in a block as alone.
+        it with ``on_host``, where the host computes too. ``factor`` is how many times as long operators take together
+        as alone.
         """
         operators = [each * factor for each in self.parts[: len(PARTS)]]
-        device_s, started_s = sum(operators), self.launches * launch_s * factor
+        device_s, started_s = sum(operators), self.launches * launch_s
         found = dict(zip(PARTS, operators, strict=True))
         found["launch"] = started_s if on_host else smooth_max(device_s, started_s) - device_s
         return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
@@ -256,9 +256,7 @@ class _StageTimes:
         launch_s, on_host, factor = pricing.cluster.constants.launch_s, pricing.on_host, pricing.factor
         times = Counter(records.places[stage].values())
         by_place = {place: self._time(place) for place in times}
-        found = {
-            place: time.waterfall(launch_s, on_host=on_host, factor=factor) for place, time in by_place.items()
-        }
+        found = {place: time.waterfall(launch_s, on_host=on_host, factor=factor) for place, time in by_place.items()}
         seconds = {place: sum(each.values()) for place, each in found.items()}
         self._usual: dict[tuple[int, str], float] = {}
         for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
@@ -268,7 +266,8 @@ class _StageTimes:
             for name, s in found[place].items():
                 self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
         factor = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
-        update = self._time(None).waterfall(launch_s, on_host=on_host, factor=factor)
+        update_launch_s = pricing.cluster.constants.update_launch_s
+        update = self._time(None).waterfall(update_launch_s, on_host=on_host, factor=factor)
         self.waterfall["optimizer"] = sum(update.values())
         done_s = sum(number * seconds[place] for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())

@@ -16,6 +16,7 @@ from itertools import product, zip_longest
 from math import prod
 
 from shardwright.axes import layout_axes
+from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares

@@ -83,8 +83,9 @@ class Stopwatch:
         # several calls in turn depend on each other, so that each is made once
         times = min(MOST_CALLS, ceil(LEAST_S / max(longest, 1e-7))) if len(calls) == 1 else 1
         runs = max(3, min(RUNS, int(self.most_s / max(longest * times, 1e-7)) - WARM_UPS))
-        for call in calls * (WARM_UPS - 2):
-            self._run(call, times)
+        for _ in range(WARM_UPS - 2):
+            for call in calls:
+                self._run(call, times)
         mine = torch.tensor(
             [[self._run(call, times) / times for call in calls] for _ in range(runs)], dtype=torch.float64
         )
