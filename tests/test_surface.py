@@ -108,6 +108,8 @@ FLAGS = {
     "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html"},
+    "calibrate": {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
+    | {"--out", "--num-ranks", "--base", "--force", "--ranks"},
     "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
