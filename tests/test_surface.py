@@ -189,7 +189,7 @@ JSON = [
             "by_ranks": "cluster layouts runner_up searched priced simulated fit rejected seconds baseline_step_s "
             "constants warnings",
             "by_ranks.layouts": PLAN_ROW,
-            "by_ranks.rejected": "reason count nearest",
+            "by_ranks.rejected": "reason count nearest detail",
         },
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -100,7 +101,8 @@ def test_nothing_that_fits_ends_with_exit_code_2_and_the_nearest():
     assert found.exit_code == 2
     said = json.loads(found.stdout)
     assert said["fit"] == 0
-    assert "memory: more than the limit" in [each["reason"] for each in said["rejected"]]
+    (row,) = (each for each in said["rejected"] if each["reason"] == "memory: more than the limit")
+    assert re.fullmatch(r".* of 0\.008 GB, .* \w+", row["detail"])
     assert not said["layouts"][0]["fits"]
 
 
@@ -236,3 +238,36 @@ def test_numbers_of_ranks_have_the_same_nodes_in_any_order():
         assert said.exit_code == 0, said.output
         found.append({each["cluster"] for each in json.loads(said.stdout)["by_ranks"]})
     assert found == [{"a100-80gb:1x6", "a100-80gb:1x8"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("fix", "holds"),
+    [
+        ("mb4", lambda each: each.num_microbatches == 4),
+        ("mb1 dp2", lambda each: each.num_microbatches == 1),
+        ("fp32", lambda each: each.precision == "fp32"),
+        ("recompute:selective", lambda each: each.recompute == "selective"),
+        ("pp/gpipe mb2", lambda each: "gpipe" in str(each.factor("pp"))),
+    ],
+)
+def test_microbatches_precision_recomputation_and_schedules_can_be_fixed(fix, holds):
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(6)))
+    plans = plan_layouts(blocks, "a100-80gb:1x2", BATCH, fix=fix, most_priced=2)
+    assert all(holds(each.layout) for each in plans.layouts)
+
+
+def test_a_grid_can_be_fixed():
+    plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="tp2x2/2d", most_priced=1)
+    assert str(plans.best.layout.factor("tp")) == "tp2x2/2d"
+
+
+def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():
+    with pytest.raises(LayoutError, match=r"leave out 'tp3' of --fix: .* can be looked at without it"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
+    with pytest.raises(LayoutError, match="leave out 'mb9' of --fix"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="mb9")
+
+
+def test_schedules_with_more_chunks_than_blocks_are_counted():
+    plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="pp4 mb4", most_priced=1)
+    assert "more chunks than alike blocks" in [each["reason"] for each in plans.rejected()]

@@ -232,6 +232,18 @@ class Estimator:
             return None
         return self._put_together(layout, alone, share, schedule, stages)
 
+    def refusal(self, layout: Layout) -> str:
+        """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
+        kinds = {name: axis.kind for name, axis in layout_axes().items()}
+        of_kind = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
+        if not self._priced(of_kind["operators"], self._samples(layout)):
+            return ""
+        if self._schedule(of_kind["stages"]) is None:
+            return "its schedule cannot be on so few stages as estimates simulate"
+        if any(kinds[f.axis] == "copies" and f.options and self._share(f) is None for f in layout.factors):
+            return "the model cannot have its option of model copies"
+        return "more chunks than alike blocks"
+
     def schedules(self, axis: str) -> list[Option]:
         """Returns the declared options of a pipeline axis, except those that give its default schedule.
 

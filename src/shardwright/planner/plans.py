@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import process_time
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -18,7 +19,7 @@ from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Precision
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows
@@ -98,10 +99,14 @@ class Plans:
     def rejected(self) -> list[dict[str, Any]]:
         """Returns why layouts were left out, the most frequent reason first.
 
-        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it.
+        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it;
+        ``detail`` says what the constraint is for that layout, or is "".
         """
-        counts = self.found.rejected.most_common()
-        return [{"reason": why, "count": n, "nearest": self.found.nearest[why]} for why, n in counts]
+        found = self.found
+        return [
+            {"reason": why, "count": n, "nearest": found.nearest[why], "detail": found.details.get(why, "")}
+            for why, n in found.rejected.most_common()
+        ]
 
     def fits(self, price: Price) -> bool:
         """Returns whether a layout takes no more memory than the limit allows."""
@@ -272,7 +277,8 @@ class Plans:
             lines.append(f"runner-up         {second.layout}: {second.step_s / self.best.step_s - 1:+.0%}, "
                          f"{where_it_loses(self.best, second)}")  # fmt: skip
         for each in self.rejected():
-            lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}")
+            detail = f" ({each['detail']})" * bool(each["detail"])
+            lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}{detail}")
         return lines
 
 
@@ -332,7 +338,8 @@ def plan_layouts(
         layouts, found = [pricing.price(records.layout, records)], Found()
     else:
         short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
-        wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, short.most_stages)
+        precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
+        wanted = Wanted(fix, tuple(without), precision, limit, most_priced, short.most_stages)
         found = search(pricing, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
@@ -402,8 +409,18 @@ def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]
         allowed=f"layouts of the axes that strategies declare; left out were {reasons}"
         if reasons
         else "layouts of the axes that strategies declare",
-        fix="fix less, leave out less, or take a larger batch",
+        fix=_remedy(found, fix, without),
     )
+
+
+def _remedy(found: Found, fix: str, without: Sequence[str]) -> str:
+    """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
+    fixed = Counter({why: n for why, n in found.rejected.items() if why.startswith("--fix")})
+    if fixed:
+        ((why, _),) = fixed.most_common(1)
+        part = why.removeprefix("--fix: not ").removeprefix("--fix ").partition(":")[0]
+        return f"leave out '{part}' of --fix: {found.nearest[why]} can be looked at without it"
+    return "leave out less" if without else "take a larger batch" if not fix else "fix less"
 
 
 def check_samples(layout: Layout, batch: int) -> None:
