@@ -135,7 +135,7 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
         "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in known.peaks},
         "memory_GB": known.memory_bytes / 1e9, "memory_GB_per_s": known.memory_bytes_per_s / 1e9,
         "num_multiprocessors": known.num_multiprocessors, "in_node_GB_per_s": known.in_node_bytes_per_s / 1e9,
-        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9,
+        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9, "host_GB_per_s": known.host_bytes_per_s / 1e9,
     }  # fmt: skip
     found = device_of(str(base), {**figures, **table})
     notes = [

@@ -47,6 +47,10 @@ class Constants:
     overlap_cost: float = _constant(
         0.0, "of a message", 0.0, 1.0, "the share of a hidden message's time by which computing takes longer"
     )
+    host_link_efficiency: float = _constant(0.75, "of the link", 0.1, 1.0, "what copies to and from the host reach")
+    host_update_bytes_per_s: float = _constant(
+        20e9, "B/s", 1e8, 2e12, "what the host reads and writes in a second to update offloaded state, for each rank"
+    )
     step_s: float = _constant(5e-3, "s", 0.0, 0.1, "what every step takes beside all that is counted")
     sources: Mapping[str, Source] = field(default_factory=dict)
 

@@ -302,10 +302,16 @@ class Estimator:
         gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
         kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
         sums_s = (1 + share.repeated * (number - 1)) * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
-        moved_s = 2 * by_kind["optimizer"] * share.moved / stages / cluster.device.in_node_bytes_per_s
+        moved_s = self._offloaded_s(by_kind["optimizer"] * share.moved / stages)
         update_s = alone.waterfall["optimizer"] / stages * share.updated
         step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
+
+    def _offloaded_s(self, moments_bytes: float) -> float:
+        """Returns the seconds in which the host updates state whose moments take so many bytes, copies included."""
+        cluster = self.pricing.cluster
+        link = cluster.device.host_bytes_per_s * cluster.constants.host_link_efficiency
+        return moments_bytes / link + 4.5 * moments_bytes / cluster.constants.host_update_bytes_per_s
 
     def _slowest(self, price: Price, stages: int, chunks: int) -> float:
         """Returns how many times as long as the mean the slowest stage takes, since it has whole blocks only.

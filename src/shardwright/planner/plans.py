@@ -187,7 +187,8 @@ class Plans:
         figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
         figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
                     ("in_node", device.in_node_bytes_per_s, "B/s"),
-                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s")]  # fmt: skip
+                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s"),
+                    ("host", device.host_bytes_per_s, "B/s")]  # fmt: skip
         sources = self.cluster.calibration.sources
         rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": sources.get(n, "datasheet")}
                 for n, v, u in figures]  # fmt: skip
@@ -201,7 +202,7 @@ class Plans:
         """Returns what to know before trusting the prices, as sentences.
 
         The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
-        stages with several chunks, and offloading, whose time is not priced.
+        stages with several chunks, and activations that are offloaded, of which the time is not priced.
         """
         notes = [each.records.note for each in self.layouts if each.records.note]
         notes += [
@@ -210,10 +211,9 @@ class Plans:
             if each.records.schedule.num_chunks > each.records.schedule.num_stages
         ]
         notes += [
-            f"{each.layout}: the host's time for what is offloaded is not priced; the step takes longer"
+            f"{each.layout}: copies of offloaded activations are not priced; the step may take longer"
             for each in self.layouts
-            if any(option.name == "offload" for factor in each.layout.factors for option in factor.options)
-            or (each.layout.recompute or "").startswith("offload")
+            if (each.layout.recompute or "").startswith("offload")
         ]
         notes += [
             f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "

@@ -26,6 +26,10 @@ from shardwright.planner.rehearse import MessageRecord
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 P2P = ("send", "receive")
+MOVED_SHARE = 1 / 3
+"""The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
+the host holds two moments of its size."""
+
 UNSTATED = ("core", "loss")
 """Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
 
@@ -268,11 +272,31 @@ class _StageTimes:
         factor = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
         update_launch_s = pricing.cluster.constants.update_launch_s
         update = self._time(None).waterfall(update_launch_s, on_host=on_host, factor=factor)
-        self.waterfall["optimizer"] = sum(update.values())
+        self.waterfall["optimizer"] = self._offloaded_update_s() or sum(update.values())
         done_s = sum(number * seconds[place] for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
         self.forward_flops = sum(number * self._flops(place) for place, number in times.items() if place.kind == "F")
+
+    def _offloaded_update_s(self) -> float:
+        """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
+
+        Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
+        """
+        rehearsed = [each for each in (self._kind.fewer, self._kind.more) if each is not None]
+        if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsed):
+            return 0.0
+        counts = []
+        for each in rehearsed:
+            operators = [record for record in each.update.records if isinstance(record, OperatorRecord)]
+            read = sum(record.num_bytes for record in operators)
+            counts.append([float(each.offloaded_bytes), float(read), float(sum(r.launches for r in operators))])
+        held, read, launches = at_blocks(span_of(self._records, self._stage, None), counts)
+        device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
+        link = device.host_bytes_per_s * constants.host_link_efficiency
+        return 2 * held * MOVED_SHARE / link + read / constants.host_update_bytes_per_s + (
+            launches * constants.update_launch_s
+        )
 
     def usual_s(self, slot: int, kind: str) -> float:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""

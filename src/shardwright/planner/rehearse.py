@@ -62,11 +62,13 @@ class RankRecord(NamedTuple):
     """The operators, messages and memory of one rank's step on the meta device, by the name of the schedule's action.
 
     "begin" is what comes before the actions, and "optimizer" is what follows them: the end of the gradient sync, and
-    the optimizer's step. ``beside`` are the bytes that the device holds beside tensors, by purpose.
+    the optimizer's step. ``beside`` are the bytes that the device holds beside tensors, by purpose, and
+    ``offloaded_bytes`` those of state in host memory or on disk.
     """
 
     by_action: Mapping[str, ActionRecord]
     beside: Mapping[str, int]
+    offloaded_bytes: int = 0
 
 
 def rehearse(
@@ -108,7 +110,7 @@ def _rehearsed(
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)
-    return RankRecord(by_action, account.beside)
+    return RankRecord(by_action, account.beside, sum(account.elsewhere.values()))
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:
