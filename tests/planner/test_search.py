@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from shardwright.planner.estimate import Estimator, declared_options, schedule_c
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
-from shardwright.planner.search import Wanted, divisions, options_beside, search
+from shardwright.planner.search import NEAR, Wanted, divisions, options_beside, search
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import registered
 
@@ -271,3 +272,32 @@ def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():
 def test_schedules_with_more_chunks_than_blocks_are_counted():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="pp4 mb4", most_priced=1)
     assert "more chunks than alike blocks" in [each["reason"] for each in plans.rejected()]
+
+
+MODELS_SEARCHED = {
+    "with a large head": lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)), nn.Linear(512, 8000)),
+    "alike": lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))),
+    "unlike": lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 512)),
+}
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("name", MODELS_SEARCHED)
+def test_what_a_search_prunes_is_not_better_than_its_best_where_all_can_be_priced(name):
+    """All that the search could have tried: the options of model copies, and what differs from them by one option."""
+    blocks = MODELS_SEARCHED[name]()
+    cluster = Cluster.parse("a100-80gb:1x2")
+    # without the constant of a step, which would hide that one layout is faster than another
+    cluster = replace(cluster, constants=cluster.constants.with_values("fitted", step_s=0.0))
+    batch = torch.ones(2, blocks[0].in_features), torch.zeros(2, dtype=torch.long)
+    found = plan_layouts(blocks, cluster, batch, fix="dp2", most_priced=6)
+    wanted, steps = Wanted("dp2", without=("offload",)), {}
+    for line in ("dp2 bf16", *(f"dp2/{option.name} bf16" for option in declared_options("dp"))):
+        with suppress(LayoutError):
+            beside = [each for each in options_beside(Layout.parse(line)) if each.num_microbatches == 1]
+            for layout in {line, *(str(each) for each in beside if wanted.allows(each))}:
+                with suppress(LayoutError, PlanError):
+                    steps[layout] = plan_layouts(blocks, cluster, batch, layout=layout).best.step_s
+    assert len(steps) > 7
+    best = min(steps, key=lambda each: steps[each])
+    assert found.best.step_s <= NEAR * steps[best], (str(found.best.layout), best)

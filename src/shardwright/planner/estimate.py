@@ -304,7 +304,8 @@ class Estimator:
         sums_s = (1 + share.repeated * (number - 1)) * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
         moved_s = self._offloaded_s(by_kind["optimizer"] * share.moved / stages)
         update_s = alone.waterfall["optimizer"] / stages * share.updated
-        step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
+        first_gathers_s = gathers_s / number / max(1, self.num_blocks)  # of the first block, which nothing hides
+        step_s = max(passes_s, gathers_s) + first_gathers_s + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
 
     def _offloaded_s(self, moments_bytes: float) -> float:
