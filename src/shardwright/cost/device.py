@@ -27,8 +27,9 @@ class Device:
     """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
 
     Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
-    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``type`` is the device type of torch, ``source`` names
-    the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
+    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``type`` is the device type
+    of torch, ``source`` names the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a
+    device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings

@@ -294,8 +294,10 @@ class _StageTimes:
         held, read, launches = at_blocks(span_of(self._records, self._stage, None), counts)
         device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
         link = device.host_bytes_per_s * constants.host_link_efficiency
-        return 2 * held * MOVED_SHARE / link + read / constants.host_update_bytes_per_s + (
-            launches * constants.update_launch_s
+        return (
+            2 * held * MOVED_SHARE / link
+            + read / constants.host_update_bytes_per_s
+            + (launches * constants.update_launch_s)
         )
 
     def usual_s(self, slot: int, kind: str) -> float:

@@ -92,8 +92,9 @@ class Wanted:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
     ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
-    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has the words, which name axes or options. ``limit_bytes`` is the memory
-    that a rank may take, and ``most`` the most layouts to price.
+    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has
+    the words, which name axes or options. ``limit_bytes`` is the memory that a rank may take, and ``most`` the most
+    layouts to price.
     """
 
     fix: str = ""
@@ -230,7 +231,9 @@ class _Search:
         for misfit in found.misfits:
             heaviest = max(misfit.memory, key=lambda each: each.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
-            detail = f"{misfit.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, {heaviest.by_kind[kind] / 1e9:.3g} {kind}"
+            detail = (
+                f"{misfit.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, {heaviest.by_kind[kind] / 1e9:.3g} {kind}"
+            )
             found.reject("memory: more than the limit", misfit.layout, detail)
         return found
 
@@ -359,9 +362,7 @@ def _estimates(estimator: Estimator, wanted: Wanted, found: Found) -> list[Estim
     for each in estimates[:MOST_SCHEDULED] if estimator.plan is not None else ():
         for place, factor in enumerate(each.layout.factors):
             if kinds[factor.axis] == "stages" and not factor.options:
-                estimates += _with_each(
-                    estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found
-                )
+                estimates += _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
     allowed = []
     for estimate in (_named(estimator, each, kinds) for each in estimates):
         if wanted.is_left_out(estimate.layout):
