@@ -34,6 +34,8 @@ INSIDE = {
     ("cli/main.py", "cli"): VERBS,
     ("cli/launching.py", "report"): VERBS,
     ("cli/planning.py", "cli"): VERBS,
+    ("cli/calibrating.py", "cli"): VERBS,
+    ("cli/calibrating.py", "planner"): PLANS,
     ("cli/planning.py", "cost"): PLANS,
     ("cli/planning.py", "planner"): PLANS,
     ("cli/planning.py", "report"): VERBS,

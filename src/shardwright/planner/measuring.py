@@ -19,7 +19,7 @@ from shardwright.comm.world import World
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.layout import Layout, Precision
-from shardwright.models import GPT, GPTConfig
+from shardwright.models.gpt import GPT, GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import num_rows, rows
 from shardwright.planner.outline import ModelPlans

@@ -283,14 +283,14 @@ class _StageTimes:
 
         Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
         """
-        rehearsed = [each for each in (self._kind.fewer, self._kind.more) if each is not None]
-        if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsed):
+        rehearsals = [each for each in (self._kind.fewer, self._kind.more) if each is not None]
+        if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsals):
             return 0.0
         counts = []
-        for each in rehearsed:
-            operators = [record for record in each.update.records if isinstance(record, OperatorRecord)]
-            read = sum(record.num_bytes for record in operators)
-            counts.append([float(each.offloaded_bytes), float(read), float(sum(r.launches for r in operators))])
+        for rehearsal in rehearsals:
+            operators = [record for record in rehearsal.update.records if isinstance(record, OperatorRecord)]
+            starts, moved = sum(each.launches for each in operators), sum(each.num_bytes for each in operators)
+            counts.append([float(rehearsal.offloaded_bytes), float(moved), float(starts)])
         held, read, launches = at_blocks(span_of(self._records, self._stage, None), counts)
         device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
         link = device.host_bytes_per_s * constants.host_link_efficiency
