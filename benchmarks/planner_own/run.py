@@ -140,8 +140,8 @@ def summary_of(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2)
     options = options_of(parser, smallest={"rounds": 1, "steps": 1}, ours={"rounds": 3, "steps": 1})
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
