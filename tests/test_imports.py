@@ -36,6 +36,8 @@ INSIDE = {
     ("cli/weights.py", "train"): VERBS,
     ("cli/planning.py", "cli"): VERBS,
     ("cli/predicting.py", "train"): VERBS,
+    ("cli/calibrating.py", "cli"): VERBS,
+    ("cli/calibrating.py", "planner"): PLANS,
     ("cli/planning.py", "cost"): PLANS,
     ("cli/planning.py", "planner"): PLANS,
     ("cli/planning.py", "report"): VERBS,

@@ -136,6 +136,9 @@ FLAGS = {
         "--ranks",
         "--json",
     },
+    "calibrate": {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
+    | {"--out", "--num-ranks", "--base", "--force", "--ranks"},
+    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
@@ -215,7 +218,7 @@ JSON = [
             "by_ranks": "cluster layouts runner_up searched priced simulated fit rejected seconds baseline_step_s "
             "constants warnings",
             "by_ranks.layouts": PLAN_ROW,
-            "by_ranks.rejected": "reason count nearest",
+            "by_ranks.rejected": "reason count nearest detail",
         },
     ),
 ]

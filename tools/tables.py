@@ -468,11 +468,22 @@ def planner() -> str:
     lines = [f"| {heads} |", "|---" * 9 + "|"]
     for row in newest("planner")["table"]:
         for name, errors in row["errors"].items():
-            regret = row["regret"][name]
+            regret = row.get("regret", {}).get(name, {})
             keys = [*(errors[key] for key in ("mean", "median", "p90"))]
-            keys += [regret[key] for key in ("mean", "median", "best_of_three_mean")]
-            shares = " | ".join(f"{each:.1%}" for each in keys)
+            keys += [regret.get(key) for key in ("mean", "median", "best_of_three_mean")]
+            shares = " | ".join("" if each is None else f"{each:.1%}" for each in keys)
             lines.append(f"| {row['question']} | {row['runs']} | {name} | {shares} |")
+    return "\n".join(lines)
+
+
+def planner_own() -> str:
+    """Steps of this library on this machine, predicted after a calibration, beside measured ones."""
+    heads = "ranks | model | layouts | error: median | worst | predicted best | fastest | regret"
+    lines = [f"| {heads} |", "|---" * 8 + "|"]
+    for row in newest("planner_own")["table"]:
+        errors = f"{row['median_error']:.1%} | {row['worst_error']:.0%}"
+        best = f"`{row['chosen']}` | `{row['fastest']}` | {row['regret']:.1%}"
+        lines.append(f"| {row['ranks']} | {row['model']} | {row['layouts']} | {errors} | {best} |")
     return "\n".join(lines)
 
 
@@ -690,6 +701,7 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "planner": planner,
+    "planner_own": planner_own,
     "kills": kills,
     "ends": ends,
     "saves": saves,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,8 @@ def block_forward(tokens: int, samples: int, seq: int, hidden: int, heads: int, 
     return products, num_bytes
 
 
-def step_s(run: Run, constants: Constants) -> float:
-    """Returns the predicted seconds of a step."""
+def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
+    """Returns the predicted seconds of a step; without ``sends``, as if its messages took no time."""
     row, parallel = run.row, run.row["parallel"]
     hidden, layers, heads, seq = run.model
     tp, dp, pp, samples = parallel["tp"], parallel["dp"], parallel["pp"], parallel["micro_batch"]
@@ -107,19 +108,23 @@ def step_s(run: Run, constants: Constants) -> float:
     forward = of(products) + moved(num_bytes)
     backward = of([b for each in products for b in backward_of(each)]) + moved(2 * num_bytes)
     forward, backward = (smooth_max(s, n * constants.launch_s) for s, n in ((forward, A_PASS), (backward, 2 * A_PASS)))
-    reduce_s = cluster.message_s("all_reduce", HALF * tokens * hidden, range(tp))
+
+    def message_s(kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
+        return cluster.message_s(kind, num_bytes, ranks) if sends else 0.0
+
+    reduce_s = message_s("all_reduce", HALF * tokens * hidden, range(tp))
     block = 2 * forward + backward + 6 * reduce_s
     head = product(tokens, vocabulary // tp, hidden)
     head_s = of([head, *backward_of(head)]) + moved(tokens * (vocabulary // tp) * 24)
     head_s += 2 * reduce_s
     per_stage = -(-layers // pp) * block
     heaviest = max(per_stage, layers // pp * block + head_s)
-    crossing = cluster.message_s("send", HALF * tokens * hidden / tp, (0, dp * tp)) if pp > 1 else 0.0
+    crossing = message_s("send", HALF * tokens * hidden / tp, (0, dp * tp)) if pp > 1 else 0.0
     everything = layers * block + head_s
     body = everything + (micro - 1) * heaviest + 2 * crossing * (micro + pp - 2) * (pp > 1)
     parameters = (layers / pp * (12 * hidden**2 + 13 * hidden) + vocabulary * hidden) / tp
-    sums = cluster.message_s("all_reduce", HALF * parameters, range(0, dp * tp, tp)) if dp > 1 else 0.0
+    sums = message_s("all_reduce", HALF * parameters, range(0, dp * tp, tp)) if dp > 1 else 0.0
     if pp > 1:  # the tied table's gradient, between the first stage and the last
-        sums += cluster.message_s("all_reduce", HALF * vocabulary * hidden / tp, (0, (pp - 1) * dp * tp))
+        sums += message_s("all_reduce", HALF * vocabulary * hidden / tp, (0, (pp - 1) * dp * tp))
     update = OPTIMIZER_BYTES * parameters / (device.memory_bytes_per_s * constants.memory_efficiency)
     return body + sums + update + constants.step_s

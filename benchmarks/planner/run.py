@@ -17,12 +17,15 @@ from benchmarks.planner.fitting import fitted
 from benchmarks.planner.megatron import Run, step_s
 
 from shardwright.cost.constants import Constants
+from shardwright.planner.anchors import factors_of
 
 SHARED = ("matmul_efficiency", "traffic_share", "in_node_efficiency")
 MULTI, SINGLE = SHARED, (*SHARED, "half_depth", "launch_s")
 """The constants that are fitted, three and five; all others stay at their defaults."""
 
 SEED, FOLDS, TRAINING = 0, 5, 40
+ANCHORS, DRAWS = (1, 2, 3, 5), 20
+"""The numbers of runs that correct the others of their group, and how often they are drawn of each."""
 
 
 def fit(names, runs):
@@ -93,10 +96,47 @@ def replay(multi, single):
     sizes = sorted({run.model for run in multi})
     done = [both(MULTI, [r for r in multi if r.model != size], [r for r in multi if r.model == size]) for size in sizes]
     add("several nodes, a model size left out", [e for found, _ in done for e in found], [c for _, c in done], MULTI)
+    if len(multi) > 20:
+        anchored(rows, "several nodes, a model size left out", [(e[0], c) for found, c in done for e in found])
     training = random.Random(SEED).sample(single, min(TRAINING, len(single) // 2))
     found, constants = both(SINGLE, training, [run for run in single if run not in training])
     add(f"one node, fitted on {len(training)}", found, [constants], SINGLE)
+    if len(multi) > 20:
+        anchored(rows, f"one node, fitted on {len(training)}", [(e[0], constants) for e in found])
     return rows
+
+
+def anchored(rows, question, done):
+    """Runs of one model, batch and number of ranks, corrected by a few of them as ``plan --anchor`` does.
+
+    ``done`` has predicted runs with the constants of each. ``within`` is the share of runs within the stated interval,
+    of which ``error_stated`` is the median.
+    """
+    groups = {}
+    for run, constants in done:
+        groups.setdefault(run.group, []).append((run, *parts_of(run, constants)))
+    for number in ANCHORS:
+        draw, found, within, stated = random.Random(SEED), [], [], []
+        for group in (each for each in groups.values() if len(each) > max(ANCHORS)):
+            for _ in range(DRAWS):
+                chosen = draw.sample(range(len(group)), number)
+                scale = factors_of([(a, b, run.seconds) for run, a, b in (group[i] for i in chosen)])
+                stated.append(scale.error)
+                for run, a, b in (each for i, each in enumerate(group) if i not in chosen):
+                    predicted = scale.operators * a + scale.messages * b
+                    found.append((run, predicted, predicted))
+                    low, high = predicted / (1 + scale.error), predicted / (1 - scale.error)
+                    within.append(low <= run.seconds <= high)
+        rows.append({"question": f"{question}, {number} anchors", "runs": len(found), "anchors": number,
+                     "errors": {"model": errors_of(found)["model"]}, "within": statistics.mean(within),
+                     "error_stated": statistics.median(stated)})  # fmt: skip
+        print(rows[-1]["question"], json.dumps(rows[-1]), flush=True)
+
+
+def parts_of(run, constants):
+    """The predicted seconds of a run's operators, and of its messages."""
+    alone = step_s(run, constants, sends=False)
+    return alone, step_s(run, constants) - alone
 
 
 def synthetic():

@@ -101,6 +101,11 @@ def total_bytes() -> int:
     return sum(int(getattr(_properties(index), "total_memory", 0)) for index in range(count()))
 
 
+def num_multiprocessors() -> int:
+    """Returns the number of multiprocessors of the first accelerator; 1 if there is none, or torch does not know it."""
+    return int(getattr(_properties(0), "multi_processor_count", 1)) if count() else 1
+
+
 def generation() -> int | None:
     """Returns the first accelerator's major compute capability, such as 9 for Hopper.
 

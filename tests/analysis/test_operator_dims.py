@@ -22,3 +22,15 @@ def test_each_letter_of_a_product_of_groups_is_a_dim_of_a_tensor(x, w):
     assert all(relation.letters.sizes)
     assert [relation.letters.size(dim) for dim in relation.operands[0]] == list(x)
     assert [relation.letters.size(dim) for dim in relation.operands[1]] == list(w)
+
+
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_products_in_place_have_the_addend_of_those_that_are_not(name):
+    sizes = [(2, *size)[name == "addmm" :] for size in ((4, 6), (4, 3), (3, 6))]
+    found = []
+    for call in (getattr(torch, name), getattr(torch.Tensor, f"{name}_")):
+        with Recorded() as recorded:
+            call(*(torch.empty(size, device="meta") for size in sizes))
+        found.append(relation_of(recorded.recording.calls[-1]))
+    assert [each.addend for each in found] == [0, 0]
+    assert found[0].operands == found[1].operands

@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
@@ -80,8 +81,6 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
 
 
 def plan_cluster(layout):
-    from shardwright.cost.cluster import Cluster
-
     return Cluster.parse(CLUSTER[layout.num_ranks])
 
 
@@ -213,8 +212,9 @@ def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
             return super().forward(x) * x.sum().item()
 
     batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
-    with pytest.raises(PlanError, match="cannot be rehearsed without values"):
-        plan_layouts(Reads(8, 8), CLUSTER[2], batch, layout="dp2")
+    for given in ({"layout": "dp2"}, {"most_priced": 1}):  # one layout, and a search
+        with pytest.raises(PlanError, match="cannot be rehearsed without values"):
+            plan_layouts(Reads(8, 8), CLUSTER[2], batch, **given)
 
 
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
@@ -234,3 +234,22 @@ def test_the_sum_of_a_table_on_the_first_and_last_stage_is_among_their_ranks():
         if isinstance(each, MessageRecord) and each.kind == "all_reduce" and each.source == "pipeline"
     ]
     assert {each.ranks for each in messages} == {(0, 1, 6, 7)}
+
+
+def test_offloaded_state_frees_the_device_and_takes_the_time_of_the_host_and_of_its_link():
+    blocks = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    batch = torch.ones(64, 512), torch.zeros(64, dtype=torch.long)
+    cluster = Cluster.parse(CLUSTER[2])
+
+    def price(line, **figures):
+        device = replace(cluster.device, **figures)
+        return plan_layouts(blocks, replace(cluster, device=device), batch, layout=line).best
+
+    here, offloaded = price("dp2/zero1 bf16"), price("dp2/zero1/offload bf16")
+    state = 8 * 512 * 513 * 12 // 2  # fp32 parameters and two moments of one of two ranks
+    assert offloaded.records.stages[0].fewer.offloaded_bytes == state / 8  # of one block
+    assert state < here.memory_bytes - offloaded.memory_bytes < 16 / 12 * state  # gradients go there too
+    assert offloaded.waterfall["optimizer"] > 5 * here.waterfall["optimizer"]
+    slower = price("dp2/zero1/offload bf16", host_bytes_per_s=1e9)
+    more_s = 2 * state / 3 / 0.75 * (1e-9 - 1 / cluster.device.host_bytes_per_s)
+    assert slower.step_s - offloaded.step_s == pytest.approx(more_s, rel=1e-6)

@@ -40,7 +40,8 @@ def relation_of(call: RecordedCall) -> Relation:
     """
     letters, name = Letters(), call.name
     operands, results = (_RULES.get(name) or _RULES.get(name.rstrip("_")) or all_whole)(call, letters)
-    addend = 0 if name in ("addmm", "baddbmm") else 2 if name in ("linear", "convolution") else None
+    product = name.rstrip("_")
+    addend = 0 if product in ("addmm", "baddbmm") else 2 if product in ("linear", "convolution") else None
     return Relation(letters, list(operands), list(results), addend)
 
 

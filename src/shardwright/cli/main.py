@@ -17,6 +17,7 @@ import shardwright
 from shardwright import command_start
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
+from shardwright.cli.calibrating import calibrate
 from shardwright.cli.launching import EXTRA, launch
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.cli.planning import plan
@@ -404,6 +405,12 @@ app.command(
         "shardwright report --compare runs/first runs/second",
     )
 )(report)
+app.command(
+    epilog=opt.examples(
+        "shardwright calibrate --ranks 2 --out here.toml",
+        "shardwright plan --cluster here.toml --batch 16",
+    )
+)(calibrate)
 
 
 @checkpoints.command(

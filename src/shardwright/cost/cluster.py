@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shardwright.comm.recorder import ring_factor
+from shardwright.cost.calibration import Calibration, calibration_in, num_hops
 from shardwright.cost.constants import Constants, Source
 from shardwright.cost.device import NUMBERS, Device, device_of, profile, read_table
 from shardwright.errors import PlanError
@@ -33,6 +34,10 @@ class Cluster:
     device: Device
     nodes: Nodes
     constants: Constants = field(default_factory=Constants)
+    calibration: Calibration = field(default_factory=Calibration)
+    """What was measured on the cluster beside the constants; empty if nothing was."""
+    has_nodes: bool = False
+    """Whether a file said how many nodes there are."""
 
     @classmethod
     def parse(cls, text: str, num_ranks: int | None = None) -> Cluster:
@@ -41,27 +46,37 @@ class Cluster:
         ``text`` is a profile's name or the path of a TOML file, alone or followed by ``:NODESxRANKS``. Without nodes in
         the text or the file, the cluster has ``num_ranks`` ranks, on nodes as full as that number allows, with 8 ranks
         at most. A file may name a ``profile``, replace its figures, and give ``nodes = "128x8"`` and a table
-        ``[constants]``.
+        ``[constants]``; one that ``shardwright calibrate`` wrote has measured operators, blocks and messages too.
 
         Raises: PlanError: the text has no nodes and ``num_ranks`` is None, there is no such profile, or the file or a
             value in it cannot be read. LayoutError: the nodes are not written as ``128x8``.
         """
         name, colon, nodes = text.partition(":")
-        table: Mapping[str, Any] = {}
-        if name.endswith(".toml"):
-            table = read_table(Path(name))
-            device, constants = _device_in(name, table), _constants_in(name, table)
-            nodes = nodes or str(table.get("nodes", ""))
-        else:
-            device, constants = profile(name), Constants()
+        is_file = name.endswith(".toml")
+        found = cls.of_table(name, read_table(Path(name))) if is_file else cls(profile(name), Nodes(1, RANKS_PER_NODE))
         if nodes:
-            return cls(device, Nodes.parse(nodes), constants)
+            return replace(found, nodes=Nodes.parse(nodes))
+        if found.has_nodes:
+            return found
         if num_ranks is None or colon:
             fix = f"write {name}:1x8"
             raise PlanError(
                 "how many nodes the cluster has is not given", given=text, allowed="NAME:NODESxRANKS", fix=fix
             )
-        return cls(device, Nodes(1, RANKS_PER_NODE), constants).with_ranks(num_ranks)
+        return found.with_ranks(num_ranks)
+
+    @classmethod
+    def of_table(cls, path: str, table: Mapping[str, Any]) -> Cluster:
+        """Returns the cluster that a parsed TOML file describes; ``path`` names the file in errors.
+
+        Without nodes in the file it has 8 ranks on one.
+
+        Raises: PlanError: the file or a value in it means nothing. LayoutError: the nodes are not written as ``128x8``.
+        """
+        device, constants = _device_in(path, table), _constants_in(path, table)
+        has_nodes = bool(table.get("nodes"))
+        nodes = Nodes.parse(str(table["nodes"])) if has_nodes else Nodes(1, RANKS_PER_NODE)
+        return cls(device, nodes, constants, calibration_in(path, table), has_nodes)
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +99,7 @@ class Cluster:
 
         The ring goes node by node, and all groups along the same axis are taken to send at once, so rings that cross
         between nodes share a node's links. Fewer than two ranks, no bytes, a receive and a barrier take 0 seconds.
+        Kinds that were measured take the seconds that were measured for as many bytes.
 
         >>> cluster = Cluster.parse("a100-80gb:2x8")
         >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in ((0, 1), (0, 8))]
@@ -99,19 +115,14 @@ class Cluster:
             between = self.device.between_nodes_bytes_per_s * constants.between_efficiency * min(by_node.values())
             bandwidth = between if min(by_node.values()) == 1 else min(bandwidth, between)
             hop_s = constants.between_hop_s
-        return float(ring_factor(kind, size)) * num_bytes / bandwidth + _num_hops(kind, size) * hop_s
+        tier = "in_node" if len(by_node) == 1 else "between"
+        measured = self.calibration.message_s(kind, num_bytes, tier, size, abs(ranks[1] - ranks[0]), hop_s)
+        if measured is not None:
+            return measured
+        return float(ring_factor(kind, size)) * num_bytes / bandwidth + num_hops(kind, size) * hop_s
 
     def __str__(self) -> str:
         return f"{self.device.name}:{self.nodes}"
-
-
-def _num_hops(kind: str, size: int) -> int:
-    """Returns how many messages of a ring of ``size`` ranks follow each other in a call."""
-    if kind in ("receive", "barrier"):
-        return 0
-    if kind in ("send", "broadcast"):
-        return 1
-    return (2 if kind == "all_reduce" else 1) * (size - 1)
 
 
 def _device_in(path: str, table: Mapping[str, Any]) -> Device:
@@ -124,7 +135,7 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
         "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in known.peaks},
         "memory_GB": known.memory_bytes / 1e9, "memory_GB_per_s": known.memory_bytes_per_s / 1e9,
         "num_multiprocessors": known.num_multiprocessors, "in_node_GB_per_s": known.in_node_bytes_per_s / 1e9,
-        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9,
+        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9, "host_GB_per_s": known.host_bytes_per_s / 1e9,
     }  # fmt: skip
     found = device_of(str(base), {**figures, **table})
     notes = [

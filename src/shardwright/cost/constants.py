@@ -37,10 +37,20 @@ class Constants:
     )
     traffic_share: float = _constant(1.0, "of bytes", 0.1, 2.0, "the share of counted bytes that reaches memory")
     launch_s: float = _constant(6e-6, "s", 1e-7, 1e-3, "the time in which the host starts one operator")
+    update_launch_s: float = _constant(
+        6e-6, "s", 1e-7, 1e-3, "the time in which the host starts one operator of the optimizer"
+    )
     in_node_efficiency: float = _constant(0.75, "of the link", 0.2, 1.0, "what messages in a node reach of its link")
     between_efficiency: float = _constant(0.6, "of the link", 0.1, 1.0, "what messages between nodes reach")
     in_node_hop_s: float = _constant(3e-6, "s", 0.0, 1e-3, "the latency of one hop inside a node")
     between_hop_s: float = _constant(10e-6, "s", 0.0, 1e-3, "the latency of one hop between nodes")
+    overlap_cost: float = _constant(
+        0.0, "of a message", 0.0, 1.0, "the share of a hidden message's time by which computing takes longer"
+    )
+    host_link_efficiency: float = _constant(0.75, "of the link", 0.1, 1.0, "what copies to and from the host reach")
+    host_update_bytes_per_s: float = _constant(
+        20e9, "B/s", 1e8, 2e12, "what the host reads and writes in a second to update offloaded state, for each rank"
+    )
     step_s: float = _constant(5e-3, "s", 0.0, 0.1, "what every step takes beside all that is counted")
     sources: Mapping[str, Source] = field(default_factory=dict)
 

@@ -9,14 +9,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from shardwright.cost.calibration import KEYS
 from shardwright.errors import PlanError, nearest
 from shardwright.text_files import read_text
 
-MOST_TOML_BYTES = 2**14
+MOST_TOML_BYTES = 2**17
 DENSE = (60, 350)
 """The range, in FLOPs per byte of memory bandwidth, of bf16 or fp16 peaks that datasheets give without sparsity."""
 
 NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_per_s", "between_nodes_GB_per_s")
+HOST_LINK, USUAL_HOST_GB_PER_S = "host_GB_per_s", 16.0
+"""The key of the link to the host's memory, and its bandwidth where a file does not give it: 16 lanes of PCIe 3."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Device:
     """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
 
     Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
-    of the node, and of the accelerator's link to other nodes. ``type`` is the device type of torch, ``source`` names
-    the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
+    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``type`` is the device type
+    of torch, ``source`` names the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a
+    device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
@@ -41,6 +45,7 @@ class Device:
     num_multiprocessors: int
     in_node_bytes_per_s: float
     between_nodes_bytes_per_s: float
+    host_bytes_per_s: float = USUAL_HOST_GB_PER_S * 1e9
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
@@ -91,7 +96,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
         is below 1, or the table has an unknown key.
     """
-    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", *NUMBERS}
+    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", HOST_LINK, *NUMBERS, *KEYS}
     for key in table.keys() - known:
         raise PlanError(
             f"the profile '{name}' has a key that means nothing",
@@ -102,7 +107,8 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     peaks = table.get("peak_TFLOP_per_s")
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not all(map(_is_positive, peaks.values())):
         raise _wrong(name, "peak_TFLOP_per_s", peaks, "a table [peak_TFLOP_per_s] with fp32 = 19.5 and others")
-    for key in NUMBERS:
+    table = {HOST_LINK: USUAL_HOST_GB_PER_S, **table}
+    for key in (*NUMBERS, HOST_LINK):
         if not _is_positive(table.get(key)):
             raise _wrong(name, key, table.get(key), f"{key} = a number above zero")
     if table["num_multiprocessors"] < 1:
@@ -111,7 +117,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
         name, str(table.get("type", "cpu")), str(table.get("source", "")),
         tuple((key, value * 1e12) for key, value in peaks.items()), table["memory_GB"] * 1e9,
         table["memory_GB_per_s"] * 1e9, int(table["num_multiprocessors"]), table["in_node_GB_per_s"] * 1e9,
-        table["between_nodes_GB_per_s"] * 1e9,
+        table["between_nodes_GB_per_s"] * 1e9, table[HOST_LINK] * 1e9,
     )  # fmt: skip
 
 

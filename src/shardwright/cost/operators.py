@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardwright.cost.constants import Constants
@@ -19,7 +21,8 @@ class OperatorRecord(NamedTuple):
     """One operator of a training step: its kind, FLOPs, bytes read and written, precision, dims and kernel launches.
 
     ``part`` is its kind: "matmul", "attention", or "memory" if its bytes alone set its time. ``dims`` of a matrix
-    product are (batch, m, n, k): the rows and columns of each result, and the dim that is summed.
+    product are (batch, m, n, k): the rows and columns of each result, and the dim that is summed. ``name`` is torch's
+    name of the operator, such as "aten::mm", by which measured factors are found.
     """
 
     part: str
@@ -28,19 +31,27 @@ class OperatorRecord(NamedTuple):
     precision: str = "fp32"
     dims: tuple[int, int, int, int] = (1, 1, 1, 1)
     launches: int = 1
+    name: str = ""
 
 
-def operator_s(operator: OperatorRecord, device: Device, constants: Constants) -> float:
+def operator_s(
+    operator: OperatorRecord, device: Device, constants: Constants, factors: Mapping[str, float] = MappingProxyType({})
+) -> float:
     """Returns the seconds that an operator takes on a device, without the host's time to launch it.
 
     A matrix product or attention takes as long as its FLOPs or its bytes, whichever is longer. A product's tiles fill
     the multiprocessors in waves, of which the last may be partly empty. Any other operator takes as long as its bytes.
+    ``factors`` has, by the operator's name, how many times as long it was measured to take.
 
     >>> from shardwright.cost.device import profile
     >>> big = OperatorRecord("matmul", 2 * 4096**3, 3 * 2 * 4096**2, "bf16", (1, 4096, 4096, 4096))
     >>> round(2 * 4096**3 / operator_s(big, profile("a100-80gb"), Constants()) / 312e12, 2)
     0.78
     """
+    return _by_formula(operator, device, constants) * factors.get(operator.name, 1.0)
+
+
+def _by_formula(operator: OperatorRecord, device: Device, constants: Constants) -> float:
     bytes_s = operator.num_bytes / (device.memory_bytes_per_s * constants.memory_efficiency)
     if operator.part == "memory":
         return bytes_s * constants.traffic_share

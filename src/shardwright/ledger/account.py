@@ -155,7 +155,8 @@ def rehearsed(
     has_blocks = ranks == "processes" and device in HOST
     world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if has_blocks else None)
     if planned is not None:
-        run = under_plan(job, planned.plan, planned.strategies, world)
+        stands_for = "" if device in HOST else device
+        run = under_plan(job._replace(stands_for=stands_for), planned.plan, planned.strategies, world)
     else:
         run = parallelize(
             without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,

@@ -159,6 +159,7 @@ class Job(NamedTuple):
         seconds: measured forward times by module.
         offload_folder: the folder for the files of offloaded state.
         recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
+        stands_for: in a rehearsal on the meta device, the type of the accelerator that it stands for, such as "cuda".
 
     The other fields are set on each rank before ``apply``: ``batch_shard`` (this rank's samples and tokens),
     ``deferred`` (weight gradients to compute later), ``rng`` (the RNG tracker), and ``frame`` (the
@@ -176,6 +177,7 @@ class Job(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})
     offload_folder: Path | None = None
     recorded: bool = False
+    stands_for: str = ""
     batch_shard: BatchShard | None = None
     deferred: DeferredGradients | None = None
     rng: RngTracker | None = None

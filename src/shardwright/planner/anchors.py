@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log, sqrt
 
 from shardwright.axes import layout_axes
 from shardwright.errors import PlanError
@@ -14,13 +15,27 @@ WIDTH = 0.3
 """The expected difference of a factor of :class:`Scale` from the mean ratio of measured to predicted steps, relative to
 that ratio."""
 
+NINE_IN_TEN, MOST_ERROR = 1.645, 0.9
+"""How many standard deviations nine in ten normal errors stay within; and the largest relative error that is stated."""
+
 NOISE = 0.1
 """The expected relative error of a step's prediction that no factors correct."""
+
+
+INTERVAL, DEGREES = 0.21, 4
+"""The error of predicted step times, relative to measured ones, that nine in ten published runs do not exceed, and how
+many anchors it weighs as much as.
+
+It is the ninth decile, rounded up to a percent, of the row "several nodes, a model size left out" in the newest file of
+``benchmarks/planner/results``: constants were fitted to runs of other model sizes. On unknown machines errors are
+larger. The rows with anchors there say how many runs lie within the interval that :func:`error_of` gives them."""
 
 
 @dataclass(frozen=True)
 class Scale:
     """The factors by which the predicted seconds of operators and of messages are multiplied, to match measured runs.
+
+    ``error`` is the relative error that nine in ten corrected predictions are taken not to exceed.
 
     >>> Scale(2.0, 1.0).operators
     2.0
@@ -28,6 +43,7 @@ class Scale:
 
     operators: float = 1.0
     messages: float = 1.0
+    error: float = INTERVAL
 
     def of(self, price: Price) -> Price:
         """Returns ``price`` with its seconds multiplied by the factors.
@@ -69,27 +85,61 @@ def parse_anchor(text: str) -> tuple[Layout, float]:
 
 
 def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
-    """Returns the factors that bring predicted step times close to measured ones.
+    """Returns the factors that bring predicted step times close to measured ones, as :func:`factors_of` finds them.
 
-    ``anchors`` has pairs of a predicted price and the measured seconds of a step. Without any, both factors are 1. With
-    one, both are its measured seconds divided by its predicted ones. With more, operators and messages get factors of
-    their own by least squares of the relative errors, pulled towards the mean ratio; if one of the two would not be
-    above zero, both are the mean ratio.
+    ``anchors`` has pairs of a predicted price and the measured seconds of a step.
     """
-    if not anchors:
-        return Scale()
-    common = sum(measured / price.step_s for price, measured in anchors) / len(anchors)
-    if len(anchors) == 1:
-        return Scale(common, common)
-    axes = layout_axes()
-    aa = bb = (NOISE / WIDTH / common) ** 2  # the pull towards the common factor
-    ab, ra, rb = 0.0, aa * common, bb * common
+    axes, parts = layout_axes(), []
     for price, measured in anchors:
         messages = sum(seconds for name, seconds in price.waterfall.items() if name in axes)
-        a, b = (price.step_s - messages) / measured, messages / measured
+        parts.append((price.step_s - messages, messages, measured))
+    return factors_of(parts)
+
+
+def factors_of(parts: Sequence[tuple[float, float, float]]) -> Scale:
+    """Returns the factors from runs as (predicted seconds of operators, of messages, measured seconds of a step).
+
+    Without any run, both factors are 1. With one, both are its measured seconds divided by its predicted ones. With
+    more, operators and messages get factors of their own by least squares of the relative errors, pulled towards the
+    mean ratio; if one of the two would not be above zero, both are the mean ratio.
+
+    >>> factors_of([(1.0, 1.0, 3.0)]), factors_of([])
+    (Scale(operators=1.5, messages=1.5, error=0.296...), Scale(operators=1.0, messages=1.0, error=0.21))
+    """
+    if not parts:
+        return Scale()
+    found = _factors(parts)
+    return replace(found, error=error_of(parts, found))
+
+
+def error_of(parts: Sequence[tuple[float, float, float]], scale: Scale) -> float:
+    """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
+
+    It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three on, and others widen it: the
+    variance of the errors is estimated from the runs' own and from the interval, which counts as :data:`DEGREES` runs.
+    A factor of few runs carries their noise, so one or two widen it.
+
+    >>> agreeing = [(1.0, 1.0, 2.0)] * 6
+    >>> [round(error_of(agreeing[:number], Scale()), 3) for number in (1, 3, 6)]
+    [0.297, 0.198, 0.151]
+    """
+    width = INTERVAL / NINE_IN_TEN
+    errors = (log((scale.operators * a + scale.messages * b) / measured) / width for a, b, measured in parts)
+    variance = (DEGREES + sum(each * each for each in errors)) / (DEGREES + len(parts) - 1)
+    return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + 1 / len(parts))))
+
+
+def _factors(parts: Sequence[tuple[float, float, float]]) -> Scale:
+    common = sum(measured / (operators + messages) for operators, messages, measured in parts) / len(parts)
+    if len(parts) == 1:
+        return Scale(common, common)
+    aa = bb = (NOISE / WIDTH / common) ** 2  # the pull towards the common factor
+    ab, ra, rb = 0.0, aa * common, bb * common
+    for operators, messages, measured in parts:
+        a, b = operators / measured, messages / measured
         aa, ab, bb, ra, rb = aa + a * a, ab + a * b, bb + b * b, ra + a, rb + b
     det = aa * bb - ab * ab
-    operators, each = (ra * bb - rb * ab) / det, (rb * aa - ra * ab) / det
-    if min(operators, each) <= 0:
+    first, second = (ra * bb - rb * ab) / det, (rb * aa - ra * ab) / det
+    if min(first, second) <= 0:
         return Scale(common, common)
-    return Scale(operators, each)
+    return Scale(first, second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,26 +15,35 @@ from shardwright.parallelize.planning import without_storage
 class AlikeBlocks(NamedTuple):
     """A run of consecutive blocks of a model with the same code, sizes and settings, such as its transformer layers.
 
-    They are the ``number`` children from index ``first`` on of the list at ``path`` ("" is the model itself).
+    They are the ``number`` children from index ``first`` on of the list at ``path`` ("" is the model itself). ``keys``
+    has the blocks' names in that list where these are not their indices, as in an ``nn.Sequential`` of named children.
 
     >>> alike_blocks(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)))
-    AlikeBlocks(path='', first=1, number=2)
+    AlikeBlocks(path='', first=1, number=2, keys=())
     """
 
     path: str
     first: int
     number: int
+    keys: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the blocks, in order."""
-        return tuple(f"{self.path}.{self.first + i}".lstrip(".") for i in range(self.number))
+        """The names of the blocks in the model, in order."""
+        keys = self.keys or tuple(str(self.first + i) for i in range(self.number))
+        return tuple(f"{self.path}.{key}".lstrip(".") for key in keys[: self.number])
 
     def shortened(self, model: nn.Module, number: int) -> nn.Module:
-        """Returns a copy of the model on the meta device that has only the first ``number`` of these blocks."""
+        """Returns a copy of the model on the meta device that has only the first ``number`` of these blocks.
+
+        All other modules keep their names, except those behind the blocks in a list of which the children are numbered.
+        """
         found = without_storage(model)
         blocks: Any = found.get_submodule(self.path)
-        del blocks[self.first + number : self.first + self.number]
+        if not self.keys:
+            del blocks[self.first + number : self.first + self.number]
+        for key in self.keys[number : self.number]:
+            del blocks._modules[key]  # deleting from an nn.Sequential by index would number its children anew
         return found
 
 
@@ -53,7 +62,9 @@ def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
             blocks = list(run)
             held = num_parameters(blocks)
             if len(blocks) > 1 and held > most:
-                best, most = AlikeBlocks(path, number, len(blocks)), held
+                keys = tuple(islice(module._modules, number, number + len(blocks)))
+                is_numbered = keys == tuple(str(number + i) for i in range(len(blocks)))
+                best, most = AlikeBlocks(path, number, len(blocks), () if is_numbered else keys), held
             number += len(blocks)
     return best
 

@@ -236,6 +236,18 @@ class Estimator:
             return None
         return self._put_together(layout, alone, share, schedule, stages)
 
+    def refusal(self, layout: Layout) -> str:
+        """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
+        kinds = {name: axis.kind for name, axis in layout_axes().items()}
+        of_kind = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
+        if not self._priced(of_kind["operators"], self._samples(layout)):
+            return ""
+        if self._schedule(of_kind["stages"]) is None:
+            return "its schedule cannot be on so few stages as estimates simulate"
+        if any(kinds[f.axis] == "copies" and f.options and self._share(f) is None for f in layout.factors):
+            return "the model cannot have its option of model copies"
+        return "more chunks than alike blocks"
+
     def schedules(self, axis: str) -> list[Option]:
         """Returns the declared options of a pipeline axis, except those that give its default schedule.
 
@@ -302,9 +314,10 @@ class Estimator:
         gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
         kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
         sums_s = (1 + share.repeated * (number - 1)) * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
-        moved_s = 2 * by_kind["optimizer"] * share.moved / stages / cluster.device.in_node_bytes_per_s
+        moved_s = self._offloaded_s(by_kind["optimizer"] * share.moved / stages)
         update_s = alone.waterfall["optimizer"] / stages * share.updated
-        step_s = max(passes_s, gathers_s) + sums_s + update_s + moved_s
+        first_gathers_s = gathers_s / number / max(1, self.num_blocks)  # of the first block, which nothing hides
+        step_s = max(passes_s, gathers_s) + first_gathers_s + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
 
     def _num_alike(self, operators: tuple[Factor, ...]) -> int:
@@ -317,6 +330,12 @@ class Estimator:
                 plan = self.plan(Layout(operators, 1, self.precision))
                 self._alike[operators] = prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
         return self._alike[operators]
+
+    def _offloaded_s(self, moments_bytes: float) -> float:
+        """Returns the seconds in which the host updates state whose moments take so many bytes, copies included."""
+        cluster = self.pricing.cluster
+        link = cluster.device.host_bytes_per_s * cluster.constants.host_link_efficiency
+        return moments_bytes / link + 4.5 * moments_bytes / cluster.constants.host_update_bytes_per_s
 
     def _slowest(self, price: Price, stages: int, chunks: int) -> float:
         """Returns how many times as long as the mean the slowest stage takes, since it has whole blocks only.

@@ -58,6 +58,11 @@ class ModelPlans:
         """The repeated blocks of the model, or None if no two are alike."""
         return alike_blocks(self.model)
 
+    @property
+    def kind(self) -> str:
+        """The name of the class of the model's repeated blocks, or of the model if no two blocks are alike."""
+        return type(self.model.get_submodule(self.blocks.names[0]) if self.blocks else self.model).__name__
+
     def shortened(self, number: int) -> nn.Module:
         """Returns a copy of the model on the meta device that has only the first ``number`` of its repeated blocks.
 

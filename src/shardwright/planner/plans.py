@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import process_time
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Precision
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows
@@ -30,9 +32,8 @@ from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, pre
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import STRATEGIES
 
-INTERVAL = 0.21
-"""The error of predicted step times, relative to measured ones, that nine in ten published runs do not exceed
-(``benchmarks/planner``). Constants were fitted to runs of other model sizes; on unknown machines errors are larger."""
+NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
+"""Constants of which the least and the largest value are as likely as others, so that they are not warned of."""
 
 MOST_WHOLE = 4
 """The most stages that a search rehearses one by one, where they are not alike."""
@@ -62,6 +63,10 @@ class Plans:
     """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
+
+    def interval(self, step_s: float) -> tuple[float, float]:
+        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``."""
+        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
 
     @property
     def listed(self) -> tuple[Price, ...]:
@@ -94,10 +99,14 @@ class Plans:
     def rejected(self) -> list[dict[str, Any]]:
         """Returns why layouts were left out, the most frequent reason first.
 
-        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it.
+        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it;
+        ``detail`` says what the constraint is for that layout, or is "".
         """
-        counts = self.found.rejected.most_common()
-        return [{"reason": why, "count": n, "nearest": self.found.nearest[why]} for why, n in counts]
+        found = self.found
+        return [
+            {"reason": why, "count": n, "nearest": found.nearest[why], "detail": found.details.get(why, "")}
+            for why, n in found.rejected.most_common()
+        ]
 
     def fits(self, price: Price) -> bool:
         """Returns whether a layout takes no more memory than the limit allows."""
@@ -119,9 +128,10 @@ class Plans:
         heaviest = max(price.memory, key=lambda each: each.num_bytes)
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
+        low, high = self.interval(price.step_s)
         return {
-            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": price.step_s / (1 + INTERVAL),
-            "step_s_high": price.step_s / (1 - INTERVAL), "tokens_per_s": self.tokens / price.step_s,
+            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": low,
+            "step_s_high": high, "tokens_per_s": self.tokens / price.step_s,
             "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
@@ -153,7 +163,7 @@ class Plans:
 
         The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
         """
-        low, high = price.step_s / (1 + INTERVAL), price.step_s / (1 - INTERVAL)
+        low, high = self.interval(price.step_s)
         measured = {row["source"] for row in self.constants()} & {"measured", "fitted"}
         known = (
             "some constants measured or from your runs"
@@ -177,18 +187,22 @@ class Plans:
         figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
         figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
                     ("in_node", device.in_node_bytes_per_s, "B/s"),
-                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s")]  # fmt: skip
-        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": "datasheet"}
+                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s"),
+                    ("host", device.host_bytes_per_s, "B/s")]  # fmt: skip
+        sources = self.cluster.calibration.sources
+        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": sources.get(n, "datasheet")}
                 for n, v, u in figures]  # fmt: skip
         scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
-                  "source": "fitted"} for name, value in vars(self.scale).items() if value != 1.0]  # fmt: skip
+                  "source": "fitted"}
+                 for name, value in (("operators", self.scale.operators), ("messages", self.scale.messages))
+                 if value != 1.0]  # fmt: skip
         return [*rows, *self.cluster.constants.rows(), *scale]
 
     def warnings(self) -> list[str]:
         """Returns what to know before trusting the prices, as sentences.
 
         The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
-        stages with several chunks, and offloading, whose time is not priced.
+        stages with several chunks, and activations that are offloaded, of which the time is not priced.
         """
         notes = [each.records.note for each in self.layouts if each.records.note]
         notes += [
@@ -197,12 +211,21 @@ class Plans:
             if each.records.schedule.num_chunks > each.records.schedule.num_stages
         ]
         notes += [
-            f"{each.layout}: the host's time for what is offloaded is not priced; the step takes longer"
+            f"{each.layout}: copies of offloaded activations are not priced; the step may take longer"
             for each in self.layouts
-            if any(option.name == "offload" for factor in each.layout.factors for option in factor.options)
-            or (each.layout.recompute or "").startswith("offload")
+            if (each.layout.recompute or "").startswith("offload")
         ]
-        return [*self.cluster.device.warnings, *dict.fromkeys(notes)]
+        notes += [
+            f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
+            "fitted is not what it stands for"
+            for row in self.cluster.constants.rows()
+            if row["source"] in ("measured", "fitted")
+            and row["value"] in row["bounds"]
+            and row["name"] not in NATURAL_BOUNDS
+        ]
+        notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
+                  for name, spread in self.cluster.calibration.spread.items() if spread > MOST_SPREAD]  # fmt: skip
+        return [*self.cluster.device.warnings, *self.cluster.calibration.notes, *dict.fromkeys(notes)]
 
     def text(self) -> str:
         """Returns the prices as text for a terminal.
@@ -254,7 +277,8 @@ class Plans:
             lines.append(f"runner-up         {second.layout}: {second.step_s / self.best.step_s - 1:+.0%}, "
                          f"{where_it_loses(self.best, second)}")  # fmt: skip
         for each in self.rejected():
-            lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}")
+            detail = f" ({each['detail']})" * bool(each["detail"])
+            lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}{detail}")
         return lines
 
 
@@ -304,21 +328,22 @@ def plan_layouts(
         spent[0] += process_time() - start
         return records
 
-    num_samples = num_rows(batch)
-    known = [(_priced_anchor(line, cluster, num_samples, record), s) for line, s in anchors.items()]
+    num_samples, pricing = num_rows(batch), Pricing(cluster, model_plans.kind)
+    known = [(_priced_anchor(line, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
     if layout is not None:
         _check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        layouts, found = [Pricing(cluster).price(records.layout, records)], Found()
+        layouts, found = [pricing.price(records.layout, records)], Found()
     else:
         short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
-        wanted = Wanted(fix, tuple(without), precision_of(cluster), limit, most_priced, short.most_stages)
-        found = search(cluster, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
+        precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
+        wanted = Wanted(fix, tuple(without), precision, limit, most_priced, short.most_stages)
+        found = search(pricing, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
-            raise _none_found(cluster, found, fix, without)
+            raise found.failure or _none_found(cluster, found, fix, without)
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
     num_tokens = tokens or _num_tokens(batch[0])
@@ -337,12 +362,12 @@ def _rank(price: Price, limit: float) -> tuple[bool, float]:
     return not fits, price.step_s if fits else price.memory_bytes
 
 
-def _priced_anchor(line: str, cluster: Cluster, batch: int, record: Recorder) -> Price:
+def _priced_anchor(line: str, pricing: Pricing, batch: int, record: Recorder) -> Price:
     """Returns the price of a layout that has run. Raises LayoutError: it cannot be on this cluster with this batch."""
     layout = Layout.parse(line)
-    _check_ranks(layout, cluster)
+    _check_ranks(layout, pricing.cluster)
     check_samples(layout, batch)
-    return Pricing(cluster).price(layout, record(layout, batch))
+    return pricing.price(layout, record(layout, batch))
 
 
 def _check_ranks(layout: Layout, cluster: Cluster) -> None:
@@ -384,8 +409,18 @@ def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]
         allowed=f"layouts of the axes that strategies declare; left out were {reasons}"
         if reasons
         else "layouts of the axes that strategies declare",
-        fix="fix less, leave out less, or take a larger batch",
+        fix=_remedy(found, fix, without),
     )
+
+
+def _remedy(found: Found, fix: str, without: Sequence[str]) -> str:
+    """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
+    fixed = Counter({why: n for why, n in found.rejected.items() if why.startswith("--fix")})
+    if fixed:
+        ((why, _),) = fixed.most_common(1)
+        part = why.removeprefix("--fix: not ").removeprefix("--fix ").partition(":")[0]
+        return f"leave out '{part}' of --fix: {found.nearest[why]} can be looked at without it"
+    return "leave out less" if without else "take a larger batch" if not fix else "fix less"
 
 
 def check_samples(layout: Layout, batch: int) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.operators import PARTS, OperatorRecord, operator_s, smooth_max
+from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.planner.extended import at_blocks, shapes_of, span_of
@@ -26,6 +27,10 @@ from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 P2P = ("send", "receive")
+MOVED_SHARE = 1 / 3
+"""The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
+the host holds two moments of its size."""
+
 UNSTATED = ("core", "loss")
 """Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
 
@@ -75,23 +80,31 @@ class ActionTime:
     launches: float
     axes: tuple[str, ...]
 
-    def waterfall(self, launch_s: float) -> dict[str, float]:
+    def waterfall(self, launch_s: float, *, on_host: bool = False, factor: float = 1.0) -> dict[str, float]:
         """Returns the seconds of the action by the name of the part.
 
-        "launch" is the time by which the host's starts of operators, ``launch_s`` each, make the action longer.
+        "launch" is the time by which the host's starts of operators, ``launch_s`` each, make the action longer: all of
+        it with ``on_host``, where the host computes too. ``factor`` is how many times as long operators take together
+        as alone.
         """
-        operators = self.parts[: len(PARTS)]
-        device_s = sum(operators)
+        operators = [each * factor for each in self.parts[: len(PARTS)]]
+        device_s, started_s = sum(operators), self.launches * launch_s
         found = dict(zip(PARTS, operators, strict=True))
-        found["launch"] = smooth_max(device_s, self.launches * launch_s) - device_s
+        found["launch"] = started_s if on_host else smooth_max(device_s, started_s) - device_s
         return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
 
 
 class Pricing:
-    """Computes the prices of layouts on one cluster, and caches the seconds of operators, messages and actions."""
+    """Computes the prices of layouts on one cluster, and caches the seconds of operators, messages and actions.
 
-    def __init__(self, cluster: Cluster) -> None:
+    ``block`` names the class of the model's repeated blocks, for which the cluster may have a measured factor.
+    """
+
+    def __init__(self, cluster: Cluster, block: str = "") -> None:
         self.cluster = cluster
+        self.factor = cluster.calibration.blocks.get(block, 1.0)
+        """How many times as long the operators of a step take together as each alone; 1 if it was not measured."""
+        self.on_host = cluster.device.type in HOST
         self._operators: dict[OperatorRecord, float] = {}
         self._messages: dict[tuple[object, ...], float] = {}
         self._actions: dict[tuple[int, bool], tuple[ActionShape, ActionTime]] = {}
@@ -157,9 +170,17 @@ class Pricing:
 
     def _walk(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
         parts, exposed = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self._axes, 0.0)
-        clock, launches = 0.0, 0
-        ends: dict[int, tuple[str, float]] = {}
+        clock, launches, overlap_cost = 0.0, 0, self.cluster.constants.overlap_cost
+        ends: dict[int, tuple[str, float, float]] = {}
         free: dict[str, float] = {}
+
+        def waited(axis: str, end: float, message_s: float) -> None:
+            nonlocal clock
+            left_s = max(0.0, end - clock)
+            lost_s = left_s + overlap_cost * max(0.0, message_s - left_s)
+            exposed[axis] += lost_s
+            clock += lost_s
+
         for number, record in enumerate(shape.records):
             if isinstance(record, OperatorRecord):
                 seconds = self.operator_s(record)
@@ -168,22 +189,22 @@ class Pricing:
                 launches += record.launches
             elif isinstance(record, MessageRecord):
                 if record.kind not in P2P:
-                    end = max(clock, free.get(record.axis, 0.0)) + self.message_s(record)
+                    message_s = self.message_s(record)
+                    end = max(clock, free.get(record.axis, 0.0)) + message_s
                     free[record.axis] = end
-                    ends[number] = (self.axis_of(record.axis), end)
+                    ends[number] = (self.axis_of(record.axis), end, message_s)
             elif record.began in ends:
-                axis, end = ends.pop(record.began)
-                exposed[axis] += max(0.0, end - clock)
-                clock = max(clock, end)
-        for axis, end in ends.values() if is_last else ():
-            exposed[axis] += max(0.0, end - clock)
-            clock = max(clock, end)
+                waited(*ends.pop(record.began))
+        for axis, end, message_s in ends.values():  # a message still under way is waited for after the last action only
+            waited(axis, end if is_last else clock, message_s)
         return ActionTime((*parts.values(), *exposed.values()), launches, self._axes)
 
     def operator_s(self, record: OperatorRecord) -> float:
         """Returns the seconds of one operator on the cluster's device."""
         if record not in self._operators:
-            self._operators[record] = operator_s(record, self.cluster.device, self.cluster.constants)
+            cluster = self.cluster
+            factors = cluster.calibration.operators
+            self._operators[record] = operator_s(record, cluster.device, cluster.constants, factors)
         return self._operators[record]
 
     def message_s(self, record: MessageRecord) -> float:
@@ -249,10 +270,10 @@ class _StageTimes:
     def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int) -> None:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
-        launch_s = pricing.cluster.constants.launch_s
+        launch_s, on_host, factor = pricing.cluster.constants.launch_s, pricing.on_host, pricing.factor
         times = Counter(records.places[stage].values())
         by_place = {place: self._time(place) for place in times}
-        found = {place: time.waterfall(launch_s) for place, time in by_place.items()}
+        found = {place: time.waterfall(launch_s, on_host=on_host, factor=factor) for place, time in by_place.items()}
         seconds = {place: sum(each.values()) for place, each in found.items()}
         self._usual: dict[tuple[int, str], float] = {}
         for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
@@ -261,12 +282,36 @@ class _StageTimes:
         for place, number in times.items():
             for name, s in found[place].items():
                 self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
-        update = self._time(None).waterfall(launch_s)
-        self.waterfall["optimizer"] = sum(update.values())
+        factor = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
+        update_launch_s = pricing.cluster.constants.update_launch_s
+        update = self._time(None).waterfall(update_launch_s, on_host=on_host, factor=factor)
+        self.waterfall["optimizer"] = self._offloaded_update_s() or sum(update.values())
         done_s = sum(number * seconds[place] for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
         self.forward_flops = sum(number * self._flops(place) for place, number in times.items() if place.kind == "F")
+
+    def _offloaded_update_s(self) -> float:
+        """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
+
+        Gradients go to the host and parameters come back, and the host reads and writes what the operators do.
+        """
+        rehearsals = [each for each in (self._kind.fewer, self._kind.more) if each is not None]
+        if self._pricing.on_host or not any(each.offloaded_bytes for each in rehearsals):
+            return 0.0
+        counts = []
+        for rehearsal in rehearsals:
+            operators = [record for record in rehearsal.update.records if isinstance(record, OperatorRecord)]
+            starts, moved = sum(each.launches for each in operators), sum(each.num_bytes for each in operators)
+            counts.append([float(rehearsal.offloaded_bytes), float(moved), float(starts)])
+        held, read, launches = at_blocks(span_of(self._records, self._stage, None), counts)
+        device, constants = self._pricing.cluster.device, self._pricing.cluster.constants
+        link = device.host_bytes_per_s * constants.host_link_efficiency
+        return (
+            2 * held * MOVED_SHARE / link
+            + read / constants.host_update_bytes_per_s
+            + (launches * constants.update_launch_s)
+        )
 
     def usual_s(self, slot: int, kind: str) -> float:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""

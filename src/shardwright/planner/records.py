@@ -65,7 +65,8 @@ class StageRecord(NamedTuple):
 
     ``num_blocks`` is () if the stage was rehearsed with all its blocks. ``num_microbatches`` is that of the rehearsal.
     ``base`` has the bytes held before the step, by kind of memory. ``update`` is what follows the actions: the end of
-    the gradient sync, and the optimizer's step. ``beside`` has the bytes held beside tensors, by purpose.
+    the gradient sync, and the optimizer's step. ``beside`` has the bytes held beside tensors, by purpose, and
+    ``offloaded_bytes`` those of parameters and optimizer state in host memory or on disk.
     """
 
     num_blocks: tuple[int, ...]
@@ -74,6 +75,7 @@ class StageRecord(NamedTuple):
     actions: Mapping[Place, ActionShape]
     update: ActionShape
     beside: Mapping[str, int]
+    offloaded_bytes: int = 0
 
 
 class StageRecords(NamedTuple):
@@ -338,7 +340,8 @@ def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks
         held = done.moments[-1] if done.moments else held
         actions.setdefault(where[action], shape)
     update = _action_shape(record.by_action["optimizer"], held)
-    return StageRecord(num_blocks, schedule.num_microbatches, base, actions, update, record.beside)
+    offloaded = record.offloaded_bytes
+    return StageRecord(num_blocks, schedule.num_microbatches, base, actions, update, record.beside, offloaded)
 
 
 def _action_shape(done: ActionRecord, before: Held) -> ActionShape:

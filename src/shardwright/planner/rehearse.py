@@ -62,11 +62,13 @@ class RankRecord(NamedTuple):
     """The operators, messages and memory of one rank's step on the meta device, by the name of the schedule's action.
 
     "begin" is what comes before the actions, and "optimizer" is what follows them: the end of the gradient sync, and
-    the optimizer's step. ``beside`` are the bytes that the device holds beside tensors, by purpose.
+    the optimizer's step. ``beside`` are the bytes that the device holds beside tensors, by purpose, and
+    ``offloaded_bytes`` those of state in host memory or on disk.
     """
 
     by_action: Mapping[str, ActionRecord]
     beside: Mapping[str, int]
+    offloaded_bytes: int = 0
 
 
 def rehearse(
@@ -108,7 +110,7 @@ def _rehearsed(
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)
-    return RankRecord(by_action, account.beside)
+    return RankRecord(by_action, account.beside, sum(account.elsewhere.values()))
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:
@@ -166,14 +168,14 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     if function._schema.is_mutable and not function._schema.name.endswith("_out"):
         changed = results or _written(function._schema, args, named)
         num_bytes += sum(each.numel() * each.element_size() for each in changed)
-    attention = _ATTENTION.get(packet)
+    attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
-        return OperatorRecord("attention", attention(*args, **named), num_bytes, _precision(operands))
+        return OperatorRecord("attention", attention(*args, **named), num_bytes, precision, name=name)
     count = flop_registry.get(packet) or flop_registry.get(_not_in_place(packet))
     if count is None:
-        return OperatorRecord("memory", 0, num_bytes, _precision(operands)) if num_bytes else None
+        return OperatorRecord("memory", 0, num_bytes, precision, name=name) if num_bytes else None
     flops = int(count(*args, **named, out_val=out))
-    return OperatorRecord("matmul", flops, num_bytes, _precision(operands), _dims(operands, results, flops))
+    return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops), name=name)
 
 
 def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:

@@ -61,25 +61,40 @@ class Found:
     searched: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
+    failure: PlanError | None = None
+    """The first error of the model itself, such as code that cannot be rehearsed; None if there was none."""
 
     @property
     def priced(self) -> int:
         """The number of layouts that were priced."""
         return len(self.fit) + len(self.misfits)
 
-    def reject(self, reason: str, layout: Layout | str) -> None:
-        """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example."""
+    def reject(self, reason: str, layout: Layout | str, detail: str = "") -> None:
+        """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example.
+
+        ``detail`` says what the constraint is for this layout. Layouts that are nearest to being allowed come first.
+        """
         self.rejected[reason] += 1
-        self.nearest.setdefault(reason, str(layout))
+        if self.nearest.setdefault(reason, str(layout)) == str(layout) and detail:
+            self.details.setdefault(reason, detail)
+
+    def refused(self, error: LayoutError | PlanError, layout: Layout | str) -> None:
+        """Counts a layout as left out because of ``error``."""
+        self.reject(error.what, layout)
+        if isinstance(error, PlanError) and self.failure is None:
+            self.failure = error
 
 
 @dataclass(frozen=True)
 class Wanted:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
-    ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1": each names an axis, with or without its size,
-    and options that it must have. ``without`` has the words, which name axes or options. ``limit_bytes`` is the memory
-    that a rank may take, and ``most`` the most layouts to price.
+    ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
+    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has
+    the words, which name axes or options. ``limit_bytes`` is the memory that a rank may take, and ``most`` the most
+    layouts to price.
     """
 
     fix: str = ""
@@ -92,12 +107,34 @@ class Wanted:
 
     def allows(self, layout: Layout) -> bool:
         """Returns whether a layout has all parts that must be there, and none of the words that must not."""
+        return not self.is_left_out(layout) and not self.lacking(layout)
+
+    def is_left_out(self, layout: Layout) -> bool:
+        """Returns whether a layout has one of the words that it must not have."""
         items = str(layout).split()
         words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
         words |= {word.partition(":")[0] for word in words}
-        if words & set(self.without) or any(axis in self.without for axis in (f.axis for f in layout.factors)):
-            return False
-        return all(any(_has(item, part) for item in items) for part in self.fix.split())
+        return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
+
+    def lacking(self, layout: Layout) -> str:
+        """Returns the first part that the layout must have and has not; "" if it has all."""
+        items = str(layout).split()
+        words = {f"mb{layout.num_microbatches}", layout.precision, f"recompute:{layout.recompute}"}
+        missing = (part for part in self.fix.split() if part not in words)
+        return next((part for part in missing if not any(_has(item, part) for item in items)), "")
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of microbatches that is fixed, as by "mb8"; None if any may be."""
+        found = (part.removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
+        return next((int(number) for number in found if number.isdecimal() and int(number)), None)
+
+    @property
+    def recomputed(self) -> tuple[str | None, ...]:
+        """The ways to recompute activations that are tried: the one that is fixed, or all that a search tries."""
+        head = "recompute:"
+        found = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
+        return found[:1] or RECOMPUTE
 
 
 def _has(item: str, part: str) -> bool:
@@ -111,21 +148,21 @@ def _has(item: str, part: str) -> bool:
     return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
 
 
-def search(cluster: Cluster, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
-    """Returns the best layouts found for a global batch of ``batch`` samples on a cluster.
+def search(pricing: Pricing, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
+    """Returns the best layouts found for a global batch of ``batch`` samples, on the cluster of ``pricing``.
 
     It may be that none of them fits the memory, or that there are none. ``record`` returns the operators, messages and
     memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
     of a model with few blocks, for the estimates; without it they are of the whole model.
     """
-    found, pricing = Found(), Pricing(cluster)
+    found = Found()
 
     def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
         layout = Layout(operators, 1, wanted.precision)
         try:
             return pricing.price(layout, (short.record if short is not None else record)(layout, samples))
         except (LayoutError, PlanError) as error:
-            found.reject(error.what, layout)
+            found.refused(error, layout)
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
@@ -179,14 +216,25 @@ class _Search:
     def result(self) -> Found:
         """Returns what was found, sorted, with all that was left out."""
         found = self.found
-        for left in self.estimates:
-            if str(left.layout) not in self.tried:
-                found.reject("its estimate is not among the best", left.layout)
+        best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
+        own = self.estimator.estimate(best.layout) if best is not None else None
+        for left in (each for each in self.estimates if str(each.layout) not in self.tried):
+            if left.memory_bytes > limit:
+                detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
+                found.reject("memory: estimated to be more than the limit", left.layout, detail)
+            else:
+                slower = f"{left.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
+                found.reject("its estimate is not among the best", left.layout, slower)
         found.searched = found.priced + found.rejected.total()
         found.fit.sort(key=lambda each: each.step_s)
         found.misfits.sort(key=lambda each: each.memory_bytes)
         for misfit in found.misfits:
-            found.reject("memory: more than the limit", misfit.layout)
+            heaviest = max(misfit.memory, key=lambda each: each.num_bytes)
+            kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
+            detail = (
+                f"{misfit.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, {heaviest.by_kind[kind] / 1e9:.3g} {kind}"
+            )
+            found.reject("memory: more than the limit", misfit.layout, detail)
         return found
 
     def _sorted(self, estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -219,7 +267,7 @@ class _Search:
         try:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
-            self.found.reject(error.what, layout)
+            self.found.refused(error, layout)
             return
         fits = priced.memory_bytes <= self.wanted.limit_bytes
         (self.found.fit if fits else self.found.misfits).append(priced)
@@ -299,21 +347,31 @@ def _estimates(estimator: Estimator, wanted: Wanted, found: Found) -> list[Estim
     for sizes in divisions(cluster.num_ranks, kinds):
         for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node):
             first = estimator.estimate(layout)
-            if first is None:
-                break  # refused for its operators, whatever the microbatches
+            if first is None:  # refused for its operators or its schedule, whatever the microbatches
+                why = estimator.refusal(layout)
+                if why:
+                    found.reject(why, layout)
+                break
             estimates.append(first)
             for place, factor in enumerate(layout.factors):
                 if kinds[factor.axis] == "copies" and not factor.options:
                     if factor.axis not in saving:
                         saving[factor.axis] = estimator.saving_options(factor.axis)
-                    estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted)
+                    estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted, found)
     estimates.sort(key=lambda each: each.over(wanted.limit_bytes))
     for each in estimates[:MOST_SCHEDULED] if estimator.plan is not None else ():
         for place, factor in enumerate(each.layout.factors):
             if kinds[factor.axis] == "stages" and not factor.options:
-                estimates += _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted)
-    named = (_named(estimator, each, kinds) for each in estimates)
-    return [each for each in named if wanted.allows(each.layout)]
+                estimates += _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
+    allowed = []
+    for estimate in (_named(estimator, each, kinds) for each in estimates):
+        if wanted.is_left_out(estimate.layout):
+            found.reject("--without", estimate.layout)
+        elif lacking := wanted.lacking(estimate.layout):
+            found.reject(f"--fix: not {lacking}", estimate.layout)
+        else:
+            allowed.append(estimate)
+    return allowed
 
 
 def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -> Estimate:
@@ -326,16 +384,20 @@ def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -
 
 
 def _with_each(
-    estimator: Estimator, layout: Layout, place: int, options: Iterable[Option], wanted: Wanted
+    estimator: Estimator, layout: Layout, place: int, options: Iterable[Option], wanted: Wanted, found: Found
 ) -> Iterator[Estimate]:
     """Yields the estimates of a layout with each of the options of one factor."""
     for option in options:
         factor = replace(layout.factors[place], options=(option,))
         tried = replace(layout, factors=(*layout.factors[:place], factor, *layout.factors[place + 1 :]))
-        if wanted.allows(tried):
-            found = estimator.estimate(tried)
-            if found is not None:
-                yield found
+        if wanted.is_left_out(tried):
+            found.reject("--without", tried)
+            continue
+        estimate = estimator.estimate(tried)
+        if estimate is not None:
+            yield estimate
+        elif why := estimator.refusal(tried):
+            found.reject(why, tried)
 
 
 def _layouts(
@@ -355,26 +417,39 @@ def _layouts(
     if copies > batch:
         found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
         return
-    local = batch // copies
-    for samples in (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0):
-        for recompute in RECOMPUTE:
-            number = local // samples
+    local, fixed = batch // copies, wanted.num_microbatches
+    sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
+    for number in [local // samples for samples in sizes_tried] if fixed is None else [fixed]:
+        for recompute in wanted.recomputed:
             layout = Layout(factors, number, wanted.precision, recompute)
-            if number < stages:
-                found.reject("fewer microbatches than stages", layout)
-            elif not wanted.allows(layout):
-                found.reject("--fix or --without", layout)
+            if number > local:
+                found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
+                             f"{local} samples")  # fmt: skip
+            elif number < stages:
+                found.reject("fewer microbatches than stages", layout, f"{number} of {stages}")
+            elif wanted.is_left_out(layout):
+                found.reject("--without", layout)
+            elif (lacking := wanted.lacking(layout)) and not _is_option(lacking):
+                found.reject(f"--fix: not {lacking}", layout)
             else:
                 yield layout
+
+
+def _is_option(part: str) -> bool:
+    """Returns whether a fixed part names options, which layouts are given later: a schedule, or a stage of ZeRO."""
+    return "/" in part
 
 
 def _fixed(factor: Factor, wanted: Wanted) -> Factor:
     """Returns the factor with the options that must hold for its axis."""
     for part in wanted.fix.split():
         head, *options = part.split("/")
+        sizes = head.removeprefix(factor.axis)
         if options and head.rstrip("0123456789x") == factor.axis:
+            given = tuple(map(int, sizes.split("x"))) if all(map(str.isdecimal, sizes.split("x"))) else factor.sizes
             with suppress(LayoutError):
-                return Factor(factor.axis, factor.sizes, tuple(Option(*each.split(":", 1)) for each in options))
+                chosen = tuple(Option(*each.split(":", 1)) for each in options)
+                return Factor(factor.axis, given if prod(given) == factor.size else factor.sizes, chosen)
     return factor
 
 

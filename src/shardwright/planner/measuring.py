@@ -1,0 +1,353 @@
+"""What a rank measures for ``calibrate``: products, copies, operators, a block's step, and messages over each axis.
+
+All ranks measure the same at the same moment, so what they share (memory, cores, links) is shared as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.comm.axis import Axis
+from shardwright.comm.launch import run_threads
+from shardwright.comm.world import World
+from shardwright.cost.operators import OperatorRecord
+from shardwright.dispatch_mode import DispatchMode
+from shardwright.layout import Layout, Precision
+from shardwright.models.gpt import GPT, GPTConfig
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import num_rows, rows
+from shardwright.planner.outline import ModelPlans
+from shardwright.planner.rehearse import operator_record
+from shardwright.planner.stopwatch import Stopwatch, Timing
+from shardwright.rng import without_values
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+STANDARD = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (512, 512, 32), (512, 512, 64), (512, 512, 128))
+"""The standard products (rows, columns, summed dim) that are measured beside the model's own; on accelerators of
+``LARGER`` times the rows and columns, since small ones leave most of their multiprocessors idle."""
+
+LARGER = 8
+MOST_PRODUCTS, MOST_OPERATORS = 12, 60
+"""The most shapes of products, and of other operators, of the model that are measured: those that take most."""
+
+COPIES = tuple(2**n for n in range(20, 31, 2))
+MESSAGES = tuple(2**n for n in range(12, 30, 2))
+"""The bytes of copies and of messages that are measured, as far as they fit."""
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+TINY = (2, 8)
+"""The numbers of blocks of the tiny models of which a step's time is that of starting its operators."""
+
+FEW_BLOCKS = 3
+"""The number of the model's blocks of which a step is timed, if the model has more."""
+
+
+class CalibrationJob(NamedTuple):
+    """What is measured: a model's step on ``batch``, a microbatch, and messages over the axes of ``layout``'s mesh.
+
+    ``build`` returns the model and its loss first. A step of one sample is measured too, if the batch has more.
+    """
+
+    build: Callable[[], Any]
+    batch: tuple[Any, Any]
+    layout: Layout
+    precision: Precision = "fp32"
+    limit_s: float = 80.0
+
+
+class CallTime(NamedTuple):
+    """One operator of the model's step: what it is priced by, how often it was called, and its measured seconds."""
+
+    operator: OperatorRecord
+    times: int
+    timing: Timing | None
+
+
+class StepTime(NamedTuple):
+    """The measured seconds of a step of a model with a number of blocks on a number of samples.
+
+    ``passes`` are those of the forward and backward, ``update`` those of the optimizer's step. ``blocks`` is 0 for the
+    whole model.
+    """
+
+    blocks: int
+    samples: int
+    passes: Timing
+    update: Timing
+
+
+class LinkTiming(NamedTuple):
+    """The measured seconds of one collective, or send, of a number of bytes over an axis of the mesh."""
+
+    axis: str
+    kind: str
+    ranks: int
+    stride: int
+    num_bytes: int
+    timing: Timing
+
+
+@dataclass
+class Measurements:
+    """What the ranks have measured; the same on every rank. ``overlap`` is None where no message could be hidden."""
+
+    products: list[tuple[tuple[int, int, int], Timing]] = field(default_factory=list)
+    copies: list[tuple[int, Timing]] = field(default_factory=list)
+    start: Timing | None = None
+    tiny: list[StepTime] = field(default_factory=list)
+    steps: list[StepTime] = field(default_factory=list)
+    calls: list[CallTime] = field(default_factory=list)
+    links: list[LinkTiming] = field(default_factory=list)
+    overlap: float | None = None
+    memory_bytes: int = 0
+
+
+def measure_rank(world: World, job: CalibrationJob) -> Measurements:
+    """Returns what this rank has measured together with all others; every rank gets the same.
+
+    All ranks of the layout must call it, with the same job.
+    """
+    everyone = world.everyone()
+    watch, found = Stopwatch(everyone, job.limit_s), Measurements()
+    dtype = DTYPES[job.precision]
+    found.start = watch.timed(_tiny_operators(world.device), parts=300)
+    calls = _measure_steps(world, job, watch, found)
+    found.overlap = _measure_messages(world, job.layout, watch, found)
+    _measure_products(world.device, dtype, watch, found, calls)
+    _measure_copies(world.device, watch, found)
+    for each in calls[:MOST_OPERATORS]:
+        found.calls.append(CallTime(each.operator, each.times, watch.timed(each.again)))
+    return found
+
+
+def _tiny_operators(device: torch.device) -> Callable[[], None]:
+    x, function = torch.zeros(4, device=device), torch.ops.aten.add_.Scalar
+
+    def call() -> None:
+        for _ in range(300):
+            function(x, 1.0)
+
+    return call
+
+
+# ---- steps
+
+
+def _measure_steps(world: World, job: CalibrationJob, watch: Stopwatch, found: Measurements) -> list[_Kept]:
+    """Times steps of tiny models and of the model with few blocks, and returns the operators of the last one."""
+    kept: list[_Kept] = []
+
+    def work(inner: World, built: tuple[Any, Any], blocks: int, batch: tuple[Any, Any], precision: Precision) -> None:
+        run = parallelize(built[0], Layout((), 1, precision), inner, loss=built[1], example=batch[0])
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-5)
+        (part,) = run.shard([batch])
+
+        def step() -> None:
+            run.step(part)
+
+        timings = watch.timed_in_turn([step, optimizer.step])
+        if not timings:
+            return
+        (found.tiny if built[0] in tiny else found.steps).append(StepTime(blocks, num_rows(batch), *timings))
+        if batch is job.batch:
+            with _Keeping() as keeping:
+                step()
+                optimizer.step()
+            kept[:] = sorted(keeping.kept.values(), key=lambda each: -each.cost)
+
+    with without_values():
+        model, loss = job.build()[:2]
+        tiny = [tiny_model(number) for number in TINY]
+        few = num_blocks_of(model)
+    for number, each in zip(TINY, tiny, strict=True):
+        run_threads(work, 1, (each, loss), number, tiny_batch(), "fp32", device=world.device)
+    one = rows(job.batch[0], 0, 1), rows(job.batch[1], 0, 1)
+    for batch in (one, job.batch) if num_rows(job.batch) > 1 else (job.batch,):
+        with without_values():
+            built = shortened(model, few), loss
+        run_threads(work, 1, built, few, batch, job.precision, device=world.device)
+    return kept
+
+
+def tiny_model(number: int) -> nn.Module:
+    """Returns a GPT of ``number`` blocks that is so small that a step of it only starts operators."""
+    return GPT(GPTConfig(width=8, num_layers=number, num_heads=2, max_tokens=4, vocabulary=16))
+
+
+def tiny_batch() -> tuple[Tensor, Tensor]:
+    """Returns a batch of one sample for :func:`tiny_model`."""
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    return tokens, tokens
+
+
+def num_blocks_of(model: nn.Module) -> int:
+    """Returns the number of blocks of the model whose steps are timed; 0 stands for the whole model."""
+    blocks = ModelPlans(model).blocks
+    return FEW_BLOCKS if blocks is not None and blocks.number > FEW_BLOCKS else 0
+
+
+def shortened(model: nn.Module, number: int) -> nn.Module:
+    """Returns a copy of the model on the meta device that has ``number`` of its repeated blocks; 0: the model."""
+    return ModelPlans(model).shortened(number) if number else model
+
+
+class _Kept:
+    """One operator of a step with the sizes of its tensors, which can be called again."""
+
+    def __init__(self, function: Any, args: Any, named: Any, operator: OperatorRecord) -> None:
+        self.function, self.operator, self.times = function, operator, 0
+        self.args, self.named = tree_map_only(Tensor, _Like, (args, named))
+        self.made: Any = None
+
+    @property
+    def cost(self) -> float:
+        """What the operator is taken to weigh, so that those that take most are measured first."""
+        return self.times * (self.operator.flops / 16 + self.operator.num_bytes)
+
+    def again(self) -> None:
+        """Calls the operator, on tensors of the same sizes."""
+        if self.made is None:
+            self.made = tree_map_only(_Like, lambda each: each.tensor(), (self.args, self.named))
+        args, named = self.made
+        with torch.no_grad():
+            self.function(*args, **named)
+
+
+class _Like:
+    """A tensor's shape, strides and dtype; of integers the values too, since they may be indices."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.strides, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.whole = None if tensor.is_floating_point() else tensor.detach().clone()
+
+    def tensor(self) -> Tensor:
+        """Returns such a tensor; of floats, with values from 0 to 1."""
+        if self.whole is not None:
+            return self.whole
+        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True) if n)
+        return torch.rand(size, device=self.device).to(self.dtype).as_strided(self.shape, self.strides)
+
+
+class _Keeping(DispatchMode):
+    """Keeps each different operator that runs inside the mode, and how often it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[object, _Kept] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        out = function(*args, **named)
+        operator = operator_record(function, args, named, out)
+        if operator is not None and function._overloadpacket is not torch.ops.aten._local_scalar_dense:
+            key = (function, repr(tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, named))))
+            if key not in self.kept:
+                self.kept[key] = _Kept(function, args, named, operator)
+            self.kept[key].times += 1
+        return out
+
+
+# ---- products and copies
+
+
+def _measure_products(
+    device: torch.device, dtype: torch.dtype, watch: Stopwatch, found: Measurements, calls: Sequence[_Kept]
+) -> None:
+    own = {each.operator.dims[1:]: None for each in calls if each.operator.part == "matmul"}
+    scale = LARGER if device.type != "cpu" else 1
+    standard = ((scale * m, scale * n, k * (scale if k >= 256 else 1)) for m, n, k in STANDARD)
+    for m, n, k in dict.fromkeys((*list(own)[:MOST_PRODUCTS], *standard)):
+        x, y = torch.rand(m, k, device=device).to(dtype), torch.rand(k, n, device=device).to(dtype)
+        timing = watch.timed(lambda x=x, y=y: x @ y)  # type: ignore[misc]
+        if timing is not None:
+            found.products.append(((m, n, k), timing))
+
+
+def _measure_copies(device: torch.device, watch: Stopwatch, found: Measurements) -> None:
+    for size in COPIES if device.type != "cpu" else COPIES[:4]:
+        x = torch.zeros(size // 4, device=device)
+        y = torch.zeros_like(x)
+        timing = watch.timed(lambda x=x, y=y: y.copy_(x))  # type: ignore[misc]
+        if timing is not None:
+            found.copies.append((size, timing))
+
+
+# ---- messages
+
+
+def _measure_messages(world: World, layout: Layout, watch: Stopwatch, found: Measurements) -> float | None:
+    """Times messages of each size over each axis of the mesh; returns what those cost that compute hides."""
+    mesh, overlap = layout.mesh, None
+    most = MESSAGES if world.device.type != "cpu" else MESSAGES[:-2]
+    for name in mesh.axes:
+        if mesh[name] < 2:
+            continue
+        axis = world.axis(name, mesh.groups(name))
+        stride = axis.ranks[1] - axis.ranks[0]
+        axis.connect([(i, i + 1) for i in range(0, axis.size - 1, 2)])
+        for kind in KINDS:
+            for size in most:
+                timing = watch.timed(_message(axis, kind, size), parts=2 if kind == "send" else 1)
+                if timing is None:
+                    break
+                found.links.append(LinkTiming(name, kind, axis.size, stride, size, timing))
+        overlap = _overlap(axis, watch) if overlap is None else overlap
+    return overlap
+
+
+def _message(axis: Axis, kind: str, size: int) -> Callable[[], object]:
+    """Returns a function that sends a payload of ``size`` bytes: a send goes to the next member and back."""
+    x = torch.zeros(size // 4, device=axis.device)
+    part = x[: len(x) // axis.size]
+    if kind == "all_reduce":
+        return lambda: axis.all_reduce(x)
+    if kind == "all_gather":
+        return lambda: axis.all_gather(part)
+    if kind == "reduce_scatter":
+        whole = x[: len(part) * axis.size]
+        return lambda: axis.reduce_scatter(whole)
+
+    def there_and_back() -> None:
+        other = axis.index ^ 1
+        if other >= axis.size:
+            return
+        if axis.index < other:
+            axis.send(x, other)
+        axis.receive(x.shape, x.dtype, other)
+        if axis.index > other:
+            axis.send(x, other)
+
+    return there_and_back
+
+
+def _overlap(axis: Axis, watch: Stopwatch, size: int = 2**22) -> float | None:
+    """Returns the share of an all-reduce's time by which products beside it take longer; None if it is not known."""
+    x = torch.zeros(size // 4, device=axis.device)
+    side = 512 if axis.device.type == "cpu" else 4096
+    y = torch.rand(side, side, device=axis.device)
+    once, alone = watch.timed(lambda: y @ y), watch.timed(lambda: axis.all_reduce(x))
+    if once is None or alone is None:
+        return None
+    number = 1 + int(1.5 * alone.seconds / once.seconds)
+
+    def products() -> None:
+        for _ in range(number):
+            y @ y
+
+    def both() -> None:
+        pending = axis.all_reduce_async(x)
+        products()
+        pending.wait()
+
+    computed, together = watch.timed(products), watch.timed(both)
+    if computed is None or together is None:
+        return None
+    return min(1.0, max(0.0, (together.seconds - computed.seconds) / alone.seconds))
