@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from shardwright.parallelize.auto import num_shares, samples_of, settle, with_su
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
+from shardwright.plan.alike_ranks import AlikeRanks
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.compiled import compiled_blocks
 from shardwright.plan.layer_overrides import overrides_of
@@ -48,7 +49,7 @@ from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
 from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
-from shardwright.strategy import Strategy
+from shardwright.strategy import Strategy, cuts_of_traffic
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -213,7 +214,8 @@ class StepTraffic:
     """Computes what any rank sends in one training step on the global batch ``inputs``, as the strategies state it.
 
     ``show``, ``verify`` and the tests use it. The calls of the model's modules are recorded on the meta device, once
-    for all microbatches of the same shapes.
+    for all microbatches of the same shapes, and messages are computed once for all ranks that send alike
+    (``plan/alike_ranks.py``).
     """
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
@@ -226,26 +228,44 @@ class StepTraffic:
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._calls_by_shapes: dict[tuple[torch.Size, ...], ModuleCalls] = {}
         self._crossings: dict[tuple[object, ...], tuple[MicrobatchRehearsal, ...]] = {}
+        self._said: dict[tuple[int, ...], dict[str, tuple[Traffic, ...]]] = {}
+
+    @cached_property
+    def _alike(self) -> AlikeRanks:
+        cuts = [cuts_of_traffic(strategy, self.plan) for strategy in self.strategies]
+        return AlikeRanks(self.plan, cuts, self._num_samples, self._num_tokens)
+
+    def like(self, coord: Coord) -> Coord:
+        """Returns the coordinate of a rank that sends the same as the one at ``coord``, one for all such ranks."""
+        return self._alike.like(coord)
 
     def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
         """Returns the collectives and sends of one step on the rank at ``coord``, by name of the strategy.
 
-        With ``checked``, ranks are compared in this step (``check_every`` of ``parallelize``), and the result also has
-        the collectives of that comparison, under "core".
+        They are computed once for all ranks that send alike. With ``checked``, ranks are compared in this step
+        (``check_every`` of ``parallelize``), and the result also has the collectives of that comparison, under "core".
         """
+        coord = self.like(coord)
+        key = tuple(coord[axis] for axis in self.plan.mesh.axes)
+        if key not in self._said:
+            self._said[key] = self._said_at(coord)
+        return {**self._said[key], "core": check_traffic(self.plan)} if checked else dict(self._said[key])
+
+    def _said_at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         plan = self.plan
         shard = plan.batch_shard(coord)
         inputs = shard.cut_tokens(self._inputs, self._num_tokens)
         parts = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
         microbatches = [rows(inputs, part.start, part.stop) for part in parts]
         everywhere = tuple(map(self._module_calls, microbatches))
-        module_calls = tuple(_on_stage(each, plan, coord) for each in everywhere)
+        different = {id(each): each for each in everywhere}
+        on_stage = {key: _on_stage(each, plan, coord) for key, each in different.items()}
+        module_calls = tuple(on_stage[id(each)] for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
         sent = tuple(each.sent for each in crossing)
         batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, tuple(microbatches), sent)
-        said = {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
-        return {**said, "core": check_traffic(plan)} if checked else said
+        return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))

@@ -24,6 +24,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.events_chunked import crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.structure import owners
+from shardwright.axes import mesh_axes
 from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import DeferredGradients
@@ -104,9 +105,10 @@ def values_crossing(
     wanted = {value for edge in chunked.edges for value in edge.values}
     found = []
     by_shapes: dict[tuple[object, ...], MicrobatchRehearsal] = {}  # equal microbatches are rehearsed once
+    inside = mesh_axes("operators")  # of other copies of the model nothing is gathered
     for number, inputs in enumerate(microbatches):
         shard.set_microbatch(num_global, number, len(microbatches))
-        key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(plan.mesh.axes))
+        key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(inside))
         if key not in by_shapes:
             crossed: dict[str, Any] = {}
             for chunk in chunks:

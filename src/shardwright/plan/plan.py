@@ -457,21 +457,23 @@ class Plan:
 
         The name :data:`OUTPUT` has those of the model's output. Dropout keys its random numbers by the slices.
         """
-        found: dict[str, tuple[DimSlice, ...]] = {}
-        for module, activations in self.activations.items():
-            by_dim: dict[int, DimSlice] = {}
-            for a in activations:
-                held = a.ranges[coord[a.axis]]
-                if a.dim in by_dim:
-                    held = tuple(
-                        (max(low, start), min(high, stop))
-                        for low, high in by_dim[a.dim].ranges
-                        for start, stop in held
-                        if max(low, start) < min(high, stop)
-                    )
-                by_dim[a.dim] = DimSlice(a.dim, a.size, held)
-            found[module] = tuple(by_dim.values())
-        return found
+        return {module: held_slices(cuts, coord) for module, cuts in self.activations.items()}
+
+
+def held_slices(cuts: Sequence[ActivationCut], coord: Coord) -> tuple[DimSlice, ...]:
+    """Returns the slices of an activation's cut dims that the rank at ``coord`` holds, one for each of these dims."""
+    by_dim: dict[int, DimSlice] = {}
+    for cut in cuts:
+        held = cut.ranges[coord[cut.axis]]
+        if cut.dim in by_dim:
+            held = tuple(
+                (max(low, start), min(high, stop))
+                for low, high in by_dim[cut.dim].ranges
+                for start, stop in held
+                if max(low, start) < min(high, stop)
+            )
+        by_dim[cut.dim] = DimSlice(cut.dim, cut.size, held)
+    return tuple(by_dim.values())
 
 
 def _taken(layout: Layout, module: str, what: str, first: str, second: str) -> LayoutError:

@@ -38,6 +38,7 @@ from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
@@ -195,6 +196,10 @@ class Pipeline:
                         if message.kind == "F" or crossing.needs_gradient:
                             found.append(Traffic(kind, "pp", crossing.num_bytes, 2))
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
+
+    def traffic_cuts(self, plan: Plan) -> TrafficCuts:
+        """Returns no cuts: ranks of one stage send alike if tensor parallelism and the batch leave them alike."""
+        return TrafficCuts()
 
 
 def _computing(stages: EventStages, plan: Plan) -> EventStages:
