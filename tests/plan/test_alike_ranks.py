@@ -30,8 +30,9 @@ SIZES = [
 
 
 def traffic_of(line, model, samples, seq=9):
-    entry, (name, settings_) = MODELS[model[0]], model
-    config = entry.config(**settings_)
+    name, sizes = model
+    entry = MODELS[name]
+    config = entry.config(**sizes)
     with without_values():
         plain = entry.factory(config)
     layout = Layout.parse(line)

@@ -82,11 +82,11 @@ def make_plan(
     """Returns the plan of a model under a layout, and the strategies that have refined it, in order.
 
     ``strategies`` are by default those that the layout selects. ``tp8/auto`` in the layout is replaced by the mode and
-    grid that send the least.
+    grid that send the least, or whose messages take least time on the job's cluster if it has one.
 
     Raises: LayoutError, PlanError: the model cannot have this layout; no message has been sent by then.
     """
-    layout = settle(layout, partial(_sent_bytes, job))
+    layout = settle(layout, partial(_messages_cost, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     on_meta = job._replace(model=without_storage(job.model))
     check_microbatches(on_meta.model, layout, job.graph)
@@ -141,9 +141,10 @@ def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
     return plan
 
 
-def _sent_bytes(job: Job, layout: Layout) -> float:
-    """Returns the bytes that rank 0, which has the largest shards, sends in a step of the layout without stages.
+def _messages_cost(job: Job, layout: Layout) -> float:
+    """Returns what rank 0, which has the largest shards, spends on messages in a step of the layout without stages.
 
+    It is the seconds of its messages on the job's cluster, one after the other, or without a cluster their bytes.
     Without an example a batch is known by its tokens only: then it returns the elements that linear layers send.
     """
     # without stages: their messages are small beside those of layers, and cutting the model for each mode is slow
@@ -154,7 +155,13 @@ def _sent_bytes(job: Job, layout: Layout) -> float:
         return sent(plan)
     inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
     by_strategy = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
-    return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
+    if job.cluster is None:
+        return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
+    return sum(
+        each.times * job.cluster.message_s(each.kind, each.num_bytes, plan.mesh.group(each.axis.split("+"), 0))
+        for traffic in by_strategy.values()
+        for each in traffic
+    )
 
 
 def job_for(

@@ -7,7 +7,7 @@ LayoutError is raised before the first message. ``apply``, ``traffic``, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +22,7 @@ from shardwright.analysis.batch_norms import batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import owners
+from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import SEVERAL, Rung
 from shardwright.layout import Layout
@@ -155,7 +156,8 @@ class Job(NamedTuple):
         example: the inputs of one microbatch of one model copy, on the meta device, for counting costs.
         graph: a recorded run of the plain model, from which its operators are known; None without an example.
         stages: the modules at which pipeline stages begin, if the caller put parts of the model on several devices.
-        seconds: measured forward times by module.
+        seconds: forward times by module, measured or predicted for a cluster.
+        cluster: the cluster for which ``tpN/auto`` chooses; without one the mode that sends the fewest bytes is chosen.
         offload_folder: the folder for the files of offloaded state.
         recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
 
@@ -173,6 +175,7 @@ class Job(NamedTuple):
     graph: ModelGraph | None = None
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
+    cluster: Cluster | None = None
     offload_folder: Path | None = None
     recorded: bool = False
     batch_shard: BatchShard | None = None

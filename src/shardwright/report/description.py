@@ -98,7 +98,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
         "shares": [_share(each) for each in shares_of(job, plan)],
-        **_pipeline(plan, timed=bool(job.seconds)),
+        **_pipeline(plan, seconds_from=_seconds_from(job)),
     }
 
 
@@ -123,7 +123,14 @@ def _share(share: Share) -> dict[str, Any]:
     return {**entry, "whole": whole, "text": str(share)}
 
 
-def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
+def _seconds_from(job: Job) -> str:
+    """Returns text on where the seconds of a predicted timeline come from."""
+    if not job.seconds:
+        return f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess"
+    return "timed layers" if job.cluster is None else f"layers predicted for {job.cluster.device.name}"
+
+
+def _pipeline(plan: Plan, *, seconds_from: str) -> dict[str, Any]:
     """Returns the entries of a pipeline: its stages, schedule and predicted timeline; none without a pipeline."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
@@ -154,7 +161,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "bubble": timeline.bubble,
-        "seconds_from": "timed layers" if timed else f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess",
+        "seconds_from": seconds_from,
         "stages": found,
         "timeline": timeline_data(timeline),
     }
@@ -243,7 +250,7 @@ def _stage_index(coord: Coord) -> tuple[int, ...]:
 
 
 def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
-    """Returns the parameters of which ranks of a pipeline stage store or compute with any part, by the stage's index."""
+    """Returns, by index of each pipeline stage, the parameters of which its ranks store or compute with any part."""
     axes = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
     found: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
     for name, layout in plan.compute.items():

@@ -40,9 +40,11 @@ from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds, peak_bytes
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
-from shardwright.train.run_file import RUN_FILE, noted_data, options_of, write_run
+from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
+from shardwright.train.run_file import RUN_FILE, noted_data, options_of, parts_before, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.spaced_values import SpacedValues
+from shardwright.train.step_recording import StepRecording
 from shardwright.train.stop import Stop, started_again
 
 
@@ -70,8 +72,8 @@ def train(
         RankFailedError: a rank failed. An error of the library, such as CheckpointError if the last checkpoint cannot
         be written, is raised as it is.
     """
-    layout = Layout.parse(config.layout)
-    check_can_start(layout.num_ranks, ranks)
+    check_cluster(config)
+    check_can_start(Layout.parse(config.layout).num_ranks, ranks)
     with writing(out):
         out.exists()  # raises for a name that is too long
     check_regular(out)
@@ -81,13 +83,19 @@ def train(
         check_same_data(config, noted_data(out))
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    config = settled_by_price(config)
+    layout = Layout.parse(config.layout)
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+            summary = launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+        note_predicted(config, out, ranks, summary["steps"])
+        return summary
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
-    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
+    summary = launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
+    note_predicted(config, out, ranks, summary["steps"])  # after training, in the process that has started it: no step waits for it
+    return summary
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -207,8 +215,10 @@ class _Training:
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
+        self.recording = StepRecording(self.run, self.optimizer, self._num_left)
         if world.rank == 0:
             self.data_noted = fingerprint(config.data)
+            self.parts = parts_before(out, self.first_step) if resume else []
             try:
                 self._write_run()
                 if num_damaged := cut_metrics(out, self.first_step):
@@ -257,6 +267,7 @@ class _Training:
             if (rows or self.saved is None) and not diverged:
                 self._save()
             self._wait_saves()
+        self._note_measured()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     @property
@@ -290,18 +301,21 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
-        # clipping needs the norm of all gradients before any update
-        if not config.clip and overlapped_offload(run.plan, run.offload):
-            self.emergency.refuse("without clipping, offloaded state is updated while gradients are computed")
-            loss = run.step(part, update=self.optimizer)
-        else:
-            loss = run.step(part)
-            if config.clip:
-                norm = run.clip_grad_norm_(config.clip)
-            self.emergency.refuse("the step that failed had begun to update the parameters")
-            self.optimizer.step()
-            if not config.clip:
-                self.optimizer.zero_grad()
+        within = not config.clip and overlapped_offload(run.plan, run.offload)
+        with self.recording.step(part, updates_within=within):
+            # clipping needs the norm of all gradients before any update
+            if within:
+                self.emergency.refuse("without clipping, offloaded state is updated while gradients are computed")
+                loss = run.step(part, update=self.optimizer)
+            else:
+                loss = run.step(part)
+                if config.clip:
+                    norm = run.clip_grad_norm_(config.clip)
+                self.emergency.refuse("the step that failed had begun to update the parameters")
+                with self.recording.update():
+                    self.optimizer.step()
+                if not config.clip:
+                    self.optimizer.zero_grad()
         finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, whose time is the step's
         step_s = time.perf_counter() - start_s
         if finite:
@@ -376,7 +390,18 @@ class _Training:
         return self.held is not None or self.world.rank != 0
 
     def _write_run(self) -> None:
-        write_run(self.out, self.config, self.world.size, self.data_noted, self.seconds)
+        write_run(
+            self.out, self.config, self.world.size, self.data_noted, self.seconds, self.first_step, self.parts
+        )  # fmt: skip
+
+    def _note_measured(self) -> None:
+        """Writes into ``run.json`` what was measured of this part of the run; all ranks call it, and rank 0 writes."""
+        step_ms = self.series["step_ms"].median(num_first=2)
+        measured = self.recording.figures(self.everyone, None if step_ms is None else step_ms / 1000)
+        if self.world.rank == 0 and step_ms is not None:
+            kind: Ranks = "threads" if self.world.local else "processes"
+            with contextlib.suppress(OSError, ValueError):  # a run is worth more than its figures
+                note_figures(self.out, measured=measured, ranks=kind)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
         medians = {key: series.median(num_first=2) for key, series in self.series.items()}  # the first steps warm up

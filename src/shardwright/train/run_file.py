@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,28 +27,67 @@ MOST_RUN_BYTES = 2**26
 """The size in bytes up to which a ``run.json`` is read; it includes the measured times of layers."""
 
 
-def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float]) -> None:
+def write_run(
+    out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float], first_step: int = 0,
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
     It holds the options, the fingerprints of the data files (``data``), the measured times of layers (``seconds``), the
     number of ranks, the id of the ``torchrun`` job if there is one, the time, and the versions and the machine that
-    were used.
+    were used. ``parts`` in the file lists the ``earlier`` parts of the run, and this one, which begins after
+    ``first_step`` steps.
     """
     versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
     machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
-    write_json(
-        out / RUN_FILE,
-        {
-            "options": config.to_dict(),
-            "data": data,
-            "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
-            "seconds": seconds,
-            "world_size": world_size,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions,
-            "machine": machine,
-        },
-    )
+    own = {
+        "first_step": first_step,
+        "options": config.to_dict(),
+        "seconds": seconds,
+        "world_size": world_size,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "machine": machine,
+    }
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    write_json(out / RUN_FILE, {**own, "data": data, "torchrun": name, "parts": [*earlier, own]})
+
+
+def parts_of(out: Path) -> list[dict[str, Any]]:
+    """Returns the parts of the run in ``out``, in order: for each start, what ``run.json`` holds on it.
+
+    Entries that are damaged are left out. A run that was written without parts has one, which began at step 0.
+
+    Raises: CheckpointError: there is no run in ``out``, or its ``run.json`` is damaged.
+    """
+    options_of(out)  # raises if it is no run
+    kept = _run_file(out)
+    listed = kept.get("parts")
+    found = [part for part in listed if _is_part(part)] if isinstance(listed, list) else []
+    return found or [{"first_step": 0, **{key: kept[key] for key in _OF_A_PART if key in kept}}]
+
+
+def parts_before(out: Path, first_step: int) -> list[dict[str, Any]]:
+    """Returns the parts of the run in ``out`` that began before a step, from which it now goes on; none without a run.
+
+    A run resumed from a checkpoint takes the steps after it again, so that later parts are no part of it any more.
+    """
+    try:
+        return [part for part in parts_of(out) if part["first_step"] < first_step]
+    except CheckpointError:
+        return []
+
+
+_OF_A_PART = ("options", "seconds", "world_size", "started", "versions", "machine", "predicted", "measured", "ranks")
+
+
+def _is_part(part: Any) -> bool:
+    """Returns whether an entry of ``parts`` has what each part has."""
+    try:
+        read_options(part["options"], given_in=RUN_FILE)
+        return type(part["first_step"]) is int and 0 <= part["first_step"] < 2**63
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:

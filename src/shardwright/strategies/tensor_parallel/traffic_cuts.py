@@ -1,4 +1,4 @@
-"""Collects from a plan's notes all sizes that the traffic of tensor parallelism reads, so that alike ranks are known."""
+"""Collects from a plan's notes the sizes that tensor parallelism's ``traffic`` reads, so that alike ranks are known."""
 
 from __future__ import annotations
 
