@@ -101,13 +101,15 @@ FLAGS = {
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--save-async", "--keep", "--check-every"}
     | {"--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
-    | {"--bind-cores", "--grace-s"}
+    | {"--bind-cores", "--grace-s", "--cluster"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
-    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"},
+    "show": RUN
+    | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
+    | {"--cluster"},
     "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
-    | {"--explain", "--png", "--html"},
+    | {"--explain", "--png", "--html", "--replay"},
     "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}

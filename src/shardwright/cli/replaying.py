@@ -99,8 +99,8 @@ def _lines(part: Mapping[str, Any]) -> Iterator[str]:
         if names:
             yield f"  {heading}"
         for name in names:
-            numbers = (each.get(table, {}).get(name) for each in (predicted, measured, off))
-            yield _row(f"  {name}", *numbers, written)
+            said, seen, by = (each.get(table, {}).get(name) for each in (predicted, measured, off))
+            yield _row(f"  {name}", said, seen, by, written)
     yield f"  --anchor '{part['anchor']}'"
 
 

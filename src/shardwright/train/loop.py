@@ -94,7 +94,9 @@ def train(
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
     summary = launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
-    note_predicted(config, out, ranks, summary["steps"])  # after training, in the process that has started it: no step waits for it
+    note_predicted(
+        config, out, ranks, summary["steps"]
+    )  # after training, in the process that has started it: no step waits for it
     return summary
 
 
@@ -301,7 +303,7 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
-        within = not config.clip and overlapped_offload(run.plan, run.offload)
+        within = not config.clip and bool(overlapped_offload(run.plan, run.offload))
         with self.recording.step(part, updates_within=within):
             # clipping needs the norm of all gradients before any update
             if within:

@@ -105,7 +105,11 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
             return
         found = predicted_step(config, ranks)
     except (CheckpointError, LayoutError, PlanError, RuntimeError, TypeError, ValueError) as problem:
-        what = problem.what if isinstance(problem, CheckpointError | LayoutError | PlanError) else f"{type(problem).__name__}: {problem}"
+        what = (
+            problem.what
+            if isinstance(problem, CheckpointError | LayoutError | PlanError)
+            else f"{type(problem).__name__}: {problem}"
+        )
         say(f"warning: the run's steps are not predicted: {what}")
         return
     with suppress(OSError, ValueError):

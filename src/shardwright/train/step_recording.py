@@ -7,7 +7,7 @@ alone.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -125,7 +125,7 @@ def _waterfall(rank: Mapping[str, Any], step_s: float | None) -> dict[str, float
     if step_s is None or not rank["operators"]:
         return {}
     axis_of = {mesh: name for name, axis in layout_axes().items() for mesh in axis.all_mesh_axes}
-    found: Counter[str] = Counter(rank["operators"])
+    found: defaultdict[str, float] = defaultdict(float, rank["operators"])
     for axis, seconds in rank["waits"].items():
         first = axis.partition("+")[0]
         if first in axis_of:

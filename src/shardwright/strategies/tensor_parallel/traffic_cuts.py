@@ -59,7 +59,9 @@ def _is_moves(value: tuple[Any, ...]) -> bool:
 
 def _parts_of(note: PartsNote, plan: Plan) -> Iterator[FeatureParts]:
     """Yields the cuts of a model that runs on tensor shards; those of its parameters are in the plan as well."""
-    for part in note.parts.values() if note.axis is not None else ():
+    if note.axis is None:
+        return
+    for part in note.parts.values():
         for cut in (cut for cut in part.cuts if cut is not None):
             ranges = tuple(
                 tuple((i, i + 1) for i, label in enumerate(cut) if label in (rank, ALL))
