@@ -32,6 +32,8 @@ INSIDE = {
     ("cli/main.py", "train"): VERBS,
     ("cli/main.py", "report"): VERBS,
     ("cli/main.py", "cli"): VERBS,
+    ("cli/main.py", "planner"): PLANS,
+    ("cli/replaying.py", "train"): VERBS,
     ("cli/launching.py", "report"): VERBS,
     ("cli/weights.py", "train"): VERBS,
     ("cli/planning.py", "cli"): VERBS,

@@ -116,10 +116,12 @@ FLAGS = {
     | {"--weights", "--weights-prefix"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
-    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"},
+    "show": RUN
+    | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
+    | {"--cluster"},
     "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
-    | {"--explain", "--png", "--html"},
+    | {"--explain", "--png", "--html", "--replay"},
     "report": {"RUNS", "--compare", "--model", "--out", "--json"},
     "evaluate": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
     "predict": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--to", "--ranks", "--json"},
@@ -138,7 +140,6 @@ FLAGS = {
     },
     "calibrate": {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
     | {"--out", "--num-ranks", "--base", "--force", "--ranks"},
-    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},

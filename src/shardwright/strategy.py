@@ -7,7 +7,7 @@ collectives of a step, in code of its own, so that tests can compare it with wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Literal, Protocol
 
@@ -19,6 +19,7 @@ from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.mesh import Coord
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
@@ -30,6 +31,9 @@ class Strategy(Protocol):
 
     For each axis of a layout and each phase at most one strategy runs: one that is not the default, if the layout gives
     an option that no other strategy of that axis and phase declares, or else the default.
+
+    A strategy may also have a method ``traffic_cuts(plan)``, which :func:`cuts_of_traffic` calls. Without it every
+    rank's messages are computed one by one.
     """
 
     @property
@@ -85,6 +89,16 @@ class Strategy(Protocol):
         They must equal those that the backend records when the step runs: kind, axis and bytes.
         """
         ...
+
+
+def cuts_of_traffic(strategy: Strategy, plan: Plan) -> TrafficCuts | None:
+    """Returns the sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
+
+    None says that messages depend on more than sizes, such as on which rank of an axis is the first: of a picture cut
+    in rows, the first rank has one neighbour. That is also so for a strategy without the method ``traffic_cuts``.
+    """
+    found: Callable[[Plan], TrafficCuts | None] = getattr(strategy, "traffic_cuts", lambda _: None)
+    return found(plan)
 
 
 def apply_in_turn(

@@ -22,7 +22,7 @@ from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.plans import plan_layouts
-from shardwright.planner.price import Pricing
+from shardwright.planner.price import Pricing, traffic_of_stage
 from shardwright.planner.records import record_layout
 from shardwright.planner.rehearse import MessageRecord, operator_record
 from shardwright.rng import without_values
@@ -75,7 +75,7 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
         for traffic in stated.at(stage_coord(plan, stage)).values():
             for each in traffic:
                 by_axis[each.axis] = by_axis.get(each.axis, 0) + each.num_bytes * each.times
-        assert dict(Pricing(plan_cluster(layout))._traffic(records, stage)) == by_axis
+        assert dict(traffic_of_stage(records, stage)) == by_axis
         memory = sum(price.memory[stage].by_kind.values())
         assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
 

@@ -162,6 +162,14 @@ class Chunked:
         return before_call
 
     @cached_property
+    def _called(self) -> Mapping[int, tuple[str, ...]]:
+        """Maps each chunk to the names of the modules that it calls, each once."""
+        return {
+            chunk: tuple(dict.fromkeys(str(n.target) for n in self.nodes_of(chunk) if n.op == "call_module"))
+            for chunk in range(self.num_chunks)
+        }
+
+    @cached_property
     def _chunks_by_call(self) -> Mapping[str, Sequence[frozenset[int]]]:
         """Maps each module to the chunks that make each of its calls.
 
@@ -174,6 +182,10 @@ class Chunked:
             found.setdefault(str(node.target), []).append(chunks)
         return found
 
+    @cached_property
+    def _first_calls(self) -> Mapping[str, int]:
+        return {path: number for number, path in enumerate(self._chunks_by_call)}
+
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
 
@@ -185,16 +197,18 @@ class Chunked:
         >>> chunked.times("0", 1, [0]), chunked.times("0", 1, [1])
         ((1,), (0,))
         """
-        caller = next((path for path in self._chunks_by_call if f"{module}.".startswith(f"{path}.")), None)
-        if caller is None:
+        parts = module.split(".")
+        around = [path for n in range(len(parts) + 1) if (path := ".".join(parts[:n])) in self._chunks_by_call]
+        if not around:
             return (0,) * num_calls
+        caller = min(around, key=self._first_calls.__getitem__)
         by_call = self._chunks_by_call[caller]
         inner_calls = max(num_calls // len(by_call), 1)  # calls of ``module`` in one call of the module in the graph
         return tuple(len(by_call[min(n // inner_calls, len(by_call) - 1)] & set(chunks)) for n in range(num_calls))
 
     def calls_of(self, chunk: int) -> tuple[str, ...]:
         """Returns the names of the modules that one chunk calls, each once."""
-        return tuple(dict.fromkeys(str(n.target) for n in self.nodes_of(chunk) if n.op == "call_module"))
+        return self._called[chunk]
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
         """Returns the names of the parameters and buffers that one chunk uses."""

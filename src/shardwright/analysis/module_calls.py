@@ -119,6 +119,19 @@ ModuleCalls = Mapping[str, tuple[ModuleCall, ...]]
 """The calls of each module in one forward, by module name."""
 
 
+_OWN_CODE = ("torch.nn.", "shardwright.models.")
+
+
+def may_read_values(model: nn.Module) -> bool:
+    """Returns whether code of a model may read values of tensors, such as masks.
+
+    The modules of torch, but for its attention, and those of ``shardwright.models`` read none.
+    """
+    return any(
+        not type(m).__module__.startswith(_OWN_CODE) or isinstance(m, nn.MultiheadAttention) for m in model.modules()
+    )
+
+
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Runs one forward and returns the calls of every module, by module name.
 
@@ -152,9 +165,19 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     handles = [
         module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in model.named_modules()
     ]
+    # masks of long sequences take megabytes in each layer: their values are computed only if code may read them
+    ways = (True,) if may_read_values(model) else (False, True)
     try:
-        with torch.enable_grad(), on_meta(model):
-            result = call_model(model, inputs)
+        for values in ways:
+            try:
+                with torch.enable_grad(), on_meta(model, values=values):
+                    result = call_model(model, inputs)
+                break
+            except (RuntimeError, TypeError):
+                if values:
+                    raise
+                found.clear()
+                weights.clear()
     finally:
         for handle in handles:
             handle.remove()

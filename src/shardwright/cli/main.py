@@ -99,6 +99,10 @@ def train(
         float | None, typer.Option(help="Seconds ranks have to save after a stop signal.", show_default="30")
     ] = None,
     bind_cores: Annotated[bool | None, typer.Option("--bind-cores", help="Give each process cores of its own.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="The cluster to predict steps for, as in plan.", show_default="here.toml if there is one"),
+    ] = None,
     offload_folder: Annotated[
         str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
     ] = None,
@@ -132,7 +136,7 @@ def train(
         eval_every=eval_every, check_every=check_every,
         tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug,
         timeout_s=timeout_s, bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, weights=weights,
-        weights_prefix=weights_prefix, fits=out,
+        weights_prefix=weights_prefix, cluster=cluster, fits=out,
     )  # fmt: skip
     try:
         with opt.stops_once():
@@ -283,6 +287,9 @@ def show(
         str | None,
         typer.Option(metavar="PATH", help="Say of one module what it holds, runs and sends; (loss) for the loss."),
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cut stages, choose pp/auto and tp/auto, and time a pipeline for this cluster.")
+    ] = None,
     nodes: Annotated[
         str | None, typer.Option(help="Nodes x ranks on each, such as 2x4: show which axes cross between nodes.")
     ] = None,
@@ -308,6 +315,10 @@ def show(
     inputs = config.example(model_config)
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
+    if cluster is not None:
+        from shardwright.planner.predicted import by_price
+
+        job = by_price(job, layout, cluster)
     on_nodes = Nodes.of_environment(os.environ, layout.num_ranks) if nodes is None else Nodes.parse(nodes)
     description = describe(job, layout, inputs=inputs, nodes=on_nodes)
     width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None

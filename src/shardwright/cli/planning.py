@@ -49,8 +49,12 @@ def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
 def plan(
     shared: opt.Shared,
     cluster: Annotated[
-        str, typer.Option(help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.")
-    ] = "a100-80gb",
+        str | None,
+        typer.Option(help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.", show_default="a100-80gb"),
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Say where the predictions of a run's steps were off.")
+    ] = None,
     fix: Annotated[str, typer.Option(help="Parts of a line that must hold, such as 'tp8 dp/zero1'.")] = "",
     without: Annotated[str, typer.Option(help="Axes and options to leave out, such as zb-v,offload.")] = "",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 512,1024: the best for each.")] = "",
@@ -78,6 +82,12 @@ def plan(
     from shardwright.planner.anchors import parse_anchor
     from shardwright.planner.plans import plan_layouts
 
+    if replay is not None:
+        from shardwright.cli.replaying import replayed
+
+        emit(*replayed(replay, shared, cluster), as_json=as_json)
+        return
+    cluster = cluster or "a100-80gb"
     config = config_of(shared)
     layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None
     numbers = ranks_in(ranks)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwright import devices
+from shardwright.comm.wait_times import waits
 from shardwright.errors import CommunicationError, aligned
 
 Result = TypeVar("Result")
@@ -83,6 +84,7 @@ class Pending(Generic[Result]):
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._result: Result
+        self._axis = waits.axis
 
     def wait(self) -> Result:
         """Waits until the result of the collective or message can be used, and returns it, at each call the same.
@@ -94,7 +96,7 @@ class Pending(Generic[Result]):
             can find that out.
         """
         if self._finish is not None:
-            self._result = self._finish()
+            self._result = self._finish() if waits.seconds is None else waits.timed(self._axis, self._finish)
             self._finish = None
         return self._result
 
@@ -504,6 +506,7 @@ class Axis:
         return Pending(lambda: (pending.wait(), found)[1])
 
     def _call(self, kind: str, shape: Sequence[int], dtype: torch.dtype, details: str = "") -> CollectiveCall:
+        waits.axis = self.name
         return CollectiveCall(kind, self.name, self.source, tuple(shape), dtype, details)
 
     def _sizes(self, kind: str, sizes: Sequence[int] | None, mine: int) -> Sequence[int]:

@@ -62,6 +62,49 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer
     >>> sw.launch(work, 2, ranks="threads")[0]
     (80, True)
     """
+    with memory_tracked(run, batch, optimizer, device) as tracked:
+        run.step(batch)
+        with tracked.updating():
+            optimizer.step()
+    return tracked.account()
+
+
+@dataclass
+class MemoryRecording:
+    """The memory of a rank during one training step, while the step is taken."""
+
+    _run: Run
+    _tracker: Tracker
+    _kind: str
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Returns a context for the optimizer's step, in which what is allocated counts as optimizer state."""
+        self._tracker.hold("gradients", (p.grad for p in _trainable(self._run)))
+        self._tracker.action = "optimizer"
+        with self._tracker.making("optimizer"):
+            yield
+        self._tracker.mark()
+
+    def account(self) -> Account:
+        """Returns the account of the step."""
+        tracker, run = self._tracker, self._run
+        if tracker.memory is None:
+            return tracker.account()
+        num_communicators = _num_communicators(run) if run.world.transport.blocks is None else 0
+        return tracker.account(beside_tensors(tracker.memory, self._kind, num_communicators))
+
+
+@contextmanager
+def memory_tracked(
+    run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None
+) -> Iterator[MemoryRecording]:
+    """Returns a context in which the caller takes one step, whose memory is tracked; all ranks enter it.
+
+    ``batch``, ``optimizer`` and ``device`` are as in :func:`measure_memory`.
+
+    Traffic: a barrier of all ranks.
+    """
     run.axes["world"].for_strategy("core").barrier()  # so that no rank still reads the previous step's messages
     kind = device or run.world.device.type
     tracker = Tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
@@ -73,16 +116,7 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer
         tracker.hold(run.offload.place, run.offload.tensors)  # counted apart: host or disk, not the device's memory
     with _observing(run, tracker), tracker:
         tracker.mark()
-        run.step(batch)
-        tracker.hold("gradients", (p.grad for p in _trainable(run)))
-        tracker.action = "optimizer"
-        with tracker.making("optimizer"):
-            optimizer.step()
-        tracker.mark()
-    if tracker.memory is None:
-        return tracker.account()
-    num_communicators = _num_communicators(run) if run.world.transport.blocks is None else 0
-    return tracker.account(beside_tensors(tracker.memory, kind, num_communicators))
+        yield MemoryRecording(run, tracker, kind)
 
 
 def _num_communicators(run: Run) -> int:
@@ -176,7 +210,7 @@ def rehearsed(
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with _NativeAttentionOnMeta(), on_meta(run.model, values=False):
+    with NativeAttentionOnMeta(), on_meta(run.model, values=False):
         with MetaOperators():
             run.step(microbatch)
             steps.step()
@@ -228,7 +262,7 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
                 handle.remove()
 
 
-class _NativeAttentionOnMeta(TorchFunctionMode):
+class NativeAttentionOnMeta(TorchFunctionMode):
     """Runs attention on the meta device by the fused CPU kernel, which keeps q, k, v, y and one number per query.
 
     Without it torch takes the unfused path on meta, which keeps all attention weights.

@@ -64,11 +64,12 @@ def why_with_stages(plan: Plan, path: str, why: str) -> str:
     """
     if plan.schedule is None or plan.stages is None:
         return why
-    chunked, schedule = plan.stages.chunked, plan.schedule
+    schedule = plan.schedule
     stages = {
         schedule.stage_of[chunk]
         for chunk in range(schedule.num_chunks)
-        for call in chunked.calls_of(chunk)
+        for call in plan.stages.chunked.calls_of(chunk)
+        if call.startswith(path) or path.startswith(call)  # of most calls it is known at once that they are apart
         if f"{path}.".startswith(f"{call}.") or f"{call}.".startswith(f"{path}.")
     }
     if not 0 < len(stages) < schedule.num_stages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from shardwright.parallelize.auto import num_shares, samples_of, settle, with_su
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
+from shardwright.plan.alike_ranks import AlikeRanks
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.compiled import compiled_blocks
 from shardwright.plan.layer_overrides import overrides_of
@@ -48,7 +49,7 @@ from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
 from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
-from shardwright.strategy import Strategy
+from shardwright.strategy import Strategy, cuts_of_traffic
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -81,11 +82,11 @@ def make_plan(
     """Returns the plan of a model under a layout, and the strategies that have refined it, in order.
 
     ``strategies`` are by default those that the layout selects. ``tp8/auto`` in the layout is replaced by the mode and
-    grid that send the least.
+    grid that send the least, or whose messages take least time on the job's cluster if it has one.
 
     Raises: LayoutError, PlanError: the model cannot have this layout; no message has been sent by then.
     """
-    layout = settle(layout, partial(_sent_bytes, job))
+    layout = settle(layout, partial(_messages_cost, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     on_meta = job._replace(model=without_storage(job.model))
     check_microbatches(on_meta.model, layout, job.graph)
@@ -140,9 +141,10 @@ def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
     return plan
 
 
-def _sent_bytes(job: Job, layout: Layout) -> float:
-    """Returns the bytes that rank 0, which has the largest shards, sends in a step of the layout without stages.
+def _messages_cost(job: Job, layout: Layout) -> float:
+    """Returns what rank 0, which has the largest shards, spends on messages in a step of the layout without stages.
 
+    It is the seconds of its messages on the job's cluster, one after the other, or without a cluster their bytes.
     Without an example a batch is known by its tokens only: then it returns the elements that linear layers send.
     """
     # without stages: their messages are small beside those of layers, and cutting the model for each mode is slow
@@ -153,7 +155,13 @@ def _sent_bytes(job: Job, layout: Layout) -> float:
         return sent(plan)
     inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
     by_strategy = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
-    return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
+    if job.cluster is None:
+        return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
+    return sum(
+        each.times * job.cluster.message_s(each.kind, each.num_bytes, plan.mesh.group(each.axis.split("+"), 0))
+        for traffic in by_strategy.values()
+        for each in traffic
+    )
 
 
 def job_for(
@@ -213,7 +221,8 @@ class StepTraffic:
     """Computes what any rank sends in one training step on the global batch ``inputs``, as the strategies state it.
 
     ``show``, ``verify`` and the tests use it. The calls of the model's modules are recorded on the meta device, once
-    for all microbatches of the same shapes.
+    for all microbatches of the same shapes, and messages are computed once for all ranks that send alike
+    (``plan/alike_ranks.py``).
     """
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
@@ -226,26 +235,44 @@ class StepTraffic:
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._calls_by_shapes: dict[tuple[torch.Size, ...], ModuleCalls] = {}
         self._crossings: dict[tuple[object, ...], tuple[MicrobatchRehearsal, ...]] = {}
+        self._said: dict[tuple[int, ...], dict[str, tuple[Traffic, ...]]] = {}
+
+    @cached_property
+    def _alike(self) -> AlikeRanks:
+        cuts = [cuts_of_traffic(strategy, self.plan) for strategy in self.strategies]
+        return AlikeRanks(self.plan, cuts, self._num_samples, self._num_tokens)
+
+    def like(self, coord: Coord) -> Coord:
+        """Returns the coordinate of a rank that sends the same as the one at ``coord``, one for all such ranks."""
+        return self._alike.like(coord)
 
     def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
         """Returns the collectives and sends of one step on the rank at ``coord``, by name of the strategy.
 
-        With ``checked``, ranks are compared in this step (``check_every`` of ``parallelize``), and the result also has
-        the collectives of that comparison, under "core".
+        They are computed once for all ranks that send alike. With ``checked``, ranks are compared in this step
+        (``check_every`` of ``parallelize``), and the result also has the collectives of that comparison, under "core".
         """
+        coord = self.like(coord)
+        key = tuple(coord[axis] for axis in self.plan.mesh.axes)
+        if key not in self._said:
+            self._said[key] = self._said_at(coord)
+        return {**self._said[key], "core": check_traffic(self.plan)} if checked else dict(self._said[key])
+
+    def _said_at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         plan = self.plan
         shard = plan.batch_shard(coord)
         inputs = shard.cut_tokens(self._inputs, self._num_tokens)
         parts = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
         microbatches = [rows(inputs, part.start, part.stop) for part in parts]
         everywhere = tuple(map(self._module_calls, microbatches))
-        module_calls = tuple(_on_stage(each, plan, coord) for each in everywhere)
+        different = {id(each): each for each in everywhere}
+        on_stage = {key: _on_stage(each, plan, coord) for key, each in different.items()}
+        module_calls = tuple(on_stage[id(each)] for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
         sent = tuple(each.sent for each in crossing)
         batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, tuple(microbatches), sent)
-        said = {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
-        return {**said, "core": check_traffic(plan)} if checked else said
+        return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))

@@ -23,7 +23,9 @@ from shardwright.analysis.call_graph import prepare, run
 from shardwright.analysis.copying import copied
 from shardwright.analysis.events_chunked import crossing_name
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.structure import owners
+from shardwright.axes import mesh_axes
 from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import DeferredGradients
@@ -115,18 +117,19 @@ def values_crossing(
     chunked = plan.stages.chunked
     chunks = [prepare(job.model, chunked, number) for number in range(chunked.num_chunks)]
     wanted = {value for edge in chunked.edges for value in edge.values}
-    found = []
+    found, values = [], may_read_values(job.model)
     by_shapes: dict[tuple[object, ...], MicrobatchRehearsal] = {}  # equal microbatches are rehearsed once
+    inside = mesh_axes("operators")  # of other copies of the model nothing is gathered
     for number, inputs in enumerate(microbatches):
         shard.set_microbatch(num_global, number, len(microbatches))
-        key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(plan.mesh.axes))
+        key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(inside))
         if key not in by_shapes:
             crossed: dict[str, Any] = {}
             for chunk in chunks:
-                with torch.enable_grad(), on_meta(job.model), framed(job.frame, inputs) as given:
-                    values = {**bind(chunked, given), **crossed}
-                    run(chunk, values, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
-                crossed.update({name: value for name, value in values.items() if name in wanted})
+                with torch.enable_grad(), on_meta(job.model, values=values), framed(job.frame, inputs) as given:
+                    known = {**bind(chunked, given), **crossed}
+                    run(chunk, known, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
+                crossed.update({name: value for name, value in known.items() if name in wanted})
             wholes: WholeShapes = {}
             if plain is not None:
                 with framed(job.frame, inputs) as given:

@@ -322,4 +322,5 @@ class BatchShard:
         if self._num_global is None:
             return tuple(range(self._count))
         held = local_range(self.mesh, self.axes, at, self._num_global)
-        return tuple(microbatch_samples(held, self._count)[self._number])
+        part = balanced_part(len(held), self._count, self._number)
+        return tuple(held[part.start : part.stop])

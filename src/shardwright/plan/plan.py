@@ -7,7 +7,7 @@ LayoutError is raised before the first message. ``apply``, ``traffic``, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +23,7 @@ from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import owners
 from shardwright.axes import mesh_axes
+from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import SEVERAL, Rung
 from shardwright.layout import Layout
@@ -156,7 +157,8 @@ class Job(NamedTuple):
         example: the inputs of one microbatch of one model copy, on the meta device, for counting costs.
         graph: a recorded run of the plain model, from which its operators are known; None without an example.
         stages: the modules at which pipeline stages begin, if the caller put parts of the model on several devices.
-        seconds: measured forward times by module.
+        seconds: forward times by module, measured or predicted for a cluster.
+        cluster: the cluster for which ``tpN/auto`` chooses; without one the mode that sends the fewest bytes is chosen.
         offload_folder: the folder for the files of offloaded state.
         recorded: whether stages are cut by a recorded forward, because the model's code cannot be traced.
         stands_for: in a rehearsal on the meta device, the type of the accelerator that it stands for, such as "cuda".
@@ -175,6 +177,7 @@ class Job(NamedTuple):
     graph: ModelGraph | None = None
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
+    cluster: Cluster | None = None
     offload_folder: Path | None = None
     recorded: bool = False
     stands_for: str = ""
@@ -472,21 +475,23 @@ class Plan:
 
         The name :data:`OUTPUT` has those of the model's output. Dropout keys its random numbers by the slices.
         """
-        found: dict[str, tuple[DimSlice, ...]] = {}
-        for module, activations in self.activations.items():
-            by_dim: dict[int, DimSlice] = {}
-            for a in activations:
-                held = a.ranges[coord[a.axis]]
-                if a.dim in by_dim:
-                    held = tuple(
-                        (max(low, start), min(high, stop))
-                        for low, high in by_dim[a.dim].ranges
-                        for start, stop in held
-                        if max(low, start) < min(high, stop)
-                    )
-                by_dim[a.dim] = DimSlice(a.dim, a.size, held)
-            found[module] = tuple(by_dim.values())
-        return found
+        return {module: held_slices(cuts, coord) for module, cuts in self.activations.items()}
+
+
+def held_slices(cuts: Sequence[ActivationCut], coord: Coord) -> tuple[DimSlice, ...]:
+    """Returns the slices of an activation's cut dims that the rank at ``coord`` holds, one for each of these dims."""
+    by_dim: dict[int, DimSlice] = {}
+    for cut in cuts:
+        held = cut.ranges[coord[cut.axis]]
+        if cut.dim in by_dim:
+            held = tuple(
+                (max(low, start), min(high, stop))
+                for low, high in by_dim[cut.dim].ranges
+                for start, stop in held
+                if max(low, start) < min(high, stop)
+            )
+        by_dim[cut.dim] = DimSlice(cut.dim, cut.size, held)
+    return tuple(by_dim.values())
 
 
 def _taken(layout: Layout, module: str, what: str, first: str, second: str) -> LayoutError:

@@ -90,7 +90,7 @@ def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare,
     if nothing is summed there.
     """
     axes = sync_axes(plan, name)
-    if not axes:
+    if not axes or not plan.state[name].gradient.num_elements(coord):  # most stages hold none of most parameters
         return ()
     here = plan.mesh.rank(coord)
     shares = plan.state[name].gradient.holders(plan.mesh, axes, coord)

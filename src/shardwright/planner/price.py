@@ -128,7 +128,7 @@ class Pricing:
         waterfall["other"] = self.cluster.constants.step_s
         step_s = sum(waterfall.values())
         memory = memory_by_stage(records)
-        traffic = [self._traffic(records, stage) for stage in range(schedule.num_stages)]
+        traffic = [traffic_of_stage(records, stage) for stage in range(schedule.num_stages)]
         most = max(traffic, key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
         return Price(layout, step_s, waterfall, bubble_s / step_s, memory, dict(most), flops, records)
@@ -239,21 +239,26 @@ class Pricing:
                     found[pair] = max(found.get(pair, 0.0), seconds)
         return found or 0.0
 
-    def _traffic(self, records: LayoutRecords, stage: int) -> Counter[str]:
-        """Returns the payload bytes of all messages of a rank's step, by axis of the mesh."""
-        kind, total = records.stages[stage], Counter[str]()
-        times = Counter(records.places[stage].values())
-        for place, number in times.items():
-            for axis, size in self._bytes(records, kind, stage, place).items():
-                total[axis] += round(number * size)
-        total.update({axis: round(size) for axis, size in self._bytes(records, kind, stage, None).items()})
-        return +total
 
-    def _bytes(self, records: LayoutRecords, kind: StageRecords, stage: int, place: Place | None) -> dict[str, float]:
-        counts = [_sent_bytes(each) for each in shapes_of(kind, place)]
-        axes = sorted({axis for each in counts for axis in each})
-        values = at_blocks(span_of(records, stage, place), [[float(each[axis]) for axis in axes] for each in counts])
-        return dict(zip(axes, values, strict=True))
+def traffic_of_stage(records: LayoutRecords, stage: int) -> Counter[str]:
+    """Returns the payload bytes of all messages of a rank's step, by axis of the mesh.
+
+    The few bytes of the loss and of comparisons between ranks are left out.
+    """
+    kind, total = records.stages[stage], Counter[str]()
+    times = Counter(records.places[stage].values())
+    for place, number in times.items():
+        for axis, size in _bytes(records, kind, stage, place).items():
+            total[axis] += round(number * size)
+    total.update({axis: round(size) for axis, size in _bytes(records, kind, stage, None).items()})
+    return +total
+
+
+def _bytes(records: LayoutRecords, kind: StageRecords, stage: int, place: Place | None) -> dict[str, float]:
+    counts = [_sent_bytes(each) for each in shapes_of(kind, place)]
+    axes = sorted({axis for each in counts for axis in each})
+    values = at_blocks(span_of(records, stage, place), [[float(each[axis]) for axis in axes] for each in counts])
+    return dict(zip(axes, values, strict=True))
 
 
 def _sent_bytes(shape: ActionShape) -> Counter[str]:

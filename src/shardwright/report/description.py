@@ -1,7 +1,7 @@
 """Describes a layout as plain data: what each rank stores and sends, and how each layer is parallelized.
 
 ``show``, the report page and the pictures are all drawn from this description. Thousands of ranks are cheap because
-ranks whose shards have the same sizes are computed once (``_state_at``, ``_StepSends``).
+ranks whose shards have the same sizes are computed once (``_state_at``, ``StepTraffic.like``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwright.analysis.costs import FLOPS_PER_S
 from shardwright.analysis.structure import owners
@@ -21,8 +21,8 @@ from shardwright.mesh import Coord
 from shardwright.nodes import Nodes, crosses
 from shardwright.parallelize.between_nodes import bytes_between, node_warnings
 from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
-from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows, shares_of
-from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
+from shardwright.parallelize.planning import StepTraffic, make_plan, num_rows, shares_of
+from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
@@ -100,7 +100,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
         "layers": _layers(job, plan),
         "shares": [_share(each) for each in shares_of(job, plan)],
         **({} if sends is None else {"layer_traffic": sends.of_layers()}),
-        **_pipeline(plan, timed=bool(job.seconds)),
+        **_pipeline(plan, seconds_from=_seconds_from(job)),
     }
 
 
@@ -125,7 +125,14 @@ def _share(share: Share) -> dict[str, Any]:
     return {**entry, "whole": whole, "text": str(share)}
 
 
-def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
+def _seconds_from(job: Job) -> str:
+    """Returns text on where the seconds of a predicted timeline come from."""
+    if not job.seconds:
+        return f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess"
+    return "timed layers" if job.cluster is None else f"layers predicted for {job.cluster.device.name}"
+
+
+def _pipeline(plan: Plan, *, seconds_from: str) -> dict[str, Any]:
     """Returns the entries of a pipeline: its stages, schedule and predicted timeline; none without a pipeline."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
@@ -156,7 +163,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "bubble": timeline.bubble,
-        "seconds_from": "timed layers" if timed else f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess",
+        "seconds_from": seconds_from,
         "stages": found,
         **({} if plan.scatter_axis is None else {"scattered_over": plan.scatter_axis}),
         "timeline": timeline_data(timeline),
@@ -189,39 +196,34 @@ def _action(text: str) -> Action:
     return Action(kind, int(microbatch), int(chunk))  # type: ignore[arg-type]
 
 
-class _RankState(NamedTuple):
-    """The state that a rank stores: its entry, and each parameter's number of elements, in compute and at rest."""
+def _state_at(plan: Plan, coord: Coord, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the state that the rank at ``coord`` stores of the parameters ``names``, by the key of its entry.
 
-    entry: Mapping[str, int]
-    counts: tuple[tuple[int, ...], ...]
-
-
-def _state_at(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _RankState:
-    """Returns the state of the rank at ``coord``; ``sizes`` are the bytes of an element of each parameter."""
+    ``sizes`` are the bytes of an element of each parameter.
+    """
 
     def bytes_of(names: Iterable[str], counts: Iterable[int]) -> int:
         return sum(sizes[name] * count for name, count in zip(names, counts, strict=True))
 
-    trained = [name for name in plan.compute if name not in plan.frozen]
-    compute = tuple(layout.num_elements(coord) for layout in plan.compute.values())
-    parameter = tuple(state.parameter.num_elements(coord) for state in plan.state.values())
-    gradient = tuple(plan.state[name].gradient.num_elements(coord) for name in trained)
-    optimizer = tuple(plan.state[name].optimizer.num_elements(coord) for name in trained)
-    offloaded = [name for name in plan.compute if name in plan.offloaded]
+    trained = [name for name in names if name not in plan.frozen]
+    parameter = [plan.state[name].parameter.num_elements(coord) for name in names]
+    gradient = [plan.state[name].gradient.num_elements(coord) for name in trained]
+    optimizer = [plan.state[name].optimizer.num_elements(coord) for name in trained]
+    offloaded = [name for name in names if name in plan.offloaded]
     on_device = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
-    owned = (piece for state in plan.state.values() for piece in state.parameter.owned(coord, plan.mesh))
+    owned = (piece for name in names for piece in plan.state[name].parameter.owned(coord, plan.mesh))
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
-        "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.state),
+        "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in names),
         "gradient_bytes": bytes_of(trained, gradient),
         "optimizer_bytes": bytes_of(trained, on_device) * _ADAMW_MOMENTS,
     }
-    if offloaded:
+    if plan.offloaded:
         shards = bytes_of(offloaded, (plan.state[name].parameter.num_elements(coord) for name in offloaded))
         moments = bytes_of(trained, optimizer) * _ADAMW_MOMENTS - entry["optimizer_bytes"]
         entry["offloaded_bytes"] = shards + moments
-    return _RankState(entry, (compute, parameter, gradient, optimizer))
+    return entry
 
 
 def _ranks(job: Job, plan: Plan, inputs: Any, sends: _StepSends | None) -> list[dict[str, Any]]:
@@ -230,19 +232,37 @@ def _ranks(job: Job, plan: Plan, inputs: Any, sends: _StepSends | None) -> list[
     stored = [layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer)]
     cut_axes = _axes(plan, [*plan.compute.values(), *stored])
     slice_axes = _axes(plan, [state.parameter for state in plan.state.values()])
-    states: dict[tuple[int, ...], _RankState] = {}
+    states: dict[tuple[int, ...], dict[str, int]] = {}
+    on_stage = _names_by_stage(plan)
     slices: dict[tuple[int, ...], int] = {}
     ranks = []
     for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
         # on an axis that cuts no state all indices store the same, but index 0 may own what the others copy
         key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
         if key not in states:
-            states[key] = _state_at(plan, coord, sizes)
+            states[key] = _state_at(plan, coord, on_stage[_stage_index(coord)], sizes)
         number = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
-        entry: dict[str, Any] = {"rank": plan.mesh.rank(coord), "coord": coord, "slice": number, **states[key].entry}
+        entry: dict[str, Any] = {"rank": plan.mesh.rank(coord), "coord": coord, "slice": number, **states[key]}
         entry |= {"alike": alike} if _is_large(plan) else {}
-        ranks.append(entry if sends is None else entry | sends.of(coord, states[key]))
+        ranks.append(entry if sends is None else entry | sends.of(coord))
     return ranks
+
+
+def _stage_index(coord: Coord) -> tuple[int, ...]:
+    return tuple(coord[axis] for axis in mesh_axes("stages") if axis in coord)
+
+
+def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
+    """Returns, by index of each pipeline stage, the parameters of which its ranks store or compute with any part."""
+    axes = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
+    found: dict[tuple[int, ...], list[str]] = {tuple(at.values()): [] for at in plan.mesh.coords(axes)}
+    for name, layout in plan.compute.items():
+        state = plan.state[name]
+        each = (layout, state.parameter, state.gradient, state.optimizer)
+        for at, names in found.items():
+            if any(one.is_held_at(dict(zip(axes, at, strict=True))) for one in each):
+                names.append(name)
+    return found
 
 
 def _is_large(plan: Plan) -> bool:
@@ -297,22 +317,16 @@ class _StepSends:
         """The collective calls of a step, by rank, of the ranks that were described."""
         self._by_layer: dict[tuple[str, str], float] = {}
 
-    def of(self, coord: Coord, state: _RankState) -> dict[str, Any]:
+    def of(self, coord: Coord) -> dict[str, Any]:
         """Returns a rank's number of samples, its sent bytes by strategy and, if sequences are cut, its tokens.
 
-        Traffic is computed once for all ranks that differ only on axes that cut samples, if they store as much, have as
-        many samples, and gather as many samples from their neighbors.
+        Traffic is computed once for all ranks that send alike.
         """
-        samples = self.plan.batch_shard(coord).local_samples(self.num_samples)
-        microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
-        indices = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
-        shards = microbatch_shards(self.plan, coord, self.num_samples, self.num_tokens)
-        # no samples are gathered over data parallelism, so the neighbours' sizes on those axes do not matter
-        gather_axes = sorted(self.plan.row_axes.difference(mesh_axes("copies")))
-        gathered = tuple(shard.sizes((), axis) for shard in shards for axis in gather_axes)
-        key = (indices, state.counts, tuple(map(len, microbatches)), gathered)
+        shard = self.plan.batch_shard(coord)
+        like = self.traffic.like(coord)
+        key = tuple(like.values())
         if key not in self.sent_bytes:
-            traffic = self.traffic.at(coord)
+            traffic = self.traffic.at(like)
             self.sent_bytes[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
             self.calls_by_key[key] = [call for calls in traffic.values() for call in calls]
             here: dict[tuple[str, str], float] = {}
@@ -322,8 +336,11 @@ class _StepSends:
             for layer, sent in here.items():
                 self._by_layer[layer] = max(sent, self._by_layer.get(layer, 0.0))
         self.calls[self.plan.mesh.rank(coord)] = self.calls_by_key[key]
-        found = {"samples": len(samples), "sent_bytes": self.sent_bytes[key]}
-        return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})
+        found = {"samples": len(shard.local_samples(self.num_samples)), "sent_bytes": self.sent_bytes[key]}
+        if not self.plan.token_axes:
+            return found
+        shard.set_num_tokens(self.num_tokens)
+        return {**found, "tokens_of_each": len(shard.tokens(()))}
 
     def of_layers(self) -> list[dict[str, Any]]:
         """Returns the bytes sent for each layer by each strategy, on the rank that sends most for it; most first.
@@ -337,7 +354,12 @@ class _StepSends:
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the entry of a parameter: its layout in compute and at rest, and the axes of its gradient sync."""
     layout, state = plan.compute[name], plan.state[name]
-    shapes = dict.fromkeys(map(layout.local_shape, plan.mesh.coords(layout.axes)))
+    # stages that hold a parameter hold equal parts of it: the first is enough, and the first that does not
+    stages = [axis for axis in layout.axes if axis in mesh_axes("stages")]
+    first = {layout.is_held_at(at): at for at in reversed(plan.mesh.coords(stages))}
+    inner = plan.mesh.coords([axis for axis in layout.axes if axis not in stages])
+    ordered = sorted(first.values(), key=lambda at: tuple(at.values()))
+    shapes = dict.fromkeys(layout.local_shape({**at, **there}) for at in ordered for there in inner)
     return {
         "name": name,
         "shape": list(layout.shape),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
 from shardwright.ledger.account import predict_memory
 from shardwright.ledger.tracking import ELSEWHERE, KINDS, Account
-from shardwright.mesh import Mesh
-from shardwright.plan.plan import Job
+from shardwright.mesh import Coord, Mesh
+from shardwright.parallelize.planning import StepTraffic, make_plan
+from shardwright.plan.plan import Job, Plan
 from shardwright.report.drawing import INK, MUTED, RULE, add_title, new_figure, save_figure
 from shardwright.report.show import table_of, table_text
 
@@ -55,12 +56,30 @@ def predicted_accounts(
 ) -> dict[int, Account]:
     """Returns, by rank, the predicted memory over a step with AdamW; of ``batch`` only shapes and dtypes are read.
 
-    Of more than eight ranks, the first of each pipeline stage is predicted. Ranks that are processes are predicted for
-    this machine's accelerator, or for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.
+    Of more than eight ranks, the first of each pipeline stage is predicted, and of those listed one of each class of
+    ranks that hold, send and receive alike. Ranks that are processes are predicted for this machine's accelerator, or
+    for the device that SHARDWRIGHT_DEVICE names; threads, for the CPU.
     """
     device = devices.wanted() if ranks == "processes" else "cpu"
-    listed = ranks_to_rehearse(layout.mesh)
-    return {rank: predict_memory(job, layout, rank, batch, ranks=ranks, device=device) for rank in listed}
+    plan, strategies = make_plan(job, layout)
+    traffic, known = StepTraffic(job, plan, strategies, batch[0]), dict[Hashable, Account]()
+    found = {}
+    for rank in ranks_to_rehearse(layout.mesh):
+        key = _memory_class(plan, traffic, plan.mesh.coord(rank))
+        if key not in known:
+            known[key] = predict_memory(job, layout, rank, batch, ranks=ranks, device=device)
+        found[rank] = known[key]
+    return found
+
+
+def _memory_class(plan: Plan, traffic: StepTraffic, coord: Coord) -> Hashable:
+    """Returns a key that ranks share which hold as much in a step: they send alike, and store as much of each tensor.
+
+    The first index of each axis has a class of its own: it alone has the gradients of what all of them compute.
+    """
+    states = (each for state in plan.state.values() for each in (state.parameter, state.gradient, state.optimizer))
+    stored = tuple(layout.num_elements(coord) for layout in states)
+    return tuple(traffic.like(coord).values()), stored, tuple(index == 0 for index in coord.values())
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:

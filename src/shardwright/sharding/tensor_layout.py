@@ -207,6 +207,17 @@ class TensorLayout:
         """Returns the number of elements that the rank at ``coord`` stores; a missing axis counts as index 0."""
         return prod(self.local_shape(coord))
 
+    def is_held_at(self, coord: Coord) -> bool:
+        """Returns whether ranks at ``coord``, such as those of a pipeline stage, may hold any of the tensor.
+
+        Only axes in ``coord`` along which some indices hold nothing at all are looked at.
+        """
+        return all(
+            coord[step.axis] in step.indices
+            for step in self.steps
+            if isinstance(step, _HeldOnly) and step.axis in coord
+        )
+
     def by_rank(self, mesh: Mesh, ranks: Iterable[int] | None = None) -> dict[int, tuple[Piece, ...]]:
         """Maps each rank of ``ranks``, by default of the whole mesh, to the pieces that it stores.
 

@@ -28,6 +28,7 @@ from shardwright.forward_stack import Rung
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import split_into_param_groups
 from shardwright.plan.plan import Job, Plan
@@ -126,6 +127,10 @@ class DataParallel:
             for axis in _factor(plan).mesh_axes
             for each in (*sync_traffic(plan, batch, coord, axis), *statistics_traffic(plan, batch, coord, axis))
         )
+
+    def traffic_cuts(self, plan: Plan) -> TrafficCuts:
+        """Returns no cuts: the messages depend on the sizes of parameters and inputs alone."""
+        return TrafficCuts()
 
 
 def _factor(plan: Plan) -> Factor:

@@ -44,7 +44,8 @@ class TrainConfig:
     ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
     offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. A run starts from the
     values in ``weights``, a file or folder, unless it is resumed; names there begin with ``weights_prefix``. ``layout``
-    is stored as the canonical text of the layout line.
+    is stored as the canonical text of the layout line. ``cluster`` is the cluster by which steps are predicted, as in
+    ``shardwright plan``; "" for the one that is found here (:func:`~shardwright.planner.predicted.cluster_here`).
 
     Raises: LayoutError: ``layout`` is not a layout line; PlanError: another option is out of range.
 
@@ -74,6 +75,7 @@ class TrainConfig:
     eval_batches: int = 4
     check_every: int = CHECK_EVERY
     measured_costs: bool = False
+    cluster: str = ""
     tensorboard: bool = False
     deterministic: bool = False
     debug: bool = False

@@ -41,9 +41,11 @@ from shardwright.train.loggers import check_loggers
 from shardwright.train.measuring import WARM_UP, agreed_seconds, memory_of_ranks, step_usage
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
+from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
 from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.spaced_values import SpacedValues
+from shardwright.train.step_recording import StepRecording
 from shardwright.train.stop import Stop, started_again
 from shardwright.weights.loading import load_weights
 from shardwright.weights.stores import open_store
@@ -83,8 +85,8 @@ def train(
         RankFailedError: a rank failed. An error of the library, such as CheckpointError if the last checkpoint cannot
         be written, is raised as it is.
     """
-    layout = Layout.parse(config.layout)
-    check_can_start(layout.num_ranks, ranks)
+    check_cluster(config)
+    check_can_start(Layout.parse(config.layout).num_ranks, ranks)
     with writing(out):
         out.exists()  # raises for a name that is too long
     check_regular(out)
@@ -94,14 +96,19 @@ def train(
         check_same_data(config, noted_data(out))
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    config = settled_by_price(config)
+    layout = Layout.parse(config.layout)
     command = command_line(sys.argv)  # here, since ranks that are processes have other arguments
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, command, on_step, ranks=ranks)[0]
-    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
-               "grace_s": config.grace_s}  # fmt: skip
-    return launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
+            summary = launch(_rank, layout, config, out, resume, stop, command, on_step, ranks=ranks)[0]
+    else:
+        options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
+                   "grace_s": config.grace_s}  # fmt: skip
+        summary = launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
+    note_predicted(config, out, ranks, summary["steps"])  # after training, here: no step waits for it
+    return summary
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -223,6 +230,7 @@ class _Training:
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
+        self.recording = StepRecording(self.run, self.optimizer, self._num_left)
         if world.rank == 0:
             self.data_noted = fingerprint(config.data)
             self.parts = parts_before(out, self.first_step) if resume else []
@@ -280,6 +288,7 @@ class _Training:
             if (rows or self.saved is None) and not diverged:
                 self._save()
             self._wait_saves()
+        self._note_measured()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     @property
@@ -318,18 +327,21 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
-        # clipping needs the norm of all gradients before any update
-        if not config.clip and overlapped_offload(run.plan, run.offload):
-            self.emergency.refuse("without clipping, offloaded state is updated while gradients are computed")
-            loss = run.step(part, update=self.optimizer)
-        else:
-            loss = run.step(part)
-            if config.clip:
-                norm = run.clip_grad_norm_(config.clip)
-            self.emergency.refuse("the step that failed had begun to update the parameters")
-            self.optimizer.step()
-            if not config.clip:
-                self.optimizer.zero_grad()
+        within = not config.clip and bool(overlapped_offload(run.plan, run.offload))
+        with self.recording.step(part, updates_within=within):
+            # clipping needs the norm of all gradients before any update
+            if within:
+                self.emergency.refuse("without clipping, offloaded state is updated while gradients are computed")
+                loss = run.step(part, update=self.optimizer)
+            else:
+                loss = run.step(part)
+                if config.clip:
+                    norm = run.clip_grad_norm_(config.clip)
+                self.emergency.refuse("the step that failed had begun to update the parameters")
+                with self.recording.update():
+                    self.optimizer.step()
+                if not config.clip:
+                    self.optimizer.zero_grad()
         finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, whose time is the step's
         step_s = time.perf_counter() - start_s
         if finite:
@@ -410,6 +422,15 @@ class _Training:
     def _write_run(self) -> None:
         part = RunPart(self.config, self.first_step, self.world.size, self.seconds, self.command)
         write_run(self.out, part, self.data_noted, self.parts)
+
+    def _note_measured(self) -> None:
+        """Writes into ``run.json`` what was measured of this part of the run; all ranks call it, and rank 0 writes."""
+        step_ms = self.series["step_ms"].median(num_first=2)
+        measured = self.recording.figures(self.everyone, None if step_ms is None else step_ms / 1000)
+        if self.world.rank == 0 and step_ms is not None:
+            kind: Ranks = "threads" if self.world.local else "processes"
+            with contextlib.suppress(OSError, ValueError):  # a run is worth more than its figures
+                note_figures(self.out, measured=measured, ranks=kind)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
         medians = {key: series.median(num_first=2) for key, series in self.series.items()}  # the first steps warm up

@@ -25,8 +25,9 @@ from shardwright.ledger.account import measure_memory
 from shardwright.ledger.tracking import Account
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import num_shares
-from shardwright.parallelize.planning import on_device, rows
+from shardwright.parallelize.planning import job_for, on_device, rows
 from shardwright.parallelize.run import Run
+from shardwright.planner.predicted import by_price
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.runtime.timeline import Timeline
@@ -61,15 +62,29 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
 def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
     """Returns the forward seconds of each module that rank 0 has measured by :func:`layer_seconds`, on every rank.
 
-    All ranks call it. Without ``measured_costs`` in the config the result is empty and nothing is sent.
+    All ranks call it. Without ``measured_costs`` they are those predicted for the config's cluster; without either the
+    result is empty and nothing is sent.
 
     Traffic: otherwise, two all-gathers, of the lengths of texts and of the texts.
     """
-    if not config.measured_costs:
+    if config.measured_costs:
+        mine = layer_seconds(config, world.device) if world.rank == 0 else {}
+    elif config.cluster and has_stages(Layout.parse(config.layout)):
+        mine = predicted_seconds(config) if world.rank == 0 else {}
+    else:
         return {}
-    mine = layer_seconds(config, world.device) if world.rank == 0 else {}
     found: dict[str, float] = gather_json(world.everyone(), mine)[0]
     return found
+
+
+def predicted_seconds(config: TrainConfig) -> dict[str, float]:
+    """Returns the forward seconds of each module that are predicted for the config's cluster, by name."""
+    layout = Layout.parse(config.layout)
+    with without_values():
+        model, loss, model_config = config.build()
+    inputs, _ = open_data(config.data, seq=config.seq, model=model_config).sample(0)
+    job = job_for(model, loss, layout, inputs.expand(config.batch, *inputs.shape), config.num_tokens, config.roles)
+    return dict(by_price(job, layout, config.cluster).seconds)
 
 
 def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:

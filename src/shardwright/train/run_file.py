@@ -106,7 +106,18 @@ def parts_before(out: Path, first_step: int) -> list[dict[str, Any]]:
         return []
 
 
-_OF_A_PART = ("options", "seconds", "world_size", "command", "started", "versions", "machine", "predicted", "measured")
+_OF_A_PART = (
+    "options",
+    "seconds",
+    "world_size",
+    "command",
+    "started",
+    "versions",
+    "machine",
+    "predicted",
+    "measured",
+    "ranks",
+)
 
 
 def _is_part(part: Any) -> bool:

@@ -39,6 +39,7 @@ from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
@@ -208,6 +209,13 @@ class Pipeline:
                         if message.kind == "F" or crossing.needs_gradient:
                             found += _message_traffic(plan, kind, crossing, coord, boundary)
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
+
+    def traffic_cuts(self, plan: Plan) -> TrafficCuts:
+        """Returns no cuts: ranks of one stage send alike if tensor parallelism and the batch leave them alike.
+
+        Under ``scatter`` they send parts of values, of which the first ranks' may be larger.
+        """
+        return TrafficCuts(apart=() if plan.scatter_axis is None else (plan.scatter_axis,))
 
 
 def _computing(stages: StagesT, plan: Plan) -> StagesT:

@@ -13,6 +13,7 @@ from shardwright.analysis.structure import has_hooks
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
@@ -35,6 +36,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
+from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,10 @@ class TensorParallel:
         if isinstance(note, PartsNote):
             return traffic_on_parts(plan, batch, coord, note, self.mode(plan))
         return traffic(plan, batch, coord, self.mode(plan))
+
+    def traffic_cuts(self, plan: Plan) -> TrafficCuts:
+        """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
+        return traffic_cuts(plan)
 
 
 def _is_known(model: nn.Module) -> bool:

@@ -46,6 +46,7 @@ from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
+from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup, UseEvent, count_gathers, merge_groups
@@ -145,6 +146,10 @@ class Zero:
                 num_bytes = num_elements * wide[first].itemsize
                 found.append(Traffic("reduce_scatter", "dp", num_bytes, size, sums, group.param_group))
         return tuple(found)
+
+    def traffic_cuts(self, plan: Plan) -> TrafficCuts:
+        """Returns no cuts: the messages have the sizes of unsharded parameters, equal along the axis."""
+        return TrafficCuts()
 
 
 def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:

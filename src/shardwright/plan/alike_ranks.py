@@ -1,0 +1,193 @@
+"""Finds which ranks send alike: ranks whose tensors, samples and neighbours have the same sizes.
+
+The messages of 3,072 ranks are then computed for a few of them. Two indices of an axis are alike if exchanging one for
+the other changes no size: that of no shard of a parameter, a buffer or an activation, and no number of samples or
+tokens, whatever the indices on the other axes are. So not only the ranks themselves hold as much, but also those that
+they send to. Stages are never alike, because each runs other actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from shardwright.axes import mesh_axes
+from shardwright.mesh import Coord
+from shardwright.plan.batch_shard import RowMoves, local_range
+from shardwright.plan.plan import ActivationCut, Plan, held_slices
+from shardwright.plan.traffic import sync_axes
+from shardwright.sharding.box import Ranges
+from shardwright.sharding.tensor_layout import TensorLayout
+
+
+class FeatureParts(NamedTuple):
+    """The cut of ``size`` features over axes, slowest first: the ranges of each joint index, counted row-major."""
+
+    size: int
+    axes: tuple[str, ...]
+    parts: Ranges
+
+
+class TrafficCuts(NamedTuple):
+    """The sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
+
+    They are cuts of features, and the gathers and cuts of rows (samples or tokens) after which it counts them.
+    ``apart`` are axes whose indices may send messages of other sizes than all these tell.
+    """
+
+    features: tuple[FeatureParts, ...] = ()
+    rows: tuple[RowMoves, ...] = ()
+    apart: tuple[str, ...] = ()
+
+
+Table = tuple[tuple[str, ...], Mapping[tuple[int, ...], Hashable]]
+"""A size for each combination of indices on some axes, which are named first."""
+
+
+class AlikeRanks:
+    """Chooses, for each rank of a plan, one rank that stands for all that send the same in a step on a global batch.
+
+    ``cuts`` are those of all the plan's strategies: None for a strategy whose messages depend on more than sizes, such
+    as on which rank is the first; then no two ranks are alike. ``num_samples`` is the size of the global batch, and
+    ``num_tokens`` that of each sample, or 0 if the layout does not cut sequences.
+    """
+
+    def __init__(
+        self, plan: Plan, cuts: Sequence[TrafficCuts | None], num_samples: int, num_tokens: int = 0
+    ) -> None:  # fmt: skip
+        self._plan, self._num_samples, self._num_tokens = plan, num_samples, num_tokens
+        self._cuts = [each for each in cuts if each is not None]
+        self._inside = tuple(axis for axis in plan.mesh.axes if axis in mesh_axes("operators"))
+        # copies of the model that have other tokens would be told apart by their samples alone
+        tokens = plan.token_axes.difference(self._inside)
+        apart = tokens.union(mesh_axes("stages"), *(each.apart for each in self._cuts))
+        self._apart = frozenset(plan.mesh.axes if None in cuts else apart)
+        self._like_of_copy: dict[tuple[int, ...], Mapping[str, tuple[int, ...]]] = {}
+        self._first_copies: dict[tuple[int, ...], Coord] = {}
+
+    def like(self, coord: Coord) -> Coord:
+        """Returns the coordinate of a rank that sends the same as the one at ``coord``, one for all of these ranks."""
+        apart, plan = self._apart | self._sliced, self._plan
+        if apart.issuperset(plan.mesh.axes):
+            return coord
+        counts = self._counts(coord)
+        if counts not in self._like_of_copy:
+            self._like_of_copy[counts] = self._alike_inside(coord)
+        inside = self._like_of_copy[counts]
+        found = {axis: inside[axis][index] if axis in inside else index for axis, index in coord.items()}
+        copies = [axis for axis in coord if axis not in apart and axis not in inside]
+        if copies:
+            # copies with as many samples are alike: they gather none from each other
+            key = (*counts, *(coord[axis] for axis in plan.mesh.axes if axis in apart and axis not in self._inside))
+            first = self._first_copies.setdefault(key, coord)
+            found.update({axis: first[axis] for axis in copies})
+        return found
+
+    def _counts(self, coord: Coord) -> tuple[int, ...]:
+        """Returns how many samples the ranks of the copy of the model at ``coord`` have."""
+        plan = self._plan
+        cutting = [axis for axis in self._inside if axis in plan.row_axes]
+        ranks = ({**coord, **at} for at in plan.mesh.coords(cutting))
+        return tuple(len(local_range(plan.mesh, plan.row_axes, at, self._num_samples)) for at in ranks)
+
+    @cached_property
+    def _sliced(self) -> frozenset[str]:
+        """The axes along which ranks store other parts of gradients that are summed: each index is taken for itself."""
+        plan, found = self._plan, set[str]()
+        for name, layout in plan.compute.items():
+            found.update(axis for axis in layout.axes if axis not in self._inside)
+            cut = set(plan.state[name].gradient.axes) - set(layout.axes)
+            if cut and name not in plan.frozen and sync_axes(plan, name):
+                found |= cut
+        return frozenset(found) | (frozenset(self._inside) if self._overlaps else frozenset())
+
+    @cached_property
+    def _layouts(self) -> tuple[TensorLayout, ...]:
+        """The different layouts of parameters and buffers, on all stages."""
+        found = dict.fromkeys([*self._plan.compute.values(), *self._plan.buffers.values()])
+        for axis in mesh_axes("stages"):
+            found = dict.fromkeys(layout.on_all(axis) for layout in found)
+        return tuple(found)
+
+    @cached_property
+    def _features(self) -> tuple[FeatureParts, ...]:
+        cuts = {each for activation in self._plan.activations.values() for each in activation}
+        return (
+            *dict.fromkeys(each for cut in self._cuts for each in cut.features),
+            *(FeatureParts(each.size, (each.axis,), each.ranges) for each in cuts),
+        )
+
+    @cached_property
+    def _overlaps(self) -> bool:
+        """Whether ranks of an axis hold some of the same elements, and some that others do not hold."""
+        mesh = self._plan.mesh
+        for layout in self._layouts:
+            held = sum(layout.num_elements(at) for at in mesh.coords(layout.axes))
+            if held != prod(layout.shape):
+                return True
+        return any(each.size != sum(map(_width, each.parts)) for each in self._features)
+
+    def _alike_inside(self, coord: Coord) -> dict[str, tuple[int, ...]]:
+        """Returns, for each axis that cuts operators, the first index that is like each index."""
+        axes = [axis for axis in self._inside if axis not in self._apart | self._sliced]
+        tables = [*self._size_tables, *self._row_tables(coord)]
+        return {axis: _first_alike(axis, self._plan.mesh[axis], tables) for axis in axes}
+
+    @cached_property
+    def _size_tables(self) -> tuple[Table, ...]:
+        mesh = self._plan.mesh
+        tables: list[Table] = []
+        for layout in self._layouts:
+            coords = mesh.coords(layout.axes)
+            tables.append((layout.axes, {tuple(at.values()): layout.local_shape(at) for at in coords}))
+        for each in self._features:
+            indices = product(*(range(mesh[axis]) for axis in each.axes))
+            tables.append((each.axes, {at: _width(part) for at, part in zip(indices, each.parts, strict=True)}))
+        for cuts in dict.fromkeys(self._plan.activations.values()):
+            tables.append(_activation_table(self._plan, cuts))
+        return tuple(tables)
+
+    def _row_tables(self, coord: Coord) -> Iterable[Table]:
+        """Yields tables of how many rows each rank of a copy of the model has of each microbatch, after all moves."""
+        plan, shard = self._plan, self._plan.batch_shard(coord)
+        shard.set_num_tokens(self._num_tokens)
+        ranks = [{**coord, **at} for at in plan.mesh.coords(self._inside)]
+        moves = dict.fromkeys([(), *plan.row_moves.values(), *(each for cut in self._cuts for each in cut.rows)])
+        seen = set()
+        for number in range(plan.layout.num_microbatches):
+            shard.set_microbatch(self._num_samples, number, plan.layout.num_microbatches)
+            counts = tuple(len(shard.samples((), at)) for at in ranks)
+            if counts in seen:
+                continue
+            seen.add(counts)
+            for each in moves:
+                sizes = [(len(shard.samples(each, at)), len(shard.tokens(each, at))) for at in ranks]
+                yield self._inside, dict(zip((tuple(at[a] for a in self._inside) for at in ranks), sizes, strict=True))
+
+
+def _activation_table(plan: Plan, cuts: Sequence[ActivationCut]) -> Table:
+    """Returns the table of how much each rank holds of the cut dims of a module's input."""
+    axes = tuple(axis for axis in plan.mesh.axes if any(cut.axis == axis for cut in cuts))
+    sizes: dict[tuple[int, ...], Hashable] = {}
+    for at in plan.mesh.coords(axes):
+        sizes[tuple(at.values())] = tuple((each.dim, _width(each.ranges)) for each in held_slices(cuts, at))
+    return axes, sizes
+
+
+def _width(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(b - a for a, b in ranges)
+
+
+def _first_alike(axis: str, size: int, tables: Iterable[Table]) -> tuple[int, ...]:
+    """Returns, for each index of an axis, the first one for which all tables have the same sizes."""
+    seen: list[list[Hashable]] = [[] for _ in range(size)]
+    for axes, sizes in tables:
+        if axis in axes:
+            place = axes.index(axis)
+            for index, found in enumerate(seen):
+                found.append(tuple(value for at, value in sizes.items() if at[place] == index))
+    first: dict[tuple[Hashable, ...], int] = {}
+    return tuple(first.setdefault(tuple(each), index) for index, each in enumerate(seen))

@@ -1,0 +1,70 @@
+"""Collects from a plan's notes the sizes that tensor parallelism's ``traffic`` reads, so that alike ranks are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from shardwright.plan.alike_ranks import FeatureParts, TrafficCuts
+from shardwright.plan.batch_shard import RowMoves
+from shardwright.plan.plan import Plan
+from shardwright.sharding.tensor_part import ALL
+from shardwright.strategies.tensor_parallel.features import Features
+from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.roles import RoleStep
+
+
+def traffic_cuts(plan: Plan) -> TrafficCuts:
+    """Returns the cuts of features and the moves of rows in the notes of a plan, each once.
+
+    Where several ranks compute one head, some features are in several parts; ``AlikeRanks`` then takes every rank for
+    itself.
+    """
+    features: dict[FeatureParts, None] = {}
+    rows: dict[RowMoves, None] = {}
+    for note in plan.notes.values():
+        for each in _parts_of(note, plan) if isinstance(note, PartsNote) else _inside(note):
+            if isinstance(each, FeatureParts):
+                features[each] = None
+            else:
+                rows[each] = None
+    return TrafficCuts(tuple(features), tuple(rows))
+
+
+def _inside(value: Any) -> Iterator[FeatureParts | RowMoves]:
+    """Yields the cuts of features, and the moves of rows, that a note holds or makes."""
+    if isinstance(value, Features):
+        yield FeatureParts(value.size, value.names, value.parts)
+    elif isinstance(value, RoleStep):
+        yield from (value.rows_before, value.rows_gathered, value.rows_after)
+    elif isinstance(value, tuple):
+        if _is_moves(value):
+            yield value
+            return
+        for each in value:
+            yield from _inside(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _inside(getattr(value, field.name))
+        for name in ("input_moves", "output_moves"):
+            if hasattr(value, name):
+                yield from _inside(getattr(value, name)())
+
+
+def _is_moves(value: tuple[Any, ...]) -> bool:
+    """Returns whether a tuple is :data:`RowMoves`, such as ``(("gather", "row"), ("cut", "col"))``."""
+    return bool(value) and all(isinstance(e, tuple) and len(e) == 2 and e[0] in ("gather", "cut") for e in value)
+
+
+def _parts_of(note: PartsNote, plan: Plan) -> Iterator[FeatureParts]:
+    """Yields the cuts of a model that runs on tensor shards; those of its parameters are in the plan as well."""
+    if note.axis is None:
+        return
+    for part in note.parts.values():
+        for cut in (cut for cut in part.cuts if cut is not None):
+            ranges = tuple(
+                tuple((i, i + 1) for i, label in enumerate(cut) if label in (rank, ALL))
+                for rank in range(plan.mesh[note.axis])
+            )
+            yield FeatureParts(len(cut), (note.axis,), ranges)

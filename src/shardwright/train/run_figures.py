@@ -1,0 +1,116 @@
+"""Writes into ``run.json``, for each part of a run, what its steps were predicted to take and what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwright import devices
+from shardwright.comm.limits import Ranks
+from shardwright.errors import CheckpointError, LayoutError, PlanError
+from shardwright.garbage_collection import collection_paused
+from shardwright.layout import Layout
+from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.planner.predicted import by_price, cluster_for, cluster_here, predict_step
+from shardwright.rng import without_values
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import open_data
+from shardwright.train.progress import say, write_json
+from shardwright.train.run_file import RUN_FILE, parts_of
+from shardwright.train.step_recording import LEAST_STEPS
+
+
+def check_cluster(config: TrainConfig) -> None:
+    """Raises PlanError if the config names a cluster that cannot be read, before any rank starts."""
+    if config.cluster:
+        cluster_for(config.cluster, Layout.parse(config.layout).num_ranks)
+
+
+def settled_by_price(config: TrainConfig) -> TrainConfig:
+    """Returns the config with ``tpN/auto`` of its layout replaced by what is fastest on the cluster that it names.
+
+    Without a cluster, or without ``auto``, it is returned as it is: ``parallelize`` then chooses what sends least.
+
+    Raises: LayoutError, PlanError: no mode fits the model, or the cluster or the data cannot be read.
+    """
+    layout = Layout.parse(config.layout)
+    factor = layout.factor("tp")
+    if not config.cluster or factor is None or factor.option("auto") is None:
+        return config
+    with without_values():
+        model, loss, model_config = config.build()
+    inputs, _ = open_data(config.data, seq=config.seq, model=model_config).sample(0)
+    job = job_for(model, loss, layout, inputs.expand(config.batch, *inputs.shape), config.num_tokens, config.roles)
+    return replace(config, layout=str(make_plan(by_price(job, layout, config.cluster), layout)[0].layout))
+
+
+def note_figures(out: Path, **figures: Any) -> None:
+    """Adds entries, such as ``predicted`` or ``measured``, to the last part of the run in ``out``.
+
+    Raises: OSError: ``run.json`` cannot be read or written. ValueError: it is damaged.
+    """
+    kept = json.loads((out / RUN_FILE).read_text())
+    kept.update(figures)
+    if kept.get("parts"):
+        kept["parts"][-1].update(figures)
+    write_json(out / RUN_FILE, kept)
+
+
+def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None) -> dict[str, Any]:
+    """Returns what a step of a run with these options is predicted to take, as ``run.json`` has it.
+
+    ``cluster`` replaces that of the config. Without either the seconds are not predicted.
+
+    Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device, or the cluster
+        or the data cannot be read.
+    """
+    device_type = devices.wanted() if ranks == "processes" else "cpu"
+    layout = Layout.parse(config.layout)
+    text = cluster or config.cluster or cluster_here(device_type)
+    with without_values():
+        model, loss, model_config = config.build()
+    data = open_data(config.data, seq=config.seq, model=model_config)
+    batch: tuple[Any, Any] = tree_map_only(
+        Tensor, lambda t: torch.empty((config.batch, *t.shape), dtype=t.dtype, device="meta"), data.sample(0)
+    )
+    job = job_for(model, loss, layout, batch[0], config.num_tokens, config.roles)
+    if config.cluster:  # as the run was cut
+        job = job._replace(seconds=by_price(job, layout, config.cluster).seconds)
+    found = cluster_for(text, layout.num_ranks) if text else None
+    options = {"lr": config.lr, "betas": (0.9, 0.95), "weight_decay": config.weight_decay, "fused": True}
+    with collection_paused():
+        return predict_step(
+            job, layout, batch, found, device_type=device_type, ranks=ranks, optimizer=torch.optim.AdamW, **options
+        )
+
+
+def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int) -> None:
+    """Writes into ``run.json`` what a step of the part that has ended, after ``last_step``, was predicted to take.
+
+    Under ``torchrun`` the process of rank 0 does it. A part that was too short to be measured is not predicted. A model
+    that cannot be predicted is worth a line and no error.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        if last_step - parts_of(out)[-1]["first_step"] < LEAST_STEPS:
+            return
+        found = predicted_step(config, ranks)
+    except (CheckpointError, LayoutError, PlanError, RuntimeError, TypeError, ValueError) as problem:
+        what = (
+            problem.what
+            if isinstance(problem, CheckpointError | LayoutError | PlanError)
+            else f"{type(problem).__name__}: {problem}"
+        )
+        say(f"warning: the run's steps are not predicted: {what}")
+        return
+    with suppress(OSError, ValueError):
+        note_figures(out, predicted=found)
