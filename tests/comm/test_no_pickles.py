@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwright"
-LAUNCHER = {"comm/backends/processes.py", "comm/backends/started_ranks.py", "comm/failures.py"}
-"""They pickle what passes through pipes that a rank inherits, which no other process can open."""
+WRITES = "comm/backends/task_pickle.py"
+LAUNCHER = {"comm/backends/processes.py", "comm/backends/started_ranks.py", "comm/failures.py", WRITES}
+"""They pickle what passes through pipes that a rank inherits, which no other process can open; one writes alone."""
 
 MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing.connection",
            "multiprocessing.reduction", "torch.serialization")  # fmt: skip
@@ -45,6 +46,13 @@ def test_only_the_launcher_pickles_and_it_reads_from_inherited_pipes_alone():
         if pickles(path.read_text(encoding="utf-8"))
     }
     assert found == LAUNCHER
+    assert not {
+        "pickle.load",
+        "pickle.loads",
+        "cloudpickle.load",
+        "cloudpickle.loads",
+        "pickle.Unpickler",
+    }.intersection(names_in(ast.parse((SOURCE / WRITES).read_text(encoding="utf-8"))))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import types
 
 import pytest
@@ -38,9 +39,11 @@ def test_what_ranks_cannot_import_is_pickled_by_value(main):
 
 @pytest.mark.parametrize("main", [False, True])
 def test_without_cloudpickle_the_error_says_what_to_do(monkeypatch, main):
+    work = (lambda world: world) if main else of_notebook()
+    monkeypatch.setattr(sys.modules["__main__"], "work", work, raising=False)  # this process finds it, a rank does not
     monkeypatch.setattr("shardwright.comm.backends.task_pickle.find_spec", lambda name: None)
     with pytest.raises(PlanError) as caught:
-        dumps((lambda world: world) if main else of_notebook(), main=main)
+        dumps(work, main=main)
     assert "pip install cloudpickle, or move the function into a module" in str(caught.value)
     assert ("a notebook" in str(caught.value)) is not main
 
