@@ -17,7 +17,7 @@ from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.plan.alike_ranks import AlikeRanks
 from shardwright.rng import without_values
 
-STAGES = ("", "pp2 mb2", "pp3/1f1b mb3", "mb3")
+STAGES = ("", "pp2 mb2", "pp3/1f1b mb3", "pp2/1f1b/scatter mb2", "mb3")
 COPIES = ("", "dp2", "dp3", "dp3/zero1", "dp2/zero3", "dp2x2")
 GRIDS = ("", "tp3", "tp4", "tp4/sp", "tp4/seq", "tp2x2/2d", "tp2x3/2d", "tp2x2x2/3d", "tp2/spatial")
 SIZES = [

@@ -48,7 +48,8 @@ def partly_shared_product(
     kind = x_Tk.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x_Tk, weight, bias_h = (each if each is None else each.to(dtype) for each in (x_Tk, weight, bias_h))
+        x_Tk, weight = x_Tk.to(dtype), weight.to(dtype)
+        bias_h = bias_h if bias_h is None else bias_h.to(dtype)
     return _SharedProduct.apply(x_Tk, weight, bias_h, shared, is_first, transposed)  # type: ignore[no-any-return]
 
 
