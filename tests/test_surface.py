@@ -113,7 +113,7 @@ FLAGS = {
     | {"--save-every", "--save-async", "--keep", "--check-every"}
     | {"--eval-every", "--tensorboard", "--logger", "--profile", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores", "--grace-s"}
-    | {"--weights", "--weights-prefix"}
+    | {"--weights", "--weights-prefix", "--cluster"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN
@@ -151,7 +151,7 @@ OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
     *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
     "check_every",
-    *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
+    *("measured_costs", "cluster", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
     *("offload_folder", "weights", "weights_prefix", "logger", "profile"),
 ]
 

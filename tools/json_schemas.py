@@ -72,6 +72,11 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield "evaluate", ["evaluate", "--from", run, "--num", "4"]
     yield "predict", ["predict", "--from", run, "--num", "2"]
     yield "predict", ["predict", "--from", run, "--num", "2", "--to", f"{folder}/outputs.safetensors"]
+    yield "report", ["report", run]
+    yield "report", ["report", "--compare", run, f"{run}2", "--out", f"{folder}/comparison.html"]
+    # a loaded machine may measure too widely: the keys are those of a quiet one
+    calibrated = f"{folder}/here.toml"
+    yield "calibrate", ["calibrate", "--num-ranks", "2", "--force", "--out", calibrated, *TINY, *THREADS]
     yield "checkpoint-inspect", ["checkpoint", "inspect", run]
     yield "checkpoint-export", ["checkpoint", "export", run, f"{folder}/model.safetensors"]
     yield "init", ["init", f"{folder}/first"]

@@ -10,6 +10,9 @@ WRITES = "comm/backends/task_pickle.py"
 LAUNCHER = {"comm/backends/processes.py", "comm/backends/started_ranks.py", "comm/failures.py", WRITES}
 """They pickle what passes through pipes that a rank inherits, which no other process can open; one writes alone."""
 
+FILES = {"weights/targets.py", "weights/torch_folder.py", "weights/torch_records.py"}
+"""They write and read torch's own formats: one writes alone, one lets a pickle name a few classes, one lets torch."""
+
 MODULES = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing.connection",
            "multiprocessing.reduction", "torch.serialization")  # fmt: skip
 CALLS = ("torch.load", "torch.save", "torch.package")
@@ -45,14 +48,31 @@ def test_only_the_launcher_pickles_and_it_reads_from_inherited_pipes_alone():
         for path in SOURCE.rglob("*.py")
         if pickles(path.read_text(encoding="utf-8"))
     }
-    assert found == LAUNCHER
-    assert not {
-        "pickle.load",
-        "pickle.loads",
-        "cloudpickle.load",
-        "cloudpickle.loads",
-        "pickle.Unpickler",
-    }.intersection(names_in(ast.parse((SOURCE / WRITES).read_text(encoding="utf-8"))))
+    assert found == LAUNCHER | FILES
+    reads = {f"{module}.{name}" for module in ("pickle", "cloudpickle") for name in ("load", "loads")}
+    for path in (WRITES, *FILES):
+        assert not reads.intersection(names_in(tree_of(path))), path
+    assert "pickle.Unpickler" not in {*names_in(tree_of(WRITES)), *names_in(tree_of("weights/targets.py"))}
+
+
+def test_files_of_torch_are_read_with_what_their_pickles_may_name():
+    folder = tree_of("weights/torch_folder.py")
+    (reader,) = [each for each in ast.walk(folder) if isinstance(each, ast.ClassDef) and each.name == "_Unpickler"]
+    assert "find_class" in [each.name for each in reader.body if isinstance(each, ast.FunctionDef)]
+    calls = [
+        each
+        for path in FILES
+        for each in ast.walk(tree_of(path))
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "torch.load"
+    ]
+    assert calls
+    for call in calls:
+        assert ("weights_only", "True") in [(each.arg, ast.unparse(each.value)) for each in call.keywords]
+
+
+def tree_of(path):
+    """The code of a module of the library."""
+    return ast.parse((SOURCE / path).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwright.comm.autograd import once
+
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -63,6 +65,7 @@ class _SharedProduct(torch.autograd.Function):
         return functional.linear(x_Tk, weight if transposed else weight.t(), bias_h)
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
         (g_Th,), (x_Tk, weight) = gradients, ctx.saved_tensors
         g_x = g_weight = g_bias = None

@@ -32,6 +32,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
     those of its operators, or of the host's starts of them, as in a layout's price. The result is empty without an
     example of the inputs, and for a model that does not run on the meta device.
 
+    >>> from torch import nn
     >>> from shardwright.parallelize.planning import job_for
     >>> layout = Layout.parse("pp2")
     >>> job = job_for(nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Identity(), layout, torch.zeros(4, 8))
