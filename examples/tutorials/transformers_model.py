@@ -88,7 +88,7 @@ found = tuned.generate(prompt, max_new_tokens=12, do_sample=False)
 print(bytes(found[0].tolist()))
 
 # %% [markdown]
-# - Each rank is given the whole model here, and keeps its slices. For a model that fits no host, train from a
-#   checkpoint of shardwright's own, of which each rank reads its slices only.
+# - Each rank is given the whole model here, and keeps its slices. For a model that fits no host, build it under
+#   `sw.without_values()` and fill the run by `sw.load_weights(run, folder)`: each rank reads its slices only.
 # - [Models of others](../../docs/models.md) lists 103 models, and what came of each under each layout.
 # - [`examples/transformers_llama.py`](../transformers_llama.py) is the same as a program with options.

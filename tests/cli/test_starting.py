@@ -88,6 +88,8 @@ def test_every_command_shows_examples_of_which_each_word_is_an_option_of_it():
             flags = {word for word in words if word.startswith("--")}
             assert words[0] == "shardwright"
             assert flags <= known, line
+            if "--ranks" in words and "--ranks" in [name for each in commands[verb].params for name in each.opts]:
+                assert verb == ("plan",) or words[words.index("--ranks") + 1] in ("threads", "processes"), line
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])

@@ -418,7 +418,7 @@ app.command(
 )(report)
 app.command(
     epilog=opt.examples(
-        "shardwright calibrate --ranks 2 --out here.toml",
+        "shardwright calibrate --num-ranks 2 --out here.toml",
         "shardwright plan --cluster here.toml --batch 16",
     )
 )(calibrate)
