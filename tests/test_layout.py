@@ -185,6 +185,8 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
+        ("dp2,tp2", "dp2 tp2"),
+        ("dp2/zero3; tp2+bf16", "dp2/zero3 tp2 bf16"),
         ("", "single"),
         ("single dp4", "dp4"),
         ("single single", "single"),

@@ -297,3 +297,9 @@ def test_a_verdict_is_true_where_the_layout_equals_one_device():
     verdict = verify(nn.Linear(4, 3), "dp2", [(torch.randn(4, 4), torch.randint(3, (4,)))])
     assert verdict
     assert not replace(verdict, equal=False)
+
+
+def test_a_batch_that_is_no_pair_is_refused_as_a_run_refuses_it():
+    batch = {"x": torch.ones(2, 4), "labels": torch.zeros(2)}
+    with pytest.raises(PlanError, match="a batch is a pair of inputs and targets"):
+        verify(nn.Linear(4, 1), "dp2", [batch])

@@ -224,7 +224,11 @@ class Layout:
         factors = tuple(found.pop(axis) for axis in layout_axes() if axis in found)
         layout = cls(factors, number, own_statistics=own, **found)
         if wrong:
-            raise _error(wrong[0], " ".join(items), wrong[1], str(layout))
+            fix, apart = str(layout), re.sub("[,;+&]", " ", line)
+            if apart != line:
+                with suppress(LayoutError):
+                    fix = str(cls.parse(apart))
+            raise _error(wrong[0], " ".join(items), wrong[1], fix)
         return layout
 
     @classmethod

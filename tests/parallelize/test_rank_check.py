@@ -163,8 +163,8 @@ def test_copies_that_tensor_parallelism_makes_may_differ_by_rounding():
     assert "1.weight" in trained("dp2", harm)[0]
 
 
-@pytest.mark.parametrize("line", ["tp2", "dp2 tp2"])
-def test_other_samples_in_a_tensor_parallel_group_are_named(line):
+@pytest.mark.parametrize("line", ["tp2", "dp2 tp2", "pp2 mb2"])
+def test_other_samples_in_a_tensor_parallel_group_or_on_another_stage_are_named(line):
     def harm(run, step, optimizer, batch):
         mine = [*range(8)] if run.world.rank != 1 else [*range(7, -1, -1)]  # the same samples in another order
         return True, (X[mine], Y[mine])

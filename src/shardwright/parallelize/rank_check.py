@@ -4,7 +4,8 @@ A rank that skips an update, changes a rate or a weight, or feeds other samples 
 silently. So each rank packs digests into one number, a few bits for each thing that some ranks must have alike::
 
     | step, samples | updates, rates | batch              | global batch | parameters, copied along dp | ... along tp |
-      all ranks       of one stage     that share samples   along dp       that differ on dp alone       on tp alone
+      all ranks       of one stage     that share samples,  along dp       that differ on dp alone       on tp alone
+                                       stages too
 
 With pipeline stages, one more digest is of the updates by optimizers that all ranks have made with the same groups.
 A difference is found in the numbers of all ranks, so every rank finds the same, and all gather the texts to name it.
@@ -146,7 +147,8 @@ def _lines(
     yield RankText("the updates", held, dict(of_stage))
     if held != plan.mesh.axes:
         yield RankText("the updates", plan.mesh.axes, dict(of_all) if int(of_all["number of updates"]) else {})
-    alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
+    # stages too: the first takes the inputs of the samples of which the last takes the targets
+    alike = tuple(axis for axis in plan.mesh.axes if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
     yield RankText("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})

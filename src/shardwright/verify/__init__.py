@@ -58,6 +58,7 @@ from shardwright.models.given_loss import Loss, loss_for
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
 from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
@@ -144,8 +145,7 @@ def verify(
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
     loss = loss_for(loss, model)
-    if isinstance(loss, ModelLoss):
-        batches = [loss.pair(batch) for batch in batches]
+    batches = [loss.pair(batch) for batch in batches] if isinstance(loss, ModelLoss) else list(pairs(batches))
     if launcher is None:
         check_can_start(layout.num_ranks, ranks)
     check_model(model)
