@@ -313,11 +313,15 @@ class Estimator:
         ranks = range(0, copies * stride, stride)
         gathers_s = 2 * number * cluster.message_s("all_gather", by_kind["parameters"] * share.gathered / stages, ranks)
         kind = "reduce_scatter" if share.gradients < 1 else "all_reduce"
-        sums_s = (1 + share.repeated * (number - 1)) * cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
+        sums_s = cluster.message_s(kind, by_kind["gradients"] / stages, ranks)
+        repeated_s = share.repeated * (number - 1) * sums_s
+        # beside the passes of other microbatches; a stage waits for its neighbors in between, so there less is hidden
+        hidden_s = gathers_s + (repeated_s if stages == 1 else 0)
+        sums_s += repeated_s if stages > 1 else 0
         moved_s = self._offloaded_s(by_kind["optimizer"] * share.moved / stages)
         update_s = alone.waterfall["optimizer"] / stages * share.updated
         first_gathers_s = gathers_s / number / max(1, self.num_blocks)  # of the first block, which nothing hides
-        step_s = max(passes_s, gathers_s) + first_gathers_s + sums_s + update_s + moved_s
+        step_s = max(passes_s, hidden_s) + first_gathers_s + sums_s + update_s + moved_s
         return Estimate(layout, step_s, state / stages + activations)
 
     def _num_alike(self, operators: tuple[Factor, ...]) -> int:

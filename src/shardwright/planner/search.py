@@ -38,6 +38,8 @@ NEAR = 1.005
 """A layout is priced only if its estimate, corrected by how far earlier ones were off, is at most this times the best
 price. One that differs from the best layout by one option must also be estimated below this times the best layout's
 estimate."""
+FEWEST = 3
+"""The fewest layouts that are priced, if there are as many: the best, and others to lay beside it."""
 
 MOST_NODES = 1
 """The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
@@ -238,7 +240,12 @@ class _Search:
         return found
 
     def _sorted(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        return sorted(estimates, key=lambda each: each.over(self.wanted.limit_bytes))
+        def key(
+            each: Estimate,
+        ) -> tuple[float, int]:  # of estimates alike in three digits the fewest microbatches first
+            return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
+
+        return sorted(estimates, key=key)
 
     def _is_done(self) -> bool:
         return len(self.tried) >= 3 * self.wanted.most  # refused ones take time too
@@ -246,14 +253,16 @@ class _Search:
     def _is_hopeless(self, each: Estimate) -> bool:
         """Whether a layout is far from the best price, were its estimate too high as none before; or beaten in it.
 
-        It is beaten by a priced layout that fits, of the same division of the ranks, if it neither takes less time nor
-        less memory, as both are estimated.
+        Fewer than :data:`FEWEST` prices do not say how far estimates are off. It is beaten by a priced layout that
+        fits, of the same division of the ranks, if it neither takes less time nor less memory, as both are estimated.
         """
         known = [(price, self.estimator.estimate(price.layout)) for price in self.found.fit]
         for price, own in known:
             alike = own is not None and _division(price.layout) == _division(each.layout)
             if alike and own is not None and each.step_s >= own.step_s and each.memory_bytes >= own.memory_bytes:
                 return True
+        if len(known) < FEWEST:
+            return False
         ratios = [price.step_s / own.step_s for price, own in known if own is not None]
         over = each.over(self.wanted.limit_bytes)
         return bool(ratios) and over * min(ratios) > NEAR * _best(self.found).step_s
