@@ -141,6 +141,12 @@ def test_the_best_of_a_search_is_the_best_of_all_prices_where_candidates_are_few
     assert found.best.step_s <= min(each.step_s for each in every)
 
 
+def test_several_layouts_are_priced_before_one_is_called_the_best():
+    plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, most_priced=6)
+    assert len(plans.layouts) >= 3
+    assert plans.to_dict()["runner_up"] is not None
+
+
 def test_what_options_save_and_what_schedules_cost_comes_from_plans():
     interleaved, plain = (schedule_cost("pp", (Option(*words),)) for words in (("interleaved", "v2"), ("1f1b",)))
     assert interleaved is not None

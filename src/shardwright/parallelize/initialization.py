@@ -245,6 +245,22 @@ def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -
     return texts
 
 
+def _check_wrapped(model: nn.Module, found: Mapping[int, RecordedValues], again: Mapping[int, RecordedValues]) -> None:
+    """Raises PlanError for a wrapper, as peft's, of a model of transformers that filled tensors of its own, as LoRA's.
+
+    The inner model would fill them too, though on a real device it was filled before the wrapper added them.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        record = found.get(id(tensor))
+        if id(tensor) in again and record is not None and record.text() not in (None, again[id(tensor)].text()):
+            raise PlanError(
+                f"the first values of '{name}' cannot be told without values",
+                given=f"{type(model).__name__} around a model that fills its weights by initialize_weights()",
+                allowed="wrappers, such as peft's, of a model that is built with values",
+                fix="build the model outside of sw.without_values()",
+            )
+
+
 def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
     """Returns records of how the constructors filled the model's tensors on the meta device, by the tensors' ids.
 
@@ -263,5 +279,8 @@ def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
                 if copy._version != version:
                     tensor.data = copy  # in place it would change the user's own model, which shares the memory
         again = {id(tensor): recorder.of(tensor) for tensor in tensors}
-        found |= {key: record for key, record in again.items() if record.text() is not None}
+        again = {key: record for key, record in again.items() if record.text() is not None}
+        if not hasattr(type(model), "initialize_weights"):
+            _check_wrapped(model, found, again)
+        found |= again
     return found

@@ -240,9 +240,8 @@ class _Search:
         return found
 
     def _sorted(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        def key(
-            each: Estimate,
-        ) -> tuple[float, int]:  # of estimates alike in three digits the fewest microbatches first
+        def key(each: Estimate) -> tuple[float, int]:
+            # of estimates alike in three digits the one of the fewest microbatches comes first
             return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
 
         return sorted(estimates, key=key)
