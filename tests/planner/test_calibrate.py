@@ -21,12 +21,16 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.planning import job_for
 from shardwright.planner import calibrate as calibrating
 from shardwright.planner import measuring, stopwatch
 from shardwright.planner.anchors import INTERVAL
 from shardwright.planner.calibrate import CalibratedCluster, calibrate
+from shardwright.planner.layer_seconds import predicted_layer_seconds
 from shardwright.planner.measuring import CalibrationJob, StepTime
 from shardwright.planner.plans import plan_layouts
+from shardwright.planner.predicted import predict_step
 from shardwright.planner.stopwatch import Stopwatch, Timing
 from shardwright.rng import without_values
 
@@ -174,6 +178,44 @@ def test_factors_lengthen_the_operators_of_a_block_alone():
     assert slower["attention"] == pytest.approx(2 * before["attention"])
     assert 2 * before["matmul"] < slower["matmul"] < 6 * before["matmul"]
     assert slower["optimizer"] == before["optimizer"]
+
+
+def test_a_run_is_predicted_with_the_factors_of_its_block_as_it_is_priced():
+    plain, layout = Cluster.parse("a100-80gb:1x2"), Layout.parse("dp2")
+    with without_values():
+        model, loss = build()
+    meta = tuple(each.to("meta") for each in batch())
+    job = job_for(model, loss, layout, meta[0], tokens_of(meta[0], layout))
+    predicted = []
+    for calibration in (Calibration(), Calibration(blocks={"Block": 2.0})):
+        cluster = replace(plain, calibration=calibration)
+        step = predict_step(
+            job, layout, meta, cluster, device_type="cuda", ranks="threads", optimizer=torch.optim.AdamW, fused=True
+        )
+        assert step["step_s"] == pytest.approx(price_of(cluster).best.step_s, rel=1e-6)
+        predicted.append(step["waterfall"]["attention"])
+    assert predicted[1] == pytest.approx(2 * predicted[0])
+
+
+@pytest.mark.parametrize("key", ["blocks", "operators", "host"])
+def test_what_calibrate_measured_is_in_the_seconds_of_layers_too(key):
+    plain, layout = Cluster.parse("a100-80gb:1x2"), Layout.parse("pp2 mb2")
+    plain = replace(plain, constants=plain.constants.with_values("guess", launch_s=1e-7))
+    job = job_for(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), nn.Identity(), layout, torch.ones(512, 512))
+    measured = {"blocks": {"Linear": 3.0}, "operators": dict.fromkeys(("aten::mm", "aten::addmm"), 3.0)}
+    if key == "host":
+        slow = plain.constants.with_values("guess", launch_s=1e-5)
+        cluster = replace(plain, device=replace(plain.device, type="cpu"), constants=slow)
+    else:
+        cluster = replace(plain, calibration=Calibration(**{key: measured[key]}))
+    before, found = (predicted_layer_seconds(job, layout, each)["0"] for each in (plain, cluster))
+    assert found == pytest.approx(before + 1e-5, rel=1e-3) if key == "host" else found > 2.5 * before
+
+
+def test_a_calibrated_cluster_keeps_each_figure_of_its_profile():
+    found = calibrate(build, batch(1), "single", ranks="threads", limit_s=0.0, base="h100-80gb")
+    known = profile("h100-80gb")
+    assert found.cluster.device.host_bytes_per_s == known.host_bytes_per_s == 64e9
 
 
 def test_on_a_host_starting_operators_adds_to_computing_and_hidden_messages_cost_their_share():

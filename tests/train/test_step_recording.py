@@ -127,4 +127,5 @@ def test_a_replay_runs_no_code_that_only_the_folder_names(run, tmp_path):
     assert (result.exit_code, "another model" in result.stderr) == (2, True)
     kept["options"]["model"] = "gpt"  # and the parts still name a factory
     (tmp_path / "run.json").write_text(json.dumps(kept))
-    assert replay(tmp_path).exit_code == 0
+    result = replay(tmp_path)
+    assert (result.exit_code, "add --model antigravity:fly" in result.stderr) == (2, True)
