@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,23 @@ def test_a_call_that_takes_too_long_and_calls_after_the_limit_are_left_out():
         assert late is None
         assert slow is None
         assert isinstance(timing, Timing)
+
+
+def test_a_rank_without_a_partner_is_no_part_of_the_time_of_a_send():
+    def work(world):
+        alone = Stopwatch(world.everyone()).timed(
+            partial(time.sleep, 0.004) if world.rank < 2 else list, takes_part=world.rank < 2
+        )
+        sends = []
+        watch = Stopwatch(world.everyone())
+        timed = watch.timed
+        watch.timed = lambda call, *, parts=1, takes_part=True: sends.append(takes_part) if parts == 2 else timed(call)
+        measuring._measure_messages(world, Layout.parse("dp3"), watch, measuring.Measurements())
+        return alone.seconds, set(sends)
+
+    found = launch(work, 3, ranks="threads")
+    assert all(seconds >= 0.004 for seconds, _ in found)
+    assert [sends for _, sends in found] == [{True}, {True}, {False}]
 
 
 def test_the_interval_is_that_of_the_committed_replay():

@@ -33,8 +33,8 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
     ``cluster`` replaces that by which the run was predicted. The data has the run's parts with the predicted and
     measured figures, by how much each is off, and the ``anchor`` that ``plan --anchor`` takes.
 
-    Raises: CheckpointError: there is no run, or its model or data must be named again. PlanError: no part of it was measured,
-        an option is given that the run has already, or a part cannot be predicted.
+    Raises: CheckpointError: there is no run, or its model or data must be named again. PlanError: no part of it was
+        measured, an option is given that the run has already, or a part cannot be predicted.
     """
     from shardwright.train.config import TrainConfig, read_options
     from shardwright.train.run_figures import predicted_step

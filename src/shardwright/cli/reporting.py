@@ -110,7 +110,8 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
     """Returns the description of the layout of a part of a run, with what is sent in a step.
 
     Raises: CheckpointError: the part's model or data are a factory that ``model`` or ``data`` does not name. PlanError:
-        its options are wrong, or its data are not there to show the shape of a batch. LayoutError: the layout does not fit.
+        its options are wrong, or its data are not there to show the shape of a batch. LayoutError: the layout does not
+        fit.
     """
     from shardwright.report.description import describe
     from shardwright.train.config import TrainConfig, read_options

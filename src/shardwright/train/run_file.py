@@ -158,13 +158,13 @@ def check_named(options: Mapping[str, Any], given_in: str, *, model: str | None,
     ``options`` are those of a run or of one of its parts, and ``given_in`` says where they stand. Importing a factory
     runs its code, so that one is used only if it is the ``model`` or the ``data`` that the command names.
 
-    >>> check_named({"model": "gpt", "data": "mine:data"}, "run.json", model=None, data="mine:data")
-    >>> check_named({"model": "gpt", "data": "mine:data"}, "run.json", model=None, data=None)
+    >>> check_named({"data": "a:b"}, "run.json", model=None, data="a:b")
+    >>> check_named({"data": "a:b"}, "run.json", model=None, data=None)
     Traceback (most recent call last):
-    shardwright.errors.CheckpointError: run.json names code that would run, the factory of its data: add --data mine:data
-      given:   mine:data
+    shardwright.errors.CheckpointError: run.json names code that would run, the factory of its data: add --data a:b
+      given:   a:b
       allowed: a factory that the command names too, or other data
-      fix:     if you trust that code, add --data mine:data
+      fix:     if you trust that code, add --data a:b
     """
     found, source = options.get("model", TrainConfig.model), options.get("data", TrainConfig.data)
     for option, name, named, is_code in (
