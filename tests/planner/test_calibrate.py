@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from shardwright.comm.launch import launch
 from shardwright.cost.calibration import Calibration, LinkTimes
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.device import profile
@@ -125,6 +126,22 @@ def test_what_spreads_too_far_is_saved_only_if_it_is_forced(tmp_path, monkeypatc
     assert saved.exit_code == 0, saved.output
     assert json.loads(saved.stdout)["file"] == str(path)
     assert "measured with a spread of 31%" in price_of(Cluster.parse(str(path))).text()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link", "a file above it", "a name too long"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(calibrating, "calibrate", None)
+    (tmp_path / "other").write_text("mine")
+    path = tmp_path / "here.toml"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a link":
+        path.symlink_to(tmp_path / "other")
+    else:
+        path = tmp_path / "other" / "here.toml" if "above" in kind else tmp_path / f"{'x' * 300}.toml"
+    found = CliRunner().invoke(app, ["calibrate", "--num-ranks", "2", "--ranks", "threads", "--out", str(path)])
+    assert (found.exit_code, f"cannot write '{path}'" in found.stderr) == (2, True)
+    assert (tmp_path / "other").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -242,8 +259,6 @@ def test_a_call_that_takes_too_long_and_calls_after_the_limit_are_left_out():
         late = Stopwatch(world.everyone(), limit_s=0.0)
         slow = Stopwatch(world.everyone(), most_s=0.0)
         return late.timed(list), slow.timed(list), Stopwatch(world.everyone()).timed(list)
-
-    from shardwright.comm.launch import launch
 
     for late, slow, timing in launch(work, 2, ranks="threads"):
         assert late is None

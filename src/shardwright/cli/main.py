@@ -315,12 +315,13 @@ def show(
     inputs = config.example(model_config)
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
+    timed = "timed layers" if job.seconds else ""
     if cluster is not None:
         from shardwright.planner.predicted import by_price
 
         job = by_price(job, layout, cluster)
     on_nodes = Nodes.of_environment(os.environ, layout.num_ranks) if nodes is None else Nodes.parse(nodes)
-    description = describe(job, layout, inputs=inputs, nodes=on_nodes)
+    description = describe(job, layout, inputs=inputs, nodes=on_nodes, seconds_from=timed)
     width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None
     is_drawn = timeline is not None or (measured and ("timeline" in description or not with_memory))
     given = description, config, job, backend, timeline, width

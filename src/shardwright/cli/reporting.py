@@ -129,7 +129,10 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
     layout = Layout.parse(config.layout)
     seconds = part.get("seconds")
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)
-    return describe(job._replace(seconds=seconds if isinstance(seconds, dict) else {}), layout, inputs=inputs)
+    seconds = seconds if isinstance(seconds, dict) else {}
+    is_predicted = seconds and config.cluster and not config.measured_costs  # as ``agreed_seconds`` chooses
+    source = f"layers predicted for {config.cluster}" if is_predicted else ""
+    return describe(job._replace(seconds=seconds), layout, inputs=inputs, seconds_from=source)
 
 
 def remarks(run: TrainingRun) -> list[str]:

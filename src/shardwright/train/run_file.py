@@ -28,14 +28,14 @@ from shardwright.train.progress import write_json
 RUN_FILE = "run.json"
 
 MOST_RUN_BYTES = 2**26
-"""The size in bytes up to which a ``run.json`` is read; it includes the measured times of layers."""
+"""The size in bytes up to which a ``run.json`` is read; it includes the seconds of layers."""
 
 
 class RunPart(NamedTuple):
     """What one start of a run was given: a run has a part for each start that has taken steps.
 
-    ``first_step`` is the number of steps that were done before, ``seconds`` has the measured times of layers, and
-    ``command`` is the command line.
+    ``first_step`` is the number of steps that were done before, ``seconds`` has those of layers, which
+    were measured or, with a cluster, predicted, and ``command`` is the command line.
     """
 
     config: TrainConfig
@@ -48,7 +48,7 @@ class RunPart(NamedTuple):
 def write_run(out: Path, part: RunPart, data: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
-    It holds the options, the measured times of layers, the number of ranks and the command line of this ``part``, its
+    It holds the options, the seconds of layers, the number of ranks and the command line of this ``part``, its
     time, the versions and the machine that are used, the fingerprints of the data files (``data``), and the id of the
     ``torchrun`` job if there is one. ``parts`` in the file lists the same of the ``earlier`` parts, and of this one.
     """
