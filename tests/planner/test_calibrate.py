@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from json_fits import misfits, schema_of
 from shardwright.cli.main import app
 from shardwright.comm.launch import launch
 from shardwright.cost.calibration import Calibration, LinkTimes
@@ -125,6 +126,7 @@ def test_what_spreads_too_far_is_saved_only_if_it_is_forced(tmp_path, monkeypatc
     saved = CliRunner().invoke(app, [*words, "--force"])
     assert saved.exit_code == 0, saved.output
     assert json.loads(saved.stdout)["file"] == str(path)
+    assert misfits(json.loads(saved.stdout), schema_of("calibrate")) == []
     assert "measured with a spread of 31%" in price_of(Cluster.parse(str(path))).text()
 
 
