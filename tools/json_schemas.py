@@ -1,7 +1,8 @@
 """Writes the JSON schemas of what commands print with --json, from real outputs: python tools/json_schemas.py
 
 The schemas are in src/shardwright/cli/schemas, one for each command, and one for ``plan --replay``. A key
-that every output of a command has is required; new keys may come, so programs that read the output should pass over keys that they do not know. The test
+that every output of a command has is required;
+new keys may come, so programs that read the output should pass over keys that they do not know. The test
 tests/cli/test_schemas.py holds every command to its schema.
 """
 
