@@ -119,10 +119,10 @@ FLAGS = {
     "show": RUN
     | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
     | {"--cluster"},
-    "plan": {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
+    "plan": {"--layout", "--model", "--set", "--role", "--data", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html", "--replay"},
-    "report": {"RUNS", "--compare", "--model", "--out", "--json"},
+    "report": {"RUNS", "--compare", "--model", "--data", "--out", "--json"},
     "evaluate": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
     "predict": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--to", "--ranks", "--json"},
     "init": {"FOLDER", "--json"},

@@ -1,7 +1,8 @@
 """Writes the JSON schemas of what commands print with --json, from real outputs: python tools/json_schemas.py
 
-The schemas are in src/shardwright/cli/schemas, one for each command. A key that every output of a command has is
-required; new keys may come, so programs that read the output should pass over keys that they do not know. The test
+The schemas are in src/shardwright/cli/schemas, one for each command, and one for ``plan --replay``. A key
+that every output of a command has is required;
+new keys may come, so programs that read the output should pass over keys that they do not know. The test
 tests/cli/test_schemas.py holds every command to its schema.
 """
 
@@ -36,6 +37,7 @@ MEANINGS = {
     "layout": "the layout line, in its canonical form",
     "loss": "the mean over all samples that were read",
     "parameters": "of the plain model: their number, or one entry each",
+    "parts": "of each start of the run that was measured: its predicted and measured figures, and how far off they are",
     "peak_memory_bytes": "of each rank, in the order of ranks",
     "predictions": "of each sample the likeliest class, or of each token of it; or the model's output",
     "report": "the path of the report page, or why it was not written",
@@ -61,13 +63,15 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yields command lines whose outputs the schemas describe, by the name of the schema; later ones need earlier."""
     run = str(folder / "run")
     yield "train", ["train", "--layout", "dp2", "--steps", "2", "--out", run, *TINY, *THREADS]
-    yield "train", ["train", "--layout", "pp2 mb2", "--steps", "2", "--out", f"{run}2", *TINY, *THREADS]
+    yield "train", ["train", "--layout", "pp2 mb2", "--steps", "5", "--out", f"{run}2", *TINY, *THREADS]
     yield "train", ["train", "--layout", "dp2", "--steps", "2", "--out", run, "--resume", *THREADS]
     yield "verify", ["verify", "--layout", "dp2", *TINY]
     yield "show", ["show", "--layout", "pp2 mb2 dp2 tp2", "--memory", "--nodes", "2x4", "--explain", "token", *TINY]
     yield "show", ["show", "--layout", "single", *TINY]
     yield "plan", ["plan", "--layout", "dp2 bf16", "--cluster", "a100-80gb:1x2", "--explain", "dp2", *TINY]
     yield "plan", ["plan", "--layout", "dp2 bf16", "--cluster", "a100-80gb:1x2", *TINY]
+    yield "plan-replay", ["plan", "--replay", f"{run}2"]
+    yield "plan-replay", ["plan", "--replay", f"{run}2", "--cluster", "a100-80gb"]
     yield "sample", ["sample", "--from", run, "--num", "3"]
     yield "evaluate", ["evaluate", "--from", run, "--num", "4"]
     yield "predict", ["predict", "--from", run, "--num", "2"]

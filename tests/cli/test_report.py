@@ -102,6 +102,17 @@ def test_a_folder_whose_parts_are_missing_or_damaged_has_a_page_of_one_layout(co
     assert [(part["first_step"], part["layout"]) for part in found["parts"]] == [(0, "pp2 mb2")]
 
 
+@pytest.mark.parametrize("source", ["timed layers", "layers predicted for a100-80gb"])
+def test_a_page_says_whether_seconds_of_layers_were_timed_or_predicted(copied, source):
+    kept = json.loads((copied / "run.json").read_text())
+    part = kept["parts"][1]
+    part["seconds"] = {"head": 0.1}
+    part["options"] |= {"cluster": "a100-80gb", "measured_costs": source == "timed layers"}
+    (copied / "run.json").write_text(json.dumps(kept))
+    report(copied)
+    assert f"predicted from {source};" in (copied / "report.html").read_text()
+
+
 def test_code_that_only_a_folder_names_is_not_run_and_the_page_says_how_to_allow_it(copied, tmp_path):
     kept = json.loads((copied / "run.json").read_text())
     for part in kept["parts"]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import typer
 
+from json_fits import SCHEMAS, misfits, schema_of
 from shardwright.cli.main import app
 
 TOOL = Path(__file__).parents[2] / "tools" / "json_schemas.py"
-SCHEMAS = files("shardwright.cli") / "schemas"
-KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
 def tool():
@@ -24,33 +21,6 @@ def tool():
     sys.modules["json_schemas"] = module
     spec.loader.exec_module(module)
     return module
-
-
-def is_of(value, kind):
-    if kind in ("integer", "number"):
-        return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
-    return isinstance(value, KINDS[kind])
-
-
-def misfits(value, schema, path="$"):
-    """Where a value does not fit a schema, by the part of JSON Schema that the published ones use."""
-    assert schema.keys() <= {"$schema", "title", "type", "properties", "required", "items", "description"}
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(is_of(value, kind) for kind in kinds):
-        return [f"{path} is {type(value).__name__}, not {kinds}"]
-    found = []
-    if isinstance(value, dict):
-        found += [f"{path} has no '{key}'" for key in schema.get("required", ()) if key not in value]
-        for key, inner in schema.get("properties", {}).items():
-            found += misfits(value[key], inner, f"{path}.{key}") if key in value else []
-    for number, entry in enumerate(value if isinstance(value, list) else ()):
-        found += misfits(entry, schema.get("items", {}), f"{path}[{number}]")
-    return found
-
-
-def schema_of(name):
-    return json.loads((SCHEMAS / f"{name}.json").read_text())
 
 
 def test_every_command_that_prints_json_has_a_schema():

@@ -100,6 +100,76 @@ def test_a_factory_that_the_command_names_too_is_resumed_and_a_file_of_options_c
     assert run(*again[:2], *again[4:], "--config", tmp_path / "options.toml").exit_code == 0
 
 
+EMBEDDING = "torch.nn:Embedding"
+OF_A_FOLDER = {
+    "sample": ["sample", "--num", "1", "--from"],
+    "sample of other data": ["sample", "--num", "1", "--data", "stdlib", "--from"],
+    "evaluate": ["evaluate", "--num", "1", "--from"],
+    "predict": ["predict", "--num", "1", "--from"],
+    "report": ["report"],
+    "replay": ["plan", "--replay"],
+    "resume": ["train", "--resume", "--steps", "2", "--ranks", "threads", "--out"],
+    "resume other data": ["train", "--resume", "--steps", "2", "--ranks", "threads", "--data", "stdlib", "--out"],
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A run of a user's own model on text."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    own = ["--model", EMBEDDING, "--set", "num_embeddings=256", "--set", "embedding_dim=256"]
+    assert run(*TRAIN[:5], "--seq", "8", "--batch", "2", *own, "--out", out).exit_code == 0
+    return out
+
+
+@pytest.fixture
+def payload(tmp_path, monkeypatch):
+    """A module that leaves a file behind when it is imported, and a function that says whether it was."""
+    (tmp_path / "payload.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\ndef f(*_): return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield (tmp_path / "executed").exists
+    sys.modules.pop("payload", None)
+
+
+@pytest.mark.parametrize("where", ["top", "parts"])
+@pytest.mark.parametrize("option", ["data", "model"])
+@pytest.mark.parametrize("verb", OF_A_FOLDER)
+def test_code_that_a_folder_names_in_its_options_or_those_of_a_part_never_runs(
+    own, payload, tmp_path, verb, option, where
+):
+    out = shutil.copytree(own, tmp_path / "run")
+    kept = json.loads((out / "run.json").read_text())
+    for each in [kept] if where == "top" else kept["parts"]:
+        each["options"][option] = "payload:f"
+    for each in [kept, *kept["parts"]]:
+        each["measured"] = {"step_s": 1.0}
+    (out / "run.json").write_text(json.dumps(kept))
+    found = run(*OF_A_FOLDER[verb], out, "--model", EMBEDDING)
+    assert found.exit_code in (0, 2), (found.output, found.exception)
+    assert not payload()
+
+
+def test_data_that_the_command_names_too_are_replayed_and_reported(own, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef data():\n    return [(torch.arange(8), torch.arange(8))] * 8\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    out = shutil.copytree(own, tmp_path / "run")
+    kept = json.loads((out / "run.json").read_text())
+    for each in [kept, *kept["parts"]]:
+        each["options"]["data"], each["measured"] = "mine:data", {"step_s": 1.0}
+    (out / "run.json").write_text(json.dumps(kept))
+    assert "add --data mine:data" in refused("plan", "--replay", out, "--model", EMBEDDING)
+    assert "add --data mine:data" in run("report", out, "--model", EMBEDDING).stderr
+    named = ["--model", EMBEDDING, "--data", "mine:data"]
+    assert run("plan", "--replay", out, *named).exit_code == 0
+    assert run("report", out, *named).stderr == ""
+    assert "a plan reads no data" in refused("plan", "--data", "mine:data")
+    sys.modules.pop("mine", None)
+
+
 NOTES = [
     {"stdlib": "zz"},
     {"stdlib": [None, 3]},

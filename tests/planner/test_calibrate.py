@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from json_fits import misfits, schema_of
 from shardwright.cli.main import app
+from shardwright.comm.launch import launch
 from shardwright.cost.calibration import Calibration, LinkTimes
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.device import profile
@@ -21,12 +24,16 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.planning import job_for
 from shardwright.planner import calibrate as calibrating
 from shardwright.planner import measuring, stopwatch
 from shardwright.planner.anchors import INTERVAL
 from shardwright.planner.calibrate import CalibratedCluster, calibrate
+from shardwright.planner.layer_seconds import predicted_layer_seconds
 from shardwright.planner.measuring import CalibrationJob, StepTime
 from shardwright.planner.plans import plan_layouts
+from shardwright.planner.predicted import predict_step
 from shardwright.planner.stopwatch import Stopwatch, Timing
 from shardwright.rng import without_values
 
@@ -119,7 +126,24 @@ def test_what_spreads_too_far_is_saved_only_if_it_is_forced(tmp_path, monkeypatc
     saved = CliRunner().invoke(app, [*words, "--force"])
     assert saved.exit_code == 0, saved.output
     assert json.loads(saved.stdout)["file"] == str(path)
+    assert misfits(json.loads(saved.stdout), schema_of("calibrate")) == []
     assert "measured with a spread of 31%" in price_of(Cluster.parse(str(path))).text()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link", "a file above it", "a name too long"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(calibrating, "calibrate", None)
+    (tmp_path / "other").write_text("mine")
+    path = tmp_path / "here.toml"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a link":
+        path.symlink_to(tmp_path / "other")
+    else:
+        path = tmp_path / "other" / "here.toml" if "above" in kind else tmp_path / f"{'x' * 300}.toml"
+    found = CliRunner().invoke(app, ["calibrate", "--num-ranks", "2", "--ranks", "threads", "--out", str(path)])
+    assert (found.exit_code, f"cannot write '{path}'" in found.stderr) == (2, True)
+    assert (tmp_path / "other").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +200,44 @@ def test_factors_lengthen_the_operators_of_a_block_alone():
     assert slower["optimizer"] == before["optimizer"]
 
 
+def test_a_run_is_predicted_with_the_factors_of_its_block_as_it_is_priced():
+    plain, layout = Cluster.parse("a100-80gb:1x2"), Layout.parse("dp2")
+    with without_values():
+        model, loss = build()
+    meta = tuple(each.to("meta") for each in batch())
+    job = job_for(model, loss, layout, meta[0], tokens_of(meta[0], layout))
+    predicted = []
+    for calibration in (Calibration(), Calibration(blocks={"Block": 2.0})):
+        cluster = replace(plain, calibration=calibration)
+        step = predict_step(
+            job, layout, meta, cluster, device_type="cuda", ranks="threads", optimizer=torch.optim.AdamW, fused=True
+        )
+        assert step["step_s"] == pytest.approx(price_of(cluster).best.step_s, rel=1e-6)
+        predicted.append(step["waterfall"]["attention"])
+    assert predicted[1] == pytest.approx(2 * predicted[0])
+
+
+@pytest.mark.parametrize("key", ["blocks", "operators", "host"])
+def test_what_calibrate_measured_is_in_the_seconds_of_layers_too(key):
+    plain, layout = Cluster.parse("a100-80gb:1x2"), Layout.parse("pp2 mb2")
+    plain = replace(plain, constants=plain.constants.with_values("guess", launch_s=1e-7))
+    job = job_for(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), nn.Identity(), layout, torch.ones(512, 512))
+    measured = {"blocks": {"Linear": 3.0}, "operators": dict.fromkeys(("aten::mm", "aten::addmm"), 3.0)}
+    if key == "host":
+        slow = plain.constants.with_values("guess", launch_s=1e-5)
+        cluster = replace(plain, device=replace(plain.device, type="cpu"), constants=slow)
+    else:
+        cluster = replace(plain, calibration=Calibration(**{key: measured[key]}))
+    before, found = (predicted_layer_seconds(job, layout, each)["0"] for each in (plain, cluster))
+    assert found == pytest.approx(before + 1e-5, rel=1e-3) if key == "host" else found > 2.5 * before
+
+
+def test_a_calibrated_cluster_keeps_each_figure_of_its_profile():
+    found = calibrate(build, batch(1), "single", ranks="threads", limit_s=0.0, base="h100-80gb")
+    known = profile("h100-80gb")
+    assert found.cluster.device.host_bytes_per_s == known.host_bytes_per_s == 64e9
+
+
 def test_on_a_host_starting_operators_adds_to_computing_and_hidden_messages_cost_their_share():
     wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     rows = torch.ones(64, 256), torch.zeros(64, dtype=torch.long)
@@ -200,12 +262,27 @@ def test_a_call_that_takes_too_long_and_calls_after_the_limit_are_left_out():
         slow = Stopwatch(world.everyone(), most_s=0.0)
         return late.timed(list), slow.timed(list), Stopwatch(world.everyone()).timed(list)
 
-    from shardwright.comm.launch import launch
-
     for late, slow, timing in launch(work, 2, ranks="threads"):
         assert late is None
         assert slow is None
         assert isinstance(timing, Timing)
+
+
+def test_a_rank_without_a_partner_is_no_part_of_the_time_of_a_send():
+    def work(world):
+        alone = Stopwatch(world.everyone()).timed(
+            partial(time.sleep, 0.004) if world.rank < 2 else list, takes_part=world.rank < 2
+        )
+        sends = []
+        watch = Stopwatch(world.everyone())
+        timed = watch.timed
+        watch.timed = lambda call, *, parts=1, takes_part=True: sends.append(takes_part) if parts == 2 else timed(call)
+        measuring._measure_messages(world, Layout.parse("dp3"), watch, measuring.Measurements())
+        return alone.seconds, set(sends)
+
+    found = launch(work, 3, ranks="threads")
+    assert all(seconds >= 0.004 for seconds, _ in found)
+    assert [sends for _, sends in found] == [{True}, {True}, {False}]
 
 
 def test_the_interval_is_that_of_the_committed_replay():

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.errors import PlanError
+from shardwright.file_locks import lock
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
+from shardwright.train.run_figures import note_predicted
 from shardwright.train.run_file import parts_of
 from shardwright.train.step_recording import LEAST_STEPS
 
@@ -80,6 +82,48 @@ def test_the_file_here_toml_is_the_cluster_where_none_is_named(tmp_path, monkeyp
     assert part["predicted"]["step_s"] > 0
 
 
+def test_a_run_ends_well_where_its_figures_cannot_be_had(tmp_path, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise KeyError("no such sample")
+
+    monkeypatch.setattr("shardwright.train.run_figures.predicted_step", fails)
+    monkeypatch.setattr("shardwright.ledger.account.MemoryRecording.account", fails)
+    (part,) = trained(tmp_path, "dp2")
+    assert (part["measured"]["memory_by_kind"], "predicted" in part) == ({}, False)
+    assert part["measured"]["traffic_by_axis"]
+    said = capsys.readouterr()
+    assert "the run's steps are not predicted: KeyError: 'no such sample'" in said.out + said.err
+
+
+@pytest.mark.parametrize("other", ["is begun", "has the lock", "has gone"])
+def test_a_prediction_is_not_written_into_a_run_that_another_has_taken_over(run, tmp_path, monkeypatch, other):
+    kept = json.loads((run[0] / "run.json").read_text())
+    del kept["parts"][-1]["predicted"]
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(kept))
+    (tmp_path / ".lock").touch()
+    config = TrainConfig(layout="dp2", **TINY)
+
+    def predicted(*_):
+        if other == "is begun":
+            kept["parts"].append({**kept["parts"][-1], "first_step": 99})
+            file.write_text(json.dumps(kept))
+        return {"step_s": 7.0}
+
+    monkeypatch.setattr("shardwright.train.run_figures.predicted_step", predicted)
+    with (tmp_path / ".lock").open() as held:
+        if other == "has the lock":
+            assert lock(held)
+        elif other == "has gone":
+            (tmp_path / ".lock").unlink()
+        note_predicted(config, tmp_path, "threads", 2 * LEAST_STEPS)
+    assert json.loads(file.read_text()) == kept
+    (tmp_path / ".lock").touch()
+    monkeypatch.setattr("shardwright.train.run_figures.predicted_step", lambda *_: {"step_s": 7.0})
+    note_predicted(config, tmp_path, "threads", 200)
+    assert parts_of(tmp_path)[-1]["predicted"] == {"step_s": 7.0}
+
+
 def replay(*options):
     return CliRunner().invoke(app, ["plan", "--replay", *map(str, options)])
 
@@ -127,4 +171,5 @@ def test_a_replay_runs_no_code_that_only_the_folder_names(run, tmp_path):
     assert (result.exit_code, "another model" in result.stderr) == (2, True)
     kept["options"]["model"] = "gpt"  # and the parts still name a factory
     (tmp_path / "run.json").write_text(json.dumps(kept))
-    assert replay(tmp_path).exit_code == 0
+    result = replay(tmp_path)
+    assert (result.exit_code, "add --model antigravity:fly" in result.stderr) == (2, True)

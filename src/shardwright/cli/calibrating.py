@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +48,7 @@ def calibrate(
         raise PlanError(
             "a cluster file is TOML", given=out, allowed="a name that ends in .toml", fix=f"--out {out}.toml"
         )
+    check_file(out)
     if num_ranks is not None and "layout" in shared:
         raise PlanError(
             "the layout says how many ranks there are", given=f"--num-ranks {num_ranks} beside --layout",
@@ -71,6 +74,46 @@ def calibrate(
         return
     if not force:
         found.check_spread()
-    out.write_text(found.text(), encoding="utf-8")
+    check_file(out)  # again: the measuring takes a while
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        partial.write_text(found.text(), encoding="utf-8")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
     value = {"file": str(out), "spread": dict(found.spread), "cluster": dict(found.table)}
     emit(value, f"{found.summary()}\nwritten to {out}: shardwright plan --cluster {out}", as_json=as_json)
+
+
+def check_file(path: Path) -> None:
+    """Raises PlanError unless a file can be written at ``path``: a new one or in place of a regular one.
+
+    Its folder is made if it is missing.
+
+    >>> check_file(Path("/dev/null"))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: cannot write '/dev/null'
+      given:   a device or a pipe
+      allowed: a new file, or a regular one, in a folder that can be written
+      fix:     give another --out
+    """
+    why = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            why = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}.get(stat.S_IFMT(mode), "a device or a pipe")
+        elif not os.access(path.parent, os.W_OK):
+            why = "a folder that cannot be written"
+    except (OSError, ValueError) as failure:
+        why = str(failure)
+    if why:
+        raise PlanError(
+            f"cannot write '{path}'",
+            given=why,
+            allowed="a new file, or a regular one, in a folder that can be written",
+            fix="give another --out",
+        )

@@ -155,7 +155,7 @@ def train(
 def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
     """Writes the report page of a run, prints its summary, and exits with an error code if the run ended early."""
     try:
-        summary["report"] = str(_report(out, config.model))
+        summary["report"] = str(_report(out, config))
     except OSError as failure:  # the checkpoint is safe, and a page is not worth an error
         summary["report"] = f"not written: {failure}"
     emit(summary, _summary_text(summary, out), as_json=as_json)
@@ -191,12 +191,12 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     )
 
 
-def _report(out: Path, model: str) -> Path:
+def _report(out: Path, config: Any) -> Path:
     """Writes the report page of a run, and its pictures, and returns the path of the page."""
     from shardwright.report.pictures import draw_layout, draw_loss
     from shardwright.report.run_page import write_run_page
 
-    run = run_in(out, model=model)
+    run = run_in(out, model=config.model, data=config.data)
     draw_loss(run.rows, out / "loss.png")
     if run.last.description is not None:
         draw_layout(run.last.description, out / "layout.png")
@@ -315,12 +315,13 @@ def show(
     inputs = config.example(model_config)
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
+    timed = "timed layers" if job.seconds else ""
     if cluster is not None:
         from shardwright.planner.predicted import by_price
 
         job = by_price(job, layout, cluster)
     on_nodes = Nodes.of_environment(os.environ, layout.num_ranks) if nodes is None else Nodes.parse(nodes)
-    description = describe(job, layout, inputs=inputs, nodes=on_nodes)
+    description = describe(job, layout, inputs=inputs, nodes=on_nodes, seconds_from=timed)
     width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None
     is_drawn = timeline is not None or (measured and ("timeline" in description or not with_memory))
     given = description, config, job, backend, timeline, width

@@ -45,7 +45,7 @@ def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
 
 
 @report_errors
-@with_shared("layout", "model", "set_", "role", "batch", "seq", "config")
+@with_shared("layout", "model", "set_", "role", "data", "batch", "seq", "config")
 def plan(
     shared: opt.Shared,
     cluster: Annotated[
@@ -87,6 +87,13 @@ def plan(
 
         emit(*replayed(replay, shared, cluster), as_json=as_json)
         return
+    if "data" in shared:
+        raise PlanError(
+            "a plan reads no data",
+            given=f"--data {shared['data']}",
+            allowed="--data beside --replay, for a run whose data are a factory",
+            fix="leave out --data",
+        )
     cluster = cluster or "a100-80gb"
     config = config_of(shared)
     layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None

@@ -28,28 +28,28 @@ TABLES: Mapping[str, tuple[str, Any]] = {
 def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[str, Any], str]:
     """Predicts each measured part of the run in ``folder`` again; returns as data and as text where that is off.
 
-    ``shared`` may name the run's ``model``, which it must if that is a factory, since a folder alone runs no code.
+    ``shared`` may name the run's ``model`` and ``data``, which it must if they are factories, since a folder alone runs
+    no code.
     ``cluster`` replaces that by which the run was predicted. The data has the run's parts with the predicted and
     measured figures, by how much each is off, and the ``anchor`` that ``plan --anchor`` takes.
 
-    Raises: CheckpointError: there is no run, or its model must be named again. PlanError: no part of it was measured,
-        an option is given that the run has already, or a part cannot be predicted.
+    Raises: CheckpointError: there is no run, or its model or data must be named again. PlanError: no part of it was
+        measured, an option is given that the run has already, or a part cannot be predicted.
     """
     from shardwright.train.config import TrainConfig, read_options
     from shardwright.train.run_figures import predicted_step
-    from shardwright.train.run_file import RUN_FILE, parts_of, read_run
+    from shardwright.train.run_file import RUN_FILE, check_named, parts_of, read_run
 
-    more = sorted(set(shared) - {"model"})
+    more = sorted(set(shared) - {"model", "data"})
     if more:
         raise PlanError(
             "a replay takes the options of the run",
             given=", ".join(f"--{name.strip('_').replace('_', '-')}" for name in more),
-            allowed="--replay RUN with --cluster, --model and --json",
+            allowed="--replay RUN with --cluster, --model, --data and --json",
             fix="leave out the others",
         )
-    model = read_run(folder, model=shared.get("model")).get(
-        "model", TrainConfig.model
-    )  # no factory of the folder alone
+    named = {key: shared.get(key) for key in ("model", "data")}
+    model = read_run(folder, **named).get("model", TrainConfig.model)
     parts = [part for part in parts_of(folder) if _is_measured(part.get("measured"))]
     if not parts:
         raise PlanError(
@@ -61,6 +61,7 @@ def replayed(folder: Path, shared: Shared, cluster: str | None) -> tuple[dict[st
     found, texts = [], []
     for part in parts:
         options = read_options(part["options"], given_in=RUN_FILE)
+        check_named(options, f"a part in {RUN_FILE} of '{folder}'", **named)  # a part has options of its own
         config = TrainConfig(**{**options, "model": model, "stop_at": 0})
         ranks: Ranks = "threads" if part.get("ranks") == "threads" else "processes"
         predicted = predicted_step(config, ranks, cluster)

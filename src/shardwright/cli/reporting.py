@@ -12,7 +12,6 @@ from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, warn
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.models import MODELS
 from shardwright.parallelize.planning import job_for
 from shardwright.rng import without_values
 
@@ -29,6 +28,9 @@ def report(
     model: Annotated[
         str | None, typer.Option(help="The runs' own package.module:factory, to draw layouts with: its code is run.")
     ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The runs' own package.module:factory of a dataset: its code is run.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The page to write.", show_default=f"RUN/{PAGE}, or {COMPARISON}")
     ] = None,
@@ -43,7 +45,7 @@ def report(
     from shardwright.report.training_runs import run_names
 
     check_number(runs, compare=compare)
-    found = [run_in(folder, name, model=model) for folder, name in zip(runs, run_names(runs), strict=True)]
+    found = [run_in(folder, name, model=model, data=data) for folder, name in zip(runs, run_names(runs), strict=True)]
     for run in found:
         for remark in remarks(run):
             warn(f"warning: {remark}")
@@ -85,10 +87,11 @@ def check_number(runs: Sequence[Path], *, compare: bool) -> None:
         )
 
 
-def run_in(folder: Path, name: str = "", *, model: str | None = None) -> TrainingRun:
+def run_in(folder: Path, name: str = "", *, model: str | None = None, data: str | None = None) -> TrainingRun:
     """Returns the run in a folder as a report shows it, with the description of each of its layouts.
 
-    A factory that the folder names is called only if ``model`` names it too, since importing it runs its code.
+    A factory that the folder names is called only if ``model`` or ``data`` names it too, since importing it runs its
+    code.
 
     Raises: CheckpointError: there is no run in the folder. PlanError: a file of it is a link, or no regular file.
     """
@@ -100,28 +103,24 @@ def run_in(folder: Path, name: str = "", *, model: str | None = None) -> Trainin
     check_regular(folder)
     parts = parts_of(folder)
     rows, num_damaged = read_metrics_counted(folder)
-    return record_run(name or folder.name, parts, rows, lambda part: described(part, model), num_damaged)
+    return record_run(name or folder.name, parts, rows, lambda part: described(part, model, data), num_damaged)
 
 
-def described(part: Mapping[str, Any], model: str | None = None) -> Mapping[str, Any]:
+def described(part: Mapping[str, Any], model: str | None = None, data: str | None = None) -> Mapping[str, Any]:
     """Returns the description of the layout of a part of a run, with what is sent in a step.
 
-    Raises: PlanError: the part's model is a factory, and ``model`` does not name it; its options are wrong, or its data
-        are not there to show the shape of a batch. LayoutError: the layout does not fit.
+    Raises: CheckpointError: the part's model or data are a factory that ``model`` or ``data`` does not name. PlanError:
+        its options are wrong, or its data are not there to show the shape of a batch. LayoutError: the layout does not
+        fit.
     """
     from shardwright.report.description import describe
     from shardwright.train.config import TrainConfig, read_options
     from shardwright.train.data import open_data
     from shardwright.train.loop import inputs_of
+    from shardwright.train.run_file import check_named
 
     config = TrainConfig(**read_options(part["options"], given_in="the run"))
-    if config.model not in MODELS and config.model != model:
-        raise PlanError(
-            f"the model is code that would run, {config.model}; to allow it, add --model {config.model}",
-            given=config.model,
-            allowed=", ".join(MODELS),
-            fix=f"if you trust that code, add --model {config.model}",
-        )
+    check_named(config.to_dict(), "the run", model=model, data=data)
     with without_values():
         plain, loss, model_config = config.build()
     inputs = config.example(model_config)  # the shape of the data, without the data
@@ -130,7 +129,10 @@ def described(part: Mapping[str, Any], model: str | None = None) -> Mapping[str,
     layout = Layout.parse(config.layout)
     seconds = part.get("seconds")
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)
-    return describe(job._replace(seconds=seconds if isinstance(seconds, dict) else {}), layout, inputs=inputs)
+    seconds = seconds if isinstance(seconds, dict) else {}
+    is_predicted = seconds and config.cluster and not config.measured_costs  # as ``agreed_seconds`` chooses
+    source = f"layers predicted for {config.cluster}" if is_predicted else ""
+    return describe(job._replace(seconds=seconds), layout, inputs=inputs, seconds_from=source)
 
 
 def remarks(run: TrainingRun) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from shardwright.comm.recorder import ring_factor
 from shardwright.cost.calibration import Calibration, calibration_in, num_hops
 from shardwright.cost.constants import Constants, Source
-from shardwright.cost.device import NUMBERS, Device, device_of, profile, read_table
+from shardwright.cost.device import NUMBERS, Device, device_of, figures_of, profile, read_table
 from shardwright.errors import PlanError
 from shardwright.nodes import Nodes
 
@@ -130,13 +130,7 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
     if base is None:
         return device_of(path, table)
     known = profile(str(base))
-    figures: dict[str, Any] = {
-        "type": known.type, "source": f"{base}, changed in {path}",
-        "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in known.peaks},
-        "memory_GB": known.memory_bytes / 1e9, "memory_GB_per_s": known.memory_bytes_per_s / 1e9,
-        "num_multiprocessors": known.num_multiprocessors, "in_node_GB_per_s": known.in_node_bytes_per_s / 1e9,
-        "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9, "host_GB_per_s": known.host_bytes_per_s / 1e9,
-    }  # fmt: skip
+    figures = {"type": known.type, "source": f"{base}, changed in {path}", **figures_of(known)}
     found = device_of(str(base), {**figures, **table})
     notes = [
         f"{path}: {key} = {table[key]:g} is more than {MOST_OVER} times that of {base}, {figures[key]:g}: "

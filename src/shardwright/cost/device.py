@@ -67,6 +67,21 @@ class Device:
         )
 
 
+def figures_of(device: Device) -> dict[str, Any]:
+    """Returns a device's figures by their key in a TOML file, in its units; its type and source are left out.
+
+    >>> figures_of(profile("a100-80gb"))["host_GB_per_s"]
+    32.0
+    """
+    return {
+        "memory_GB": device.memory_bytes / 1e9, "memory_GB_per_s": device.memory_bytes_per_s / 1e9,
+        "num_multiprocessors": device.num_multiprocessors, "in_node_GB_per_s": device.in_node_bytes_per_s / 1e9,
+        "between_nodes_GB_per_s": device.between_nodes_bytes_per_s / 1e9,
+        HOST_LINK: device.host_bytes_per_s / 1e9,
+        "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in device.peaks},
+    }  # fmt: skip
+
+
 def profiles() -> dict[str, Any]:
     """Returns the TOML files of all device profiles that come with the library, by accelerator name."""
     folder = resources.files("shardwright.cost") / "profiles"

@@ -148,7 +148,7 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
             check_known(name, key, value, list(parameters))
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except Exception:  # text of anybody's is evaluated
+    except Exception:  # annotations are text of the user's, which is evaluated
         hints = {}  # annotations that cannot be resolved: text values are then parsed as literals
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:

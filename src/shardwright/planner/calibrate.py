@@ -25,7 +25,7 @@ from shardwright.comm.recorder import ring_factor
 from shardwright.cost.calibration import MOST_SPREAD, num_hops
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import Constants
-from shardwright.cost.device import Device, profile, profiles
+from shardwright.cost.device import Device, figures_of, profile, profiles
 from shardwright.cost.operators import TILE, OperatorRecord, operator_s
 from shardwright.errors import PlanError
 from shardwright.layout import Layout, Precision
@@ -202,13 +202,7 @@ def _figures(
     rates = [2 * m * n * k / timing.seconds for (m, n, k), timing in found.products]
     copied = [2 * size / timing.seconds for size, timing in found.copies]
     if known is not None:
-        peaks = {name: peak / 1e12 for name, peak in known.peaks}
-        figures: dict[str, Any] = {
-            "memory_GB": known.memory_bytes / 1e9, "memory_GB_per_s": known.memory_bytes_per_s / 1e9,
-            "num_multiprocessors": known.num_multiprocessors,
-            "in_node_GB_per_s": known.in_node_bytes_per_s / 1e9,
-            "between_nodes_GB_per_s": known.between_nodes_bytes_per_s / 1e9, "peak_TFLOP_per_s": peaks,
-        }  # fmt: skip
+        figures = figures_of(known)
         sources: dict[str, str] = {}
     else:
         memory = devices.total_bytes() / max(1, devices.count()) if device_type != "cpu" else _memory_of_rank(job)

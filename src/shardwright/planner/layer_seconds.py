@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_map_only
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.operators import operator_s, smooth_max
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.layout import Layout
 from shardwright.ledger.account import NativeAttentionOnMeta
 from shardwright.parallelize.planning import narrow_model, without_storage
 from shardwright.plan.plan import Job, Plan
+from shardwright.planner.outline import ModelPlans
+from shardwright.planner.price import Pricing
 from shardwright.planner.rehearse import operator_record
 
 
@@ -46,7 +47,8 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
     inputs = tree_map_only(
         Tensor, lambda t: t.to(precision) if precision is not None and t.is_floating_point() else t, job.example
     )
-    clock, found = _LayerTimes(cluster), dict[str, float]()
+    pricing = Pricing(cluster, ModelPlans(job.model).kind)
+    clock, found = _LayerTimes(pricing), dict[str, float]()
     began: list[tuple[float, int]] = []
 
     def before(*_: Any) -> None:
@@ -54,8 +56,8 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
 
     def after(path: str, *_: Any) -> None:
         device_s, launches = began.pop()
-        host_s = (clock.launches - launches) * cluster.constants.launch_s
-        found[path] = found.get(path, 0.0) + smooth_max(clock.device_s - device_s, host_s)
+        seconds = pricing.together_s(clock.device_s - device_s, clock.launches - launches)
+        found[path] = found.get(path, 0.0) + seconds
 
     for path, module in model.named_modules():
         if path:
@@ -64,7 +66,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
     try:
         with torch.no_grad(), NativeAttentionOnMeta(), on_meta(model, values=False), clock:
             call_model(model, inputs)
-    except (RuntimeError, TypeError, ValueError):  # of anybody's forward, without values: work is counted instead
+    except (RuntimeError, TypeError, ValueError):  # a user's forward may need values: then work is counted
         return {}
     return found
 
@@ -72,15 +74,15 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
 class _LayerTimes(DispatchMode):
     """Adds up the predicted seconds of the operators that run inside it, and counts the host's starts of them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, pricing: Pricing) -> None:
         super().__init__()
-        self._cluster = cluster
+        self._pricing = pricing
         self.device_s, self.launches = 0.0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         record = operator_record(function, args, kwargs or {}, out)
         if record is not None:
-            self.device_s += operator_s(record, self._cluster.device, self._cluster.constants)
+            self.device_s += self._pricing.operator_s(record)
             self.launches += record.launches
         return out

@@ -10,14 +10,13 @@ from typing import Any
 from shardwright.axes import mesh_axes
 from shardwright.comm.limits import Ranks
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.device import profiles
-from shardwright.devices import HOST
 from shardwright.layout import Layout, has_stages
 from shardwright.ledger.account import predict_memory
 from shardwright.parallelize.planning import num_rows
 from shardwright.plan.plan import Job
 from shardwright.planner.layer_seconds import predicted_layer_seconds
 from shardwright.planner.memory import memory_by_stage
+from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import Pricing, traffic_of_stage
 from shardwright.planner.records import record_layout
 
@@ -25,14 +24,12 @@ HERE = "here.toml"
 """The cluster file that is used where none is named: what ``shardwright calibrate --out here.toml`` writes."""
 
 
-def cluster_here(device_type: str, folder: Path = Path()) -> str:
+def cluster_here(folder: Path = Path()) -> str:
     """Returns the cluster by which a run is predicted if none is named; "" if there is none.
 
-    It is the file ``here.toml`` of the folder, or on a CPU the profile ``cpu`` if the library has one.
+    It is the file ``here.toml`` of the folder.
     """
-    if (folder / HERE).is_file():
-        return str(folder / HERE)
-    return "cpu" if device_type in HOST and "cpu" in profiles() else ""
+    return str(folder / HERE) if (folder / HERE).is_file() else ""
 
 
 def cluster_for(text: str, num_ranks: int) -> Cluster:
@@ -78,7 +75,7 @@ def predict_step(
     # the ledger's ranks cut a global batch, and those of a run read their own samples alone
     copies, held_by_kind = prod(layout.mesh[axis] for axis in mesh_axes("copies")), account.at_peak()
     held_by_kind["batch"] = held_by_kind["batch"] * -(-num_rows(batch) // copies) // num_rows(batch)
-    price = None if cluster is None else Pricing(cluster).price(records.layout, records)
+    price = None if cluster is None else Pricing(cluster, ModelPlans(job.model).kind).price(records.layout, records)
     return {
         "step_s": None if price is None else price.step_s,
         "waterfall": {} if price is None else {name: s for name, s in price.waterfall.items() if s},

@@ -207,6 +207,15 @@ class Pricing:
             self._operators[record] = operator_s(record, cluster.device, cluster.constants, factors)
         return self._operators[record]
 
+    def together_s(self, operators_s: float, launches: float) -> float:
+        """Returns the seconds of operators of the step in a row, which take ``operators_s`` alone, with their starts.
+
+        The parts are those of :meth:`ActionTime.waterfall`.
+        """
+        time = ActionTime((operators_s, *(0.0 for _ in PARTS[1:])), launches, ())
+        seconds = time.waterfall(self.cluster.constants.launch_s, on_host=self.on_host, factor=self.factor)
+        return sum(seconds.values())
+
     def message_s(self, record: MessageRecord) -> float:
         """Returns the seconds of one message over the cluster's links."""
         key = record.kind, record.num_bytes, record.ranks

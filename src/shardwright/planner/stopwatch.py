@@ -63,15 +63,16 @@ class Stopwatch:
     def __post_init__(self) -> None:
         self._began = perf_counter()
 
-    def timed(self, call: Callable[[], Any], *, parts: int = 1) -> Timing | None:
+    def timed(self, call: Callable[[], Any], *, parts: int = 1, takes_part: bool = True) -> Timing | None:
         """Returns the seconds that ``call`` takes, the mean over ranks; all ranks must make the same calls.
 
-        The seconds are divided by ``parts``. None: the time limit has passed, or a call alone takes too long.
+        The seconds are divided by ``parts``, and are those of the ranks that say ``takes_part``: not of one for which
+        the call does nothing. None: the time limit has passed, or a call alone takes too long.
         """
-        timings = self.timed_in_turn([call])
+        timings = self.timed_in_turn([call], takes_part=takes_part)
         return timings[0]._replace(seconds=timings[0].seconds / parts) if timings else None
 
-    def timed_in_turn(self, calls: Sequence[Callable[[], Any]]) -> tuple[Timing, ...]:
+    def timed_in_turn(self, calls: Sequence[Callable[[], Any]], *, takes_part: bool = True) -> tuple[Timing, ...]:
         """Returns the seconds of several calls that are made one after the other in each run; () as :meth:`timed`."""
         if self._agreed(perf_counter() - self._began) > self.limit_s:
             return ()
@@ -89,7 +90,8 @@ class Stopwatch:
         mine = torch.tensor(
             [[self._run(call, times) / times for call in calls] for _ in range(runs)], dtype=torch.float64
         )
-        every = self.everyone.all_gather(mine[None].to(self.everyone.device)).mean(0)
+        mine = mine if takes_part else torch.full_like(mine, torch.nan)
+        every = self.everyone.all_gather(mine[None].to(self.everyone.device)).nanmean(0)
         return tuple(Timing.of(each.tolist()) for each in every.T)
 
     def _run(self, call: Callable[[], Any], calls: int) -> float:

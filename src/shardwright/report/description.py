@@ -52,14 +52,17 @@ STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 _ADAMW_MOMENTS = 2
 
 
-def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | None = None) -> dict[str, Any]:
+def describe(
+    job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | None = None, seconds_from: str = ""
+) -> dict[str, Any]:  # fmt: skip
     """Returns the description of a layout: what each rank stores, how each layer is parallelized and why.
 
     With ``inputs``, a global batch without targets, the description also says what each rank sends, and what is sent
     for each layer; with ``nodes``, which axes cross between nodes and, given ``inputs`` and at most 4,096 ranks, how
     many bytes they send there. With more ranks, an entry of ``ranks`` stands for as many equal ranks as its ``alike``
     says. The plan is made on the meta device, so that neither values nor other ranks are needed. The optimizer is taken
-    to be AdamW.
+    to be AdamW. ``seconds_from`` says where the job's seconds of layers come from, if they were not timed, nor
+    predicted for the job's cluster.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON.
     Raises: LayoutError, PlanError: the layout does not fit the model. LayoutError: it has more than 2**20 ranks, or
@@ -100,7 +103,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None, nodes: Nodes | Non
         "layers": _layers(job, plan),
         "shares": [_share(each) for each in shares_of(job, plan)],
         **({} if sends is None else {"layer_traffic": sends.of_layers()}),
-        **_pipeline(plan, seconds_from=_seconds_from(job)),
+        **_pipeline(plan, seconds_from=seconds_from or _seconds_from(job)),
     }
 
 

@@ -202,7 +202,11 @@ def _timeline(description: Description) -> Iterator[str]:
     timeline = timeline_of(description)
     if timeline is None:
         return
-    speed = f"at {description['seconds_from']}" if "guess" in description["seconds_from"] else "from timed layers"
+    speed = (
+        f"at {description['seconds_from']}"
+        if "guess" in description["seconds_from"]
+        else f"from {description['seconds_from']}"
+    )
     note = f"Schedule {description['schedule']}, predicted {speed}; bubble {100 * description['bubble']:.1f} %."
     yield f'<h3>Pipeline</h3>\n<p class="note">{escape(note)}</p>\n{timeline_group([timeline])}'
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardwright import devices
 from shardwright.comm.limits import Ranks
 from shardwright.errors import CheckpointError, LayoutError, PlanError
+from shardwright.file_locks import lock
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for, make_plan
@@ -23,6 +24,7 @@ from shardwright.planner.predicted import by_price, cluster_for, cluster_here, p
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import open_data
+from shardwright.train.out_folder import LOCK
 from shardwright.train.progress import say, write_json
 from shardwright.train.run_file import RUN_FILE, parts_of
 from shardwright.train.step_recording import LEAST_STEPS
@@ -55,7 +57,8 @@ def settled_by_price(config: TrainConfig) -> TrainConfig:
 def note_figures(out: Path, **figures: Any) -> None:
     """Adds entries, such as ``predicted`` or ``measured``, to the last part of the run in ``out``.
 
-    Raises: OSError: ``run.json`` cannot be read or written. ValueError: it is damaged.
+    The caller holds the lock of the folder. Raises: OSError: ``run.json`` cannot be read or written. ValueError: it is
+    damaged.
     """
     kept = json.loads((out / RUN_FILE).read_text())
     kept.update(figures)
@@ -74,7 +77,7 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     """
     device_type = devices.wanted() if ranks == "processes" else "cpu"
     layout = Layout.parse(config.layout)
-    text = cluster or config.cluster or cluster_here(device_type)
+    text = cluster or config.cluster or cluster_here()
     with without_values():
         model, loss, model_config = config.build()
     data = open_data(config.data, seq=config.seq, model=model_config)
@@ -101,10 +104,11 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
     if os.environ.get("RANK", "0") != "0":
         return
     try:
-        if last_step - parts_of(out)[-1]["first_step"] < LEAST_STEPS:
+        first_step = parts_of(out)[-1]["first_step"]
+        if last_step - first_step < LEAST_STEPS:
             return
         found = predicted_step(config, ranks)
-    except (CheckpointError, LayoutError, PlanError, RuntimeError, TypeError, ValueError) as problem:
+    except Exception as problem:  # of the user's model or dataset, too: the run itself has ended well
         what = (
             problem.what
             if isinstance(problem, CheckpointError | LayoutError | PlanError)
@@ -112,5 +116,7 @@ def note_predicted(config: TrainConfig, out: Path, ranks: Ranks, last_step: int)
         )
         say(f"warning: the run's steps are not predicted: {what}")
         return
-    with suppress(OSError, ValueError):
-        note_figures(out, predicted=found)
+    # the run's lock was released, so that another run may write to the folder now: then it is left as it is
+    with suppress(OSError, ValueError, KeyError, CheckpointError), (out / LOCK).open("r+") as file:
+        if lock(file) and parts_of(out)[-1]["first_step"] == first_step:
+            note_figures(out, predicted=found)

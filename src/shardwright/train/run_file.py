@@ -28,14 +28,14 @@ from shardwright.train.progress import write_json
 RUN_FILE = "run.json"
 
 MOST_RUN_BYTES = 2**26
-"""The size in bytes up to which a ``run.json`` is read; it includes the measured times of layers."""
+"""The size in bytes up to which a ``run.json`` is read; it includes the seconds of layers."""
 
 
 class RunPart(NamedTuple):
     """What one start of a run was given: a run has a part for each start that has taken steps.
 
-    ``first_step`` is the number of steps that were done before, ``seconds`` has the measured times of layers, and
-    ``command`` is the command line.
+    ``first_step`` is the number of steps that were done before, ``seconds`` has those of layers, which
+    were measured or, with a cluster, predicted, and ``command`` is the command line.
     """
 
     config: TrainConfig
@@ -48,7 +48,7 @@ class RunPart(NamedTuple):
 def write_run(out: Path, part: RunPart, data: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
     """Writes the file ``run.json`` of a run into its folder ``out``, in place of an earlier one.
 
-    It holds the options, the measured times of layers, the number of ranks and the command line of this ``part``, its
+    It holds the options, the seconds of layers, the number of ranks and the command line of this ``part``, its
     time, the versions and the machine that are used, the fingerprints of the data files (``data``), and the id of the
     ``torchrun`` job if there is one. ``parts`` in the file lists the same of the ``earlier`` parts, and of this one.
     """
@@ -132,9 +132,9 @@ def _is_part(part: Any) -> bool:
 def read_run(out: Path, *, model: str | None = None, data: str | None = None) -> dict[str, Any]:
     """Returns the options with which a run in the folder ``out`` was started, without ``stop_at`` and ``profile``.
 
-    ``model`` and ``data`` are those named on the command line, if they are. A folder may come from another person, and
-    importing a factory runs its code. So a factory that a folder names is used only if ``model`` or ``data`` names it
-    as well, and loggers that are functions are left out.
+    ``model`` and ``data`` are those named on the command line, if they are; ``data`` takes the place of the run's. A
+    folder may come from another person, so that code of it is used only if the command names it
+    (:func:`check_named`), and loggers that are functions are left out.
 
     Raises: CheckpointError: there is no run, its model is not ``model``, or its model or data are a factory that is not
         named.
@@ -145,23 +145,40 @@ def read_run(out: Path, *, model: str | None = None, data: str | None = None) ->
         raise CheckpointError(
             f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
         )
-    if ":" in found and model is None:
-        raise CheckpointError(
-            f"{RUN_FILE} of '{out}' names code that would run: the factory of its model",
-            given=found,
-            allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
-            fix=f"if you trust that code, add --model {found}",
-        )
-    source = options.get("data", TrainConfig.data)
-    if is_factory(source) and data is None:
-        raise CheckpointError(
-            f"{RUN_FILE} of '{out}' names code that would run: the factory of its data",
-            given=source,
-            allowed="a factory that the command names too, or other data",
-            fix=f"if you trust that code, add --data {source}",
-        )
+    if data is not None:
+        options["data"] = data
+    check_named(options, f"{RUN_FILE} of '{out}'", model=model, data=data)
     options["logger"] = ",".join(name for name in logger_names(options.get("logger", "")) if ":" not in name)
     return options
+
+
+def check_named(options: Mapping[str, Any], given_in: str, *, model: str | None, data: str | None) -> None:
+    """Raises CheckpointError if options of a run name code, as model or as data, that the command does not name.
+
+    ``options`` are those of a run or of one of its parts, and ``given_in`` says where they stand. Importing a factory
+    runs its code, so that one is used only if it is the ``model`` or the ``data`` that the command names.
+
+    >>> check_named({"data": "a:b"}, "run.json", model=None, data="a:b")
+    >>> check_named({"data": "a:b"}, "run.json", model=None, data=None)
+    Traceback (most recent call last):
+    shardwright.errors.CheckpointError: run.json names code that would run, the factory of its data: add --data a:b
+      given:   a:b
+      allowed: a factory that the command names too, or other data
+      fix:     if you trust that code, add --data a:b
+    """
+    found, source = options.get("model", TrainConfig.model), options.get("data", TrainConfig.data)
+    for option, name, named, is_code in (
+        ("model", found, model, ":" in found),
+        ("data", source, data, is_factory(source)),
+    ):
+        if is_code and name != named:
+            raise CheckpointError(
+                f"{given_in} names code that would run, the factory of its {option}: add --{option} {name}",
+                given=name,
+                allowed="a factory that the command names too, or "
+                + ("other data" if option == "data" else f"one of {', '.join(MODELS)}"),
+                fix=f"if you trust that code, add --{option} {name}",
+            )
 
 
 def noted_data(out: Path) -> Mapping[str, Any]:
