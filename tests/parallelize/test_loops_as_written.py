@@ -397,3 +397,14 @@ def test_an_optimizer_has_one_average_and_is_not_saved_or_loaded_while_it_is_app
     for texts in on_ranks("dp2", work, two_layers()):
         fixes = ("run.average(optimizer, 0.5)", "call save after the block", "call load after", "leave out the inner")
         assert all(fix in text for fix, text in zip(fixes, texts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shifted"),
+    [("ForCausalLM", True), ("ForMaskedLM", False), ("ForConditionalGeneration", None), ("ForSomething", None)],
+)
+def test_a_kind_of_model_of_which_some_shift_their_labels_and_some_do_not_is_asked_for(kind, shifted):
+    model = nn.Linear(2, 2)
+    model.loss_type = kind
+    assert sw.ModelLoss().for_model(model).shifted is shifted
+    assert sw.ModelLoss(shifted=True).for_model(model).shifted is True

@@ -26,7 +26,7 @@ from shardwright.parallelize.batches import Targets, as_tensors, check_part, pai
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
-from shardwright.parallelize.gradients import add_up, clip_norm
+from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
@@ -286,7 +286,30 @@ class Run:
         Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`.
         """
         check_part("evaluate", batch)
-        return self._step.evaluate(batch)
+        return self._step.evaluate(batch)[0]
+
+    def evaluate_all(self, batches: Iterable[Microbatch]) -> Tensor:
+        """Returns the global mean loss over all targets of several batches, a scalar, as :meth:`evaluate` does of one.
+
+        Each target counts the same, whichever batch it is in; targets that the loss ignores do not count. All ranks
+        call it. Traffic: that of :meth:`evaluate` for each batch.
+        Raises: PlanError: there are no batches, or one is not from :meth:`shard` or :meth:`part`.
+
+        >>> import shardwright as sw
+        >>> model, x = nn.Linear(4, 3), torch.ones(6, 4)
+        >>> targets = torch.tensor([0, 1, 2, 0, 1, -100])
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2", world, loss=sw.CrossEntropy())
+        ...     return run.evaluate_all(run.shard([(x[:4], targets[:4]), (x[4:], targets[4:])])).item()
+        >>> found = sw.launch(work, 2, ranks="threads")
+        >>> abs(found[0] - nn.functional.cross_entropy(model(x), targets).item()) < 1e-5
+        True
+        """
+        found = []
+        for batch in batches:
+            check_part("evaluate_all", batch)
+            found.append(self._step.evaluate(batch))
+        return mean_of_batches(found)
 
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
