@@ -124,7 +124,7 @@ class Averages:
         self._run.changed()
 
 
-class AveragesOfRun:
+class RunAverages:
     """The averages that a run has made, one for each optimizer; an optimizer that is let go takes its own along."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from shardwright.comm.world import World
 from shardwright.devices import HOST, moment, seconds_between
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
-from shardwright.parallelize.averages import Averages, AveragesOfRun
+from shardwright.parallelize.averages import Averages, RunAverages
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
@@ -86,7 +86,7 @@ class Run:
         self.coord = plan.mesh.coord(world.rank)
         self.rng: RngTracker = executor.rng
         self.num_steps = 0
-        self.averages = AveragesOfRun()
+        self.averages = RunAverages()
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan

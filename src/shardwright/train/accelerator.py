@@ -395,7 +395,7 @@ class DeferredOutput:
 
     def __getattr__(self, name: str) -> Any:
         if name == "loss":
-            raise OutputNotThereError(
+            raise OutputError(
                 "the model computes a loss from labels, and this batch has none",
                 given="a call without labels=...",
                 allowed="model(**batch) with labels in the batch, or a loss of torch on model(x)",
@@ -407,12 +407,12 @@ class DeferredOutput:
         raise _too_early(f"[{key!r}]")
 
 
-class OutputNotThereError(PlanError, AttributeError):
+class OutputError(PlanError, AttributeError):
     """Raised for an attribute of an output that is not computed yet; ``hasattr`` is False, as for any missing one."""
 
 
 def _too_early(what: str) -> PlanError:
-    return OutputNotThereError(
+    return OutputError(
         "the output of a prepared model in training is not there before its loss is known",
         given=f"'{what}' of it",
         allowed="a loss of torch on the whole output, with the mean over targets of the same samples; "
