@@ -60,6 +60,7 @@ METHODS = {
     "changed": "",
     "clip_grad_norm_": "max_norm",
     "evaluate": "batch",
+    "evaluate_all": "batches",
     "explain": "path",
     "global_parameters": "placement sbp",
     "kept": "",
@@ -81,9 +82,19 @@ METHODS = {
 }
 """The methods of a run with their parameters."""
 
-ATTRIBUTES = {"axes", "coord", "loss", "model", "num_steps", "offload", "parameters", "plan", "rng", "world"} | {
-    *("draws", "loss_scale", "num_skipped")
-}
+ATTRIBUTES = {
+    "averages",
+    "axes",
+    "coord",
+    "loss",
+    "model",
+    "num_steps",
+    "offload",
+    "parameters",
+    "plan",
+    "rng",
+    "world",
+} | {*("draws", "loss_scale", "num_skipped")}
 
 SPELLINGS = {
     "data_parallel on dp": "bucket bucket:0 fp32-sums",

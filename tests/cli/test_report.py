@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from shardwright.cli.main import app
+from shardwright.cli.main import _print_summary, app
 
 TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
 
@@ -128,3 +130,11 @@ def test_code_that_only_a_folder_names_is_not_run_and_the_page_says_how_to_allow
     assert run("train", "--steps", "1", *own, *data).exit_code == 0
     assert report(tmp_path / "own", "--model", "torch.nn:Embedding")[0]["remarks"] == []
     assert report(tmp_path / "own")[0]["remarks"] != []
+
+
+def test_a_page_that_cannot_be_made_of_a_damaged_run_is_no_error_of_the_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run.json").write_text("{")
+    monkeypatch.setattr(sys.modules["shardwright.cli.main"], "_summary_text", lambda *_: "")
+    summary = {"diverged": None, "stopped": False}
+    _print_summary(summary, tmp_path, SimpleNamespace(model=None), as_json=True)
+    assert json.loads(capsys.readouterr().out)["report"].startswith("not written: ")

@@ -363,3 +363,48 @@ def test_averages_that_cannot_be_are_refused():
     offloaded = refused(lambda: on_ranks("dp2/zero3/offload:disk", of_offloaded, Scaled()))
     assert "leave out /offload" in offloaded
     assert "end the block before the next step" in refused(lambda: on_ranks("dp2", inside, Scaled()))
+
+
+def test_an_optimizer_has_one_average_and_is_not_saved_or_loaded_while_it_is_applied(tmp_path):
+    def work(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        averages = run.average(optimizer, 0.5)
+        texts = []
+
+        def refuses(call):
+            with pytest.raises(PlanError) as caught:
+                call()
+            texts.append(str(caught.value))
+
+        assert run.average(optimizer, 0.5) is averages  # a cell of a notebook that runs again
+        refuses(lambda: run.average(optimizer, 0.9))
+        for batch in run.shard(BATCHES[:2]):
+            run.step(batch, update=optimizer)
+        with averages.applied():
+            refuses(lambda: sw.save(tmp_path / "in", run, optimizer))
+            refuses(lambda: sw.load(tmp_path / "in", run, optimizer))
+            refuses(lambda: averages.applied().__enter__())
+            sw.save(tmp_path / "in", run)  # the averages as a model
+            inside = run.state_dict()
+        sw.save(tmp_path / "after", run, optimizer)
+        again = run.optimizer(torch.optim.SGD, lr=0.1)
+        loaded = run.average(again, 0.5)
+        sw.load(tmp_path / "after", run, again)
+        with loaded.applied():
+            assert all(torch.equal(value, inside[name]) for name, value in run.state_dict().items())
+        return texts
+
+    for texts in on_ranks("dp2", work, two_layers()):
+        fixes = ("run.average(optimizer, 0.5)", "call save after the block", "call load after", "leave out the inner")
+        assert all(fix in text for fix, text in zip(fixes, texts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shifted"),
+    [("ForCausalLM", True), ("ForMaskedLM", False), ("ForConditionalGeneration", None), ("ForSomething", None)],
+)
+def test_a_kind_of_model_of_which_some_shift_their_labels_and_some_do_not_is_asked_for(kind, shifted):
+    model = nn.Linear(2, 2)
+    model.loss_type = kind
+    assert sw.ModelLoss().for_model(model).shifted is shifted
+    assert sw.ModelLoss(shifted=True).for_model(model).shifted is True

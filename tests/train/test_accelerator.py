@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +199,65 @@ def test_an_optimizer_without_its_model_and_an_unknown_precision_are_refused():
     with pytest.raises(PlanError, match="no such precision"):
         sw.Accelerator(mixed_precision="fp8")
     assert sw.Accelerator("dp2", world=None, mixed_precision="bf16").layout == "dp2 bf16"
+
+
+def test_a_schedule_that_computes_the_next_rate_from_the_last_goes_on_where_it_was(tmp_path):
+    x, y, whole = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64), plain()
+
+    def rates(world, resumed):
+        accelerator, model = sw.Accelerator("dp2", world), deepcopy(whole)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        if resumed:
+            accelerator.load_state(tmp_path)
+        found = []
+        for _ in range(2):
+            accelerator.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        if not resumed:
+            accelerator.save_state(tmp_path)
+        return found
+
+    assert sw.launch(rates, 2, False, ranks="threads") == [[0.5, 0.25]] * 2
+    assert sw.launch(rates, 2, True, ranks="threads") == [[0.125, 0.0625]] * 2
+
+
+def test_what_a_script_gives_and_what_it_lacks_is_refused_and_not_passed_over(tmp_path):
+    x, y, whole = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64), plain()
+
+    def work(world):
+        accelerator, model, texts = sw.Accelerator("dp2", world), deepcopy(whole), []
+
+        def refuses(call):
+            with pytest.raises(PlanError) as caught:
+                call()
+            texts.append(str(caught.value))
+
+        for early in (lambda: accelerator.backward(x), lambda: accelerator.clip_grad_norm_([], 1.0),
+                      lambda: accelerator.get_state_dict(model), lambda: accelerator.save_state(tmp_path),
+                      lambda: accelerator.load_state(tmp_path)):  # fmt: skip
+            refuses(early)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        output = prepared(x)
+        assert not hasattr(output, "logits")
+        assert not hasattr(output, "loss")
+        accelerator.backward(functional.cross_entropy(output, y))
+        refuses(lambda: accelerator.clip_grad_norm_(prepared.parameters(), 1.0, norm_type=float("inf")))
+        refuses(lambda: accelerator.clip_grad_norm_(list(prepared.parameters())[:1], 1.0))
+        assert accelerator.clip_grad_norm_(prepared.parameters(), 1.0) is not None
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) is not None
+        optimizer.step()
+        accelerator.save_state(tmp_path)
+        accelerator.prepare(schedule)
+        refuses(lambda: accelerator.load_state(tmp_path))
+        return texts
+
+    fixes = ["accelerator.prepare(model, optimizer, loader)"] * 5
+    fixes += ["leave out norm_type", "clip_grad_norm_(model.parameters(), max_norm)", "prepare 0 schedulers"]
+    for texts in sw.launch(work, 2, ranks="threads"):
+        assert all(fix in text for fix, text in zip(fixes, texts, strict=True)), texts

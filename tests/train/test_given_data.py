@@ -17,6 +17,7 @@ from shardwright.train.config import TrainConfig
 from shardwright.train.data import open_data
 from shardwright.train.loop import train
 from shardwright.train.predicting import evaluate, predict
+from shardwright.train.progress import read_metrics
 from shardwright.train.run_file import read_run
 
 DRAW = np.random.default_rng(0)
@@ -128,3 +129,33 @@ def test_options_of_predictions_out_of_range_are_refused(tmp_path):
     for options, text in (({"num": 0}, "'num' is out of range"), ({"to": tmp_path / "x.csv"}, "x.safetensors")):
         with pytest.raises(PlanError, match=text):
             predict(config(), tmp_path, Layout.parse("single"), **options)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_each_target_that_is_not_ignored_counts_the_same_in_whichever_batch_it_is(tmp_path, monkeypatch, line):
+    data = [(x.clone(), y.clone()) for x, y in tokens("eval")]  # 4 samples of 4 tokens, in batches of 2
+    for _, targets in data[:2]:
+        targets[1:] = -100
+    monkeypatch.setattr(sys.modules["mine"], "ignoring", lambda split: data, raising=False)
+    options = config(layout="single", model="mine:language_model", data="mine:ignoring", batch=2, eval_every=3)
+    train(options, tmp_path / "run", ranks="threads")
+    file = tmp_path / "new" / "outputs.safetensors"  # a folder that is not there yet
+    predict(options, tmp_path / "run", Layout.parse(line), num=4, to=file)
+    written = load_file(file)
+    outputs, targets = written["outputs"].flatten(0, -2), written["targets"].flatten()
+    found = evaluate(options, tmp_path / "run", Layout.parse(line))
+    expected = nn.functional.cross_entropy(outputs, targets).item()
+    assert found["loss"] == pytest.approx(expected, abs=1e-5)
+    assert read_metrics(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    kept = targets != -100
+    assert found["accuracy"] == pytest.approx((outputs.argmax(-1) == targets)[kept].float().mean().item())
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_predicted(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link.safetensors").symlink_to("file")
+    for to in (tmp_path / "link.safetensors", tmp_path / "file" / "x.safetensors"):
+        with pytest.raises(CheckpointError, match="cannot write"):  # and not that there is no run
+            predict(config(), tmp_path / "no run", Layout.parse("single"), to=to)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert (tmp_path / "link.safetensors").is_symlink()

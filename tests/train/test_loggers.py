@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.train.config import TrainConfig
-from shardwright.train.loggers import check_loggers, open_logger
+from shardwright.train.loggers import LOGGERS, check_loggers, open_logger
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
 from shardwright.train.run_file import read_run
@@ -134,13 +134,21 @@ def test_rows_and_the_progress_line_tell_the_bubble_memory_and_tokens_of_a_devic
 
 
 def test_a_run_is_profiled_for_some_steps_into_its_folder(tmp_path):
-    summary = train(config(layout="dp2", steps=6, profile=2), tmp_path / "run", ranks="threads")
+    summary = train(config(layout="dp2", steps=7, profile=2), tmp_path / "run", ranks="threads")
     trace = (tmp_path / "run" / "trace.json").read_text()
     assert summary["trace"] == str(tmp_path / "run" / "trace.json")
-    assert [f'"step {number}"' in trace for number in range(6)] == [False, False, False, True, True, False]
+    assert [f'"step {number}"' in trace for number in range(7)] == [False] * 4 + [True, True, False]
     assert "profile" not in read_run(tmp_path / "run"), "a resumed run is profiled only if it is asked to"
 
 
 def test_a_folder_of_a_run_brings_no_function_along(tmp_path, importable):
     train(config(logger="mine:take,tensorboard", steps=1), tmp_path / "run", ranks="threads")
     assert read_run(tmp_path / "run")["logger"] == "tensorboard"
+
+
+def test_a_folder_of_the_name_of_a_package_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "logged_elsewhere").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(LOGGERS, "logged_elsewhere", (lambda *_: None, "pip install it"))
+    with pytest.raises(PlanError, match="is not installed"):
+        check_loggers(["logged_elsewhere"])

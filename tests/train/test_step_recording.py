@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.errors import PlanError
 from shardwright.file_locks import lock
+from shardwright.parallelize.run import Run
+from shardwright.train import measuring
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.run_figures import note_predicted
 from shardwright.train.run_file import parts_of
-from shardwright.train.step_recording import LEAST_STEPS
+from shardwright.train.step_recording import LEAST_STEPS, WARM_UP
 
 KEYS = ["step_s", "waterfall", "memory_by_kind", "traffic_by_axis"]
 TINY = {"data": "synthetic", "seq": 16, "settings": {"num_layers": 2, "width": 32}, "batch": 8}
@@ -173,3 +178,21 @@ def test_a_replay_runs_no_code_that_only_the_folder_names(run, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(kept))
     result = replay(tmp_path)
     assert (result.exit_code, "add --model antigravity:fly" in result.stderr) == (2, True)
+
+
+def test_a_profile_begins_after_the_steps_that_are_recorded_and_so_slower(tmp_path, monkeypatch):
+    seen = []
+    plain = Run.profile
+    monkeypatch.setattr(Run, "profile", lambda run, path: (seen.append(run.num_steps), plain(run, path))[1])
+    trained(tmp_path, "single", LEAST_STEPS, profile=1)
+    assert seen == [WARM_UP + 2]
+
+
+def test_the_memory_of_each_step_is_read_through_one_handle_of_the_process(monkeypatch):
+    made, plain = [], psutil.Process
+    monkeypatch.setattr(psutil, "Process", lambda number: (made.append(number), plain(number))[1])
+    measuring._process.cache_clear()
+    peak, held = zip(*[measuring._memory_here(torch.device("cpu")) for _ in range(3)], strict=True)
+    assert made == [os.getpid()]
+    assert min(held) > 0
+    assert all(most >= now for most, now in zip(peak, held, strict=True))

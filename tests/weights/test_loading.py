@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import shardwright as sw
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize import filling
 from shardwright.sharding.box import Box
@@ -303,6 +303,8 @@ def _parts_of_another_layout(world, line):
         run.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, full=False)
     with pytest.raises(CheckpointError, match="no such rank"):
         run.load_state_dict({}, from_rank=2)
+    with pytest.raises(PlanError, match="leave out from_rank"):
+        run.load_state_dict(run.state_dict(full=False), full=False, from_rank=0)
     with pytest.raises(CheckpointError, match="no plain values"):
         run.load_state_dict({"weight": torch.ones(4, 4, device="meta"), "bias": torch.ones(4)})
     with pytest.raises(CheckpointError, match="different weights"):

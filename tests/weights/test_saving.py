@@ -218,3 +218,20 @@ def test_a_source_that_changes_while_it_is_written_elsewhere_leaves_no_file(tmp_
     with pytest.raises(CheckpointError, match="it was written to"):
         sw.save_weights(tmp_path / "a.pt", tmp_path / "b.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_config_and_a_tokenizer_are_replaced_only_by_others(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    folder = tmp_path / "llama"
+    for _ in range(2):  # the second time over its own kind
+        sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=config)
+    for format in ("safetensors", "dcp"):
+        with pytest.raises(CheckpointError, match=r"such as 'config\.json'"):
+            sw.save_weights(tmp_path / "a.pt", folder, format=format)
+    (folder / "tokenizer.json").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"such as 'tokenizer\.json'"):
+        sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=config)
+    assert (folder / "tokenizer.json").read_text() == "mine"
+    sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=folder)
+    assert (folder / "tokenizer.json").read_text() == "mine"

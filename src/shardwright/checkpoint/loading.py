@@ -50,8 +50,10 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
 
     Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model, or
-        has no state with which the optimizer can step; or a save that was under way has failed.
+        has no state with which the optimizer can step; or a save that was under way has failed. PlanError: the averages
+        of ``optimizer`` are applied.
     """
+    run.averages.check_not_applied(optimizer, verb="load")
     run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")
     folder = find_on_all(everyone, Path(path))

@@ -77,9 +77,11 @@ def save(
     ``run.wait_saves`` and ``launch``.
 
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
-        writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched.
+        writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
+        the averages of ``optimizer`` are applied.
     """
     extra = check_extra(extra)
+    run.averages.check_not_applied(optimizer, verb="save")
     run.wait_saves()
     token, owners = agree_on_save(run)
     final = Path(folder) / _name(run.num_steps)

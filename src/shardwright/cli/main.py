@@ -28,7 +28,7 @@ from shardwright.cli.weights import export
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
 from shardwright.command_start import INTERRUPTED
-from shardwright.errors import PlanError, explain
+from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
 from shardwright.nodes import Nodes
@@ -156,7 +156,7 @@ def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: 
     """Writes the report page of a run, prints its summary, and exits with an error code if the run ended early."""
     try:
         summary["report"] = str(_report(out, config))
-    except OSError as failure:  # the checkpoint is safe, and a page is not worth an error
+    except (OSError, CheckpointError, PlanError) as failure:  # the checkpoint is safe, a page is not worth an error
         summary["report"] = f"not written: {failure}"
     emit(summary, _summary_text(summary, out), as_json=as_json)
     if summary["diverged"] is not None:

@@ -16,6 +16,14 @@ from shardwright.errors import PlanError
 IGNORED = -100
 """The target that torch's and transformers' losses ignore by default."""
 
+_SHIFTED = {
+    "ForCausalLM": True,
+    **dict.fromkeys(("ForMaskedLM", "ForQuestionAnswering", "ForTokenClassification"), False),
+    **dict.fromkeys(("ForSequenceClassification", "ForImageClassification"), False),
+    **dict.fromkeys(("ForVideoClassification", "ForAudioClassification"), False),
+}
+"""Whether models shift their labels, by the ``loss_type`` of transformers, where all models of a type do the same."""
+
 
 class ModelLoss(nn.Module):
     """The loss that a model itself computes from labels among its inputs, as models of transformers do.
@@ -25,8 +33,10 @@ class ModelLoss(nn.Module):
     those equal to ``ignore_index`` are not counted.
 
     ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
-    default the model says so: transformers' causal language models do. A mean whose targets are counted wrongly would
-    weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
+    default the ``loss_type`` of a model of transformers says so where one class of losses stands behind it: causal
+    language models shift, and masked ones and classifiers do not. Models for conditional generation are of both kinds:
+    Llava shifts, and T5 does not. A mean whose targets are counted wrongly would weigh ranks with fewer targets
+    wrongly, so a model that does not say is an error for labels of sequences.
 
     Layouts that cut the tokens of a sequence (``/seq``) need a loss on the logits instead: a shift would cross ranks.
 
@@ -58,7 +68,7 @@ class ModelLoss(nn.Module):
         kind = getattr(model, "loss_type", None)
         if self.shifted is not None or not isinstance(kind, str):
             return self
-        return ModelLoss(self.labels, shifted=kind == "ForCausalLM", ignore_index=self.ignore_index)
+        return ModelLoss(self.labels, shifted=_SHIFTED.get(kind), ignore_index=self.ignore_index)
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """Returns (inputs, targets) of a batch: all of it, and its labels. A pair is returned as it is."""
@@ -86,7 +96,7 @@ class ModelLoss(nn.Module):
         if self.shifted is None:
             raise PlanError(
                 "whether the model predicts the next token is not known, and so not how many labels its loss counts",
-                given=f"labels of {list(targets.shape)}, and a model without loss_type",
+                given=f"labels of {list(targets.shape)}, and a model whose loss_type does not say it",
                 allowed="shifted=True if the first label of each sequence is left out, else shifted=False",
                 fix="write loss=sw.ModelLoss(shifted=True)",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -44,35 +45,35 @@ class Averages:
                 allowed="layouts without /offload",
                 fix="leave out /offload, or average the checkpoints of a run",
             )
-        self._run, self._optimizer, self.decay = run, optimizer, decay
+        self._run, self.optimizer, self.decay = run, optimizer, decay
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._has_gradients = self._is_applied = False
+        self._has_gradients = self.is_applied = False
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._update)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
+        return (p for group in self.optimizer.param_groups for p in group["params"])
 
     @torch.no_grad()
     def _begin(self, *_: Any) -> None:
         """Notes which parameters have gradients, and the values of those that take part only from this step on."""
-        if self._is_applied:
+        if self.is_applied:
             raise PlanError(
                 "an optimizer steps from the parameters, and not from their averages",
-                given=f"{type(self._optimizer).__name__}.step() inside of averages.applied()",
-                allowed="evaluate, predict, state_dict and save",
+                given=f"{type(self.optimizer).__name__}.step() inside of averages.applied()",
+                allowed="evaluate, predict, state_dict, and save without this optimizer",
                 fix="end the block before the next step",
             )
         trained = [p for p in self._parameters() if p.grad is not None]
         self._has_gradients = bool(trained)
-        started = any(KEY in state for state in self._optimizer.state.values())
-        self._before = {p: p.clone() for p in trained if started and KEY not in self._optimizer.state.get(p, {})}
+        started = any(KEY in state for state in self.optimizer.state.values())
+        self._before = {p: p.clone() for p in trained if started and KEY not in self.optimizer.state.get(p, {})}
 
     @torch.no_grad()
     def _update(self, *_: Any) -> None:
         if not self._has_gradients:  # a step that fp16 skips
             return
-        state = self._optimizer.state
+        state = self.optimizer.state
         averages: list[Tensor] = []
         values: list[Tensor] = []
         for parameter in self._parameters():
@@ -91,19 +92,27 @@ class Averages:
     def applied(self) -> Iterator[None]:
         """Returns a context in which the run's parameters are their averages; all ranks enter it together.
 
-        Inside, ``evaluate``, ``predict``, ``state_dict`` and ``save`` without an optimizer use the averages. No
-        optimizer may step. Afterwards, the parameters are again what they were.
+        Inside, ``evaluate``, ``predict``, ``state_dict`` and ``save`` without an optimizer use the averages. The
+        optimizer may not step, nor be saved or loaded: its averages are the parameters meanwhile. Afterwards, the
+        parameters are again what they were.
 
         Traffic: none itself; ZeRO unshards the averages, and afterwards the parameters, before they are used.
+        Raises: PlanError: the averages are applied already.
         """
-        assert not self._is_applied, "averages are applied once at a time"
-        pairs = [(p, found[KEY]) for p in self._parameters() if KEY in (found := self._optimizer.state.get(p, {}))]
+        if self.is_applied:
+            raise PlanError(
+                "averages are applied once at a time",
+                given="averages.applied() inside of averages.applied()",
+                allowed="one block, and another after its end",
+                fix="leave out the inner block: the parameters are the averages there already",
+            )
+        pairs = [(p, found[KEY]) for p in self._parameters() if KEY in (found := self.optimizer.state.get(p, {}))]
         self._swap(pairs)
-        self._is_applied = True
+        self.is_applied = True
         try:
             yield
         finally:
-            self._is_applied = False
+            self.is_applied = False
             self._swap(pairs)
 
     @torch.no_grad()
@@ -113,3 +122,39 @@ class Averages:
             parameter.copy_(average)
             average.copy_(value)
         self._run.changed()
+
+
+class RunAverages:
+    """The averages that a run has made, one for each optimizer; an optimizer that is let go takes its own along."""
+
+    def __init__(self) -> None:
+        self._made: WeakSet[Averages] = WeakSet()
+
+    def get(self, run: Run, optimizer: torch.optim.Optimizer, decay: float) -> Averages:
+        """Returns the averages of ``optimizer``, which are made once: its state has one average of a parameter.
+
+        Raises: PlanError: there are some with another decay; and as :class:`Averages`.
+        """
+        for made in self._made:
+            if made.optimizer is optimizer:
+                if made.decay == decay:
+                    return made
+                raise PlanError(
+                    "an optimizer has one average of each parameter",
+                    given=f"run.average(optimizer, {decay}) after run.average(optimizer, {made.decay})",
+                    allowed=f"a decay of {made.decay}, or an optimizer without averages",
+                    fix=f"write run.average(optimizer, {made.decay}), or make a new optimizer for another decay",
+                )
+        made = Averages(run, optimizer, decay)
+        self._made.add(made)
+        return made
+
+    def check_not_applied(self, optimizer: torch.optim.Optimizer | None, *, verb: str) -> None:
+        """Raises PlanError if the state of ``optimizer`` has the parameters meanwhile, and those are the averages."""
+        if any(made.is_applied and made.optimizer is optimizer for made in self._made):
+            raise PlanError(
+                "inside of averages.applied() the optimizer's state has the parameters in place of their averages",
+                given=f"{verb} with {type(optimizer).__name__} inside of averages.applied()",
+                allowed=f"{verb} without the optimizer inside, or with it after the block",
+                fix=f"call {verb} after the block; the checkpoint has the averages in the optimizer's state",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +63,27 @@ def add_up(
             if parameter.grad is not None:
                 sums[name] = sums[name].add_(parameter.grad) if name in sums else parameter.grad
                 parameter.grad = None
-    if not means:
-        raise PlanError(
-            "there are no batches to accumulate", given="none", allowed="one or more", fix="give the parts of run.shard"
-        )
-    total = torch.stack([count for _, count in means]).sum()
-    mean, divisor = mean_of(torch.stack([mean * count for mean, count in means]).sum(), total)
+    mean, divisor = _mean_and_divisor(means, "accumulate")
     for name, gradient in sums.items():
         parameters[name].grad = gradient
     scale_gradients(parameters.values(), 1 / divisor)
     return mean
+
+
+def mean_of_batches(means: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the mean over the targets of several batches, of each of which the mean and the number are given.
+
+    Raises: PlanError: there are no batches.
+
+    >>> mean_of_batches([(torch.tensor(1.0), torch.tensor(3)), (torch.tensor(5.0), torch.tensor(1))])
+    tensor(2.)
+    """
+    return _mean_and_divisor(means, "evaluate")[0]
+
+
+def _mean_and_divisor(means: Sequence[tuple[Tensor, Tensor]], use: str) -> tuple[Tensor, Tensor]:
+    if not means:
+        what, fix = f"there are no batches to {use}", "give the parts of run.shard"
+        raise PlanError(what, given="none", allowed="one or more", fix=fix)
+    total = torch.stack([count for _, count in means]).sum()
+    return mean_of(torch.stack([mean * count for mean, count in means]).sum(), total)

@@ -19,14 +19,14 @@ from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.devices import HOST, moment, seconds_between
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
-from shardwright.parallelize.averages import Averages
+from shardwright.parallelize.averages import Averages, RunAverages
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
-from shardwright.parallelize.gradients import add_up, clip_norm
+from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
@@ -67,6 +67,7 @@ class Run:
         offload: the host or disk storage of their state; None unless the layout offloads it.
         rng: the RNG tracker of dropout.
         num_steps: how many steps were taken, skipped ones included.
+        averages: the averages that :meth:`average` has made.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Run:
         self.coord = plan.mesh.coord(world.rank)
         self.rng: RngTracker = executor.rng
         self.num_steps = 0
+        self.averages = RunAverages()
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
@@ -284,7 +286,30 @@ class Run:
         Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`.
         """
         check_part("evaluate", batch)
-        return self._step.evaluate(batch)
+        return self._step.evaluate(batch)[0]
+
+    def evaluate_all(self, batches: Iterable[Microbatch]) -> Tensor:
+        """Returns the global mean loss over all targets of several batches, a scalar, as :meth:`evaluate` does of one.
+
+        Each target counts the same, whichever batch it is in; targets that the loss ignores do not count. All ranks
+        call it. Traffic: that of :meth:`evaluate` for each batch.
+        Raises: PlanError: there are no batches, or one is not from :meth:`shard` or :meth:`part`.
+
+        >>> import shardwright as sw
+        >>> model, x = nn.Linear(4, 3), torch.ones(6, 4)
+        >>> targets = torch.tensor([0, 1, 2, 0, 1, -100])
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2", world, loss=sw.CrossEntropy())
+        ...     return run.evaluate_all(run.shard([(x[:4], targets[:4]), (x[4:], targets[4:])])).item()
+        >>> found = sw.launch(work, 2, ranks="threads")
+        >>> abs(found[0] - nn.functional.cross_entropy(model(x), targets).item()) < 1e-5
+        True
+        """
+        found = []
+        for batch in batches:
+            check_part("evaluate_all", batch)
+            found.append(self._step.evaluate(batch))
+        return mean_of_batches(found)
 
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
@@ -470,10 +495,11 @@ class Run:
 
         Each rank averages the parameters that it stores, under every layout. The averages are part of the optimizer's
         state, so :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout too. Inside of
-        ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``.
+        ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``. A
+        second call for the same optimizer, as a cell of a notebook that runs again makes it, returns the same averages.
 
-        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1, the optimizer is not over the run's
-        parameters, or the layout offloads their state.
+        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1 or not that of the averages that there are,
+        the optimizer is not over the run's parameters, or the layout offloads their state.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(1, 1, bias=False)
@@ -489,7 +515,7 @@ class Run:
         >>> sw.launch(work, 2, ranks="threads")
         [True, True]
         """
-        return Averages(self, optimizer, decay)
+        return self.averages.get(self, optimizer, decay)
 
     def changed(self) -> None:
         """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.
@@ -547,7 +573,7 @@ class Run:
         Traffic: gathers of names and shapes as text, if ``full``, and of error texts, and one all-reduce of two
             numbers; with ``from_rank`` one broadcast of each tensor.
         Raises: CheckpointError, on every rank: names, shapes or kinds of dtypes are not the model's, or ranks were
-            given other ones. Nothing is changed then.
+            given other ones. Nothing is changed then. PlanError: ``from_rank`` without ``full``.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(4, 2)
@@ -560,6 +586,13 @@ class Run:
           given:   'bias' is torch.int64, and the model's torch.float32
           ...
         """
+        if not full and from_rank is not None:
+            raise PlanError(
+                "the parts of a rank are loaded on that rank",
+                given=f"full=False, from_rank={from_rank}",
+                allowed="from_rank with full=True, whose whole tensors one rank can send",
+                fix="leave out from_rank, or give the whole state dict on that rank and leave out full=False",
+            )
         return (
             fill_whole(self, state, strict=strict, from_rank=from_rank)
             if full

@@ -109,14 +109,15 @@ class TrainStep:
         return mean, num_targets
 
     @torch.no_grad()
-    def evaluate(self, batch: Microbatch) -> Tensor:
-        """Returns the mean loss over all ranks on one batch, in eval mode and without gradients."""
+    def evaluate(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss and number of targets over all ranks on one batch, in eval mode, without gradients."""
         split = self.plan.schedule is not None or self.plan.layout.own_statistics
         last = LossOutput(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
         with eval_mode(self._executor.model):
             self._forward(pieces_of(batch, self.plan.layout.num_microbatches if split else 1), last)
-        return self._mean(last.sums)[0]
+        mean, _, num_targets = self._mean(last.sums)
+        return mean, num_targets
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:

@@ -182,8 +182,8 @@ class Accelerator:
 
         Raises: PlanError: ``loss`` is another tensor than the loss of the model, such as that loss times a number.
         """
-        assert self._model is not None, "prepare comes first"
-        if loss is not self._model.last_loss or self.run is None:
+        run = self._prepared()
+        if self._model is None or loss is not self._model.last_loss:
             raise PlanError(
                 "backward takes the loss that the model has just computed",
                 given=f"another tensor, of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__,
@@ -193,7 +193,7 @@ class Accelerator:
         self._model.last_loss = None
         if self.gradient_accumulation_steps == 1:
             return
-        for parameter in self.run.parameters.values():
+        for parameter in run.parameters.values():
             if parameter.grad is not None:
                 share = parameter.grad / self.gradient_accumulation_steps
                 before = self._sums.get(parameter)
@@ -203,10 +203,29 @@ class Accelerator:
             self._sums = {}
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clips the gradients of the whole model by their 2-norm, which is returned; None between updates."""
-        assert self.run is not None, "prepare comes first"
-        assert norm_type == 2, "only the 2-norm is the same however parameters are cut"
-        return self.run.clip_grad_norm_(max_norm) if self.sync_gradients else None
+        """Clips the gradients of the whole model by their 2-norm, which is returned; None between updates.
+
+        Raises: PlanError: ``parameters`` are not all of the model, or ``norm_type`` is not 2.
+        """
+        run = self._prepared()
+        if norm_type != 2:
+            raise PlanError(
+                "gradients are clipped by their 2-norm, which each rank adds up of its parts",
+                given=f"norm_type={norm_type}",
+                allowed="norm_type=2",
+                fix="leave out norm_type",
+            )
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        plain = [] if self._model is None else [p for p in self._model.plain.parameters() if p.requires_grad]
+        left_out = [name for name, p in run.parameters.items() if p.requires_grad and id(p) not in given]
+        if left_out and not (plain and all(id(p) in given for p in plain)):
+            raise PlanError(
+                "gradients are clipped by the norm of the whole model",
+                given=f"{len(given)} tensors, without '{left_out[0]}'",
+                allowed="all parameters of the model",
+                fix="write accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+        return run.clip_grad_norm_(max_norm) if self.sync_gradients else None
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Returns ``values``: what a prepared model predicts is whole on every rank already."""
@@ -226,22 +245,51 @@ class Accelerator:
         ``accelerator.unwrap_model(model).save_pretrained(folder, state_dict=accelerator.get_state_dict(model))`` saves
         a model of transformers.
         """
-        assert self.run is not None, "prepare comes first"
-        return self.run.state_dict()
+        return self._prepared().state_dict()
 
     def save_state(self, output_dir: str | Path) -> str:
         """Saves model, optimizer and schedulers as a checkpoint that any layout loads; returns its path."""
-        assert self.run is not None, "prepare comes first"
+        run = self._prepared()
         extra = {"schedulers": [each.state_dict() for each in self._schedulers], "batches": self._num_batches}
-        return str(save(Path(output_dir), self.run, self._optimizer, extra=extra))
+        return str(save(Path(output_dir), run, self._optimizer, extra=extra))
 
     def load_state(self, input_dir: str | Path) -> None:
-        """Loads what :meth:`save_state` has saved, under any layout."""
-        assert self.run is not None, "prepare comes first"
-        extra = load(Path(input_dir), self.run, self._optimizer)
-        for schedule, state in zip(self._schedulers, extra.get("schedulers", ()), strict=True):
+        """Loads what :meth:`save_state` has saved, under any layout.
+
+        Raises: as :func:`~shardwright.load`; PlanError: another number of schedulers is prepared than was saved.
+        """
+        run, folder = self._prepared(), Path(input_dir)
+        extra = load(folder, run, self._optimizer)
+        states = extra.get("schedulers", ())
+        if len(states) != len(self._schedulers):
+            raise PlanError(
+                "other schedulers are prepared than were saved; parameters and optimizer are loaded already",
+                given=f"{len(self._schedulers)} schedulers, and {len(states)} in '{folder}'",
+                allowed="as many as save_state has saved, in their order",
+                fix=f"prepare {len(states)} schedulers before accelerator.load_state",
+            )
+        self._take_back_rates()
+        for schedule, state in zip(self._schedulers, states, strict=True):
             schedule.load_state_dict(state)
         self._num_batches = int(extra.get("batches", 0))
+
+    def _take_back_rates(self) -> None:
+        """Gives the script's own optimizer the loaded rates: many schedules compute the next rate from the last."""
+        if self._optimizer is None or self._former is None:
+            return
+        for group in self._optimizer.param_groups:
+            former = self._former.param_groups[group["group"]]
+            former.update({k: v for k, v in group.items() if k not in ("params", "group")})
+
+    def _prepared(self) -> Run:
+        if self.run is None:
+            raise PlanError(
+                "there is no model yet",
+                given="an accelerator before prepare",
+                allowed="prepare first, then the loop and the state",
+                fix="write model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            )
+        return self.run
 
     # ---- ranks
 
@@ -347,7 +395,7 @@ class DeferredOutput:
 
     def __getattr__(self, name: str) -> Any:
         if name == "loss":
-            raise PlanError(
+            raise OutputError(
                 "the model computes a loss from labels, and this batch has none",
                 given="a call without labels=...",
                 allowed="model(**batch) with labels in the batch, or a loss of torch on model(x)",
@@ -359,8 +407,12 @@ class DeferredOutput:
         raise _too_early(f"[{key!r}]")
 
 
+class OutputError(PlanError, AttributeError):
+    """Raised for an attribute of an output that is not computed yet; ``hasattr`` is False, as for any missing one."""
+
+
 def _too_early(what: str) -> PlanError:
-    return PlanError(
+    return OutputError(
         "the output of a prepared model in training is not there before its loss is known",
         given=f"'{what}' of it",
         allowed="a loss of torch on the whole output, with the mean over targets of the same samples; "
@@ -401,7 +453,7 @@ class StepSchedule:
         return {k: v for k, v in self.scheduler.state_dict().items() if not callable(v) and k != "lr_lambdas"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the schedule's state; the optimizer's rates are in its own."""
+        """Restores the schedule's state; ``Accelerator.load_state`` restores the rates of the optimizer that it has."""
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
 
 

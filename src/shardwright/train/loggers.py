@@ -96,13 +96,19 @@ def check_loggers(names: Sequence[str]) -> None:
             allowed = f"{', '.join(LOGGERS)}, or package.module:function"
             fix = f"write --logger {nearest(name, LOGGERS)}"
             raise PlanError("no such logger", given=name, allowed=allowed, fix=fix)
-        elif importlib.util.find_spec(name) is None:
+        elif not _is_installed(name):
             raise PlanError(
                 f"the package of the logger '{name}' is not installed",
                 given=f"--logger {name}",
                 allowed="metrics.jsonl, which is always written, and loggers whose package is installed",
                 fix=f"{LOGGERS[name][1]}, or leave out --logger {name}",
             )
+
+
+def _is_installed(name: str) -> bool:
+    """Returns whether a package can be imported; a plain folder of its name, such as ``wandb`` of its logs, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def open_logger(name: str, out: Path, options: Mapping[str, Any]) -> StepLog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
-from shardwright.train.measuring import WARM_UP, agreed_seconds, memory_of_ranks, step_usage
+from shardwright.train.measuring import agreed_seconds, memory_of_ranks, step_usage
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
@@ -258,7 +257,7 @@ class _Training:
             while self._num_left and not stopped:
                 self._profile_from_here()
                 row = self._step()
-                if self.run.num_steps == self.first_step + WARM_UP + config.profile:
+                if self.run.num_steps == self.first_step + self.recording.num_first + config.profile:
                     self._profiled.close()
                 if not (taken := not self._lock_again()):
                     log.add(row)
@@ -314,8 +313,8 @@ class _Training:
         self.everyone.barrier()
 
     def _profile_from_here(self) -> None:
-        """Begins the profile of ``--profile`` steps once the first steps have warmed up."""
-        if self.config.profile and self.run.num_steps == self.first_step + WARM_UP:
+        """Begins the profile of ``--profile`` steps after the first steps, and those that recording makes slower."""
+        if self.config.profile and self.run.num_steps == self.first_step + self.recording.num_first:
             self._profiled.enter_context(self.run.profile(self.out / TRACE_FILE))
 
     def _step(self) -> dict[str, Any]:
@@ -368,8 +367,7 @@ class _Training:
         size = self.config.batch
         last = min(self.config.eval_batches, max(len(self.eval_data) // size, 1))
         batches = [range(i * size, min((i + 1) * size, len(self.eval_data))) for i in range(last)]
-        losses = [self.run.evaluate(self._part(self.eval_data, batch)).item() for batch in batches]
-        return statistics.fmean(losses)
+        return self.run.evaluate_all(self._part(self.eval_data, batch) for batch in batches).item()
 
     def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
         """Returns this rank's part of the global batch of these samples; other samples are not read."""

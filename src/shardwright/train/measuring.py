@@ -5,8 +5,10 @@ Layers are timed before ranks train, so that a pipeline's stages can be balanced
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -175,11 +177,17 @@ def _of_ranks(mine: list[int], everyone: Axis) -> list[list[int]]:
     return found
 
 
+@lru_cache(maxsize=1)
+def _process(number: int) -> psutil.Process:
+    """Returns psutil's handle of this process, whose making takes longer than its use; ``number`` changes by a fork."""
+    return psutil.Process(number)
+
+
 def _memory_here(device: torch.device) -> tuple[int, int]:
     """Returns the most bytes that this rank has held so far, and the bytes that it holds now."""
     if device.type not in devices.HOST:
         return devices.peak_bytes(device), devices.held_bytes(device)
-    found = psutil.Process().memory_info()
+    found = _process(os.getpid()).memory_info()
     if sys.platform == "win32":
         return int(found.peak_wset), int(found.rss)
     import resource

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.checkpoint.loading import load
@@ -20,9 +19,11 @@ from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
+from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Split, global_batch, open_data
 from shardwright.train.out_folder import CHECKPOINTS
+from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
 """The most samples of one prediction, which are all returned."""
@@ -35,7 +36,8 @@ def evaluate(
 
     ``config`` is that of the run, and ``layout`` the layout to evaluate under. ``num`` samples are read, or all for 0,
     in batches of ``config.batch``. The result has the loss, the share of right predictions if targets are classes (else
-    None), the number of samples, the step and the layout.
+    None), the number of samples, the step and the layout. Loss and share are those of all targets, each of which counts
+    the same; targets that the loss ignores do not count.
 
     Raises: PlanError: an option is out of range; LayoutError: the layout does not fit the model or the ranks;
         CheckpointError: ``run`` has no checkpoint that fits; RankFailedError: a rank failed in another way.
@@ -52,13 +54,16 @@ def predict(
     If the targets are classes, the result has the likeliest class of each sample, or of each token of it, beside the
     targets; else the outputs. With ``to``, a ``.safetensors`` file, all outputs and targets are written there.
 
-    Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. OSError: it cannot be written.
+    Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. CheckpointError: it cannot be written,
+        which is known before anything is predicted unless the disk is full.
     """
     if not 0 < num <= MOST_SAMPLES:
         raise PlanError("'num' is out of range", given=num, allowed=f"1 to {MOST_SAMPLES}", fix="set num=10")
     if to is not None and to.suffix != ".safetensors":
         fix = f"write --to {to.with_suffix('.safetensors')}"
         raise PlanError("outputs are written as safetensors", given=to, allowed="a .safetensors file", fix=fix)
+    if to is not None:
+        prepare_file(to)
     return launch(_predict, layout, config, run, layout, num, split, to, ranks=ranks)[0]
 
 
@@ -95,14 +100,20 @@ def _evaluate(
 ) -> dict[str, Any]:
     run, data, found = _opened(world, config, folder, layout, split)
     num = min(num or len(data), len(data))
-    total, right, count = 0.0, 0, 0
-    for inputs, targets in _batches(data, num, config.batch):
-        (part,) = run.shard([(inputs, targets)])
-        total += run.evaluate(part).item() * len(inputs)
-        matches = _is_right(run.predict(inputs), targets)
-        if matches is not None:
-            right, count = right + int(matches.sum()), count + matches.numel()
-    return {"loss": total / num, "accuracy": right / count if count else None, "samples": num, **found}
+    right, count = 0, 0
+    ignored = getattr(run.loss, "ignore_index", None)
+
+    def parts() -> Iterator[Microbatch]:
+        nonlocal right, count
+        for inputs, targets in _batches(data, num, config.batch):
+            yield from run.shard([(inputs, targets)])
+            matches = _is_right(run.predict(inputs), targets)
+            if matches is not None:
+                counted = torch.ones_like(matches) if ignored is None else targets.cpu() != ignored
+                right, count = right + int(matches[counted].sum()), count + int(counted.sum())
+
+    loss = run.evaluate_all(parts()).item()
+    return {"loss": loss, "accuracy": right / count if count else None, "samples": num, **found}
 
 
 def _predict(
@@ -125,7 +136,9 @@ def _predict(
     whole, truth = torch.cat(outputs), torch.cat(wanted)
     is_class = _is_right(whole, truth) is not None
     if to is not None and world.rank == 0:
-        save_file({"outputs": whole.contiguous(), "targets": truth.contiguous()}, str(to))
+        tensors = {"outputs": whole, "targets": truth}
+        table = [WeightEntry((name,), each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+        write_safetensors(to, table, zip(table, tensors.values(), strict=True))
     shown = whole.argmax(-1) if is_class else whole
     return {
         "predictions": shown.tolist(), "targets": truth.tolist(), "samples": num,

@@ -43,11 +43,14 @@ class StepRecording:
     ``num_steps`` is the number of steps that the part has if nothing stops it; with fewer than ``LEAST_STEPS``, none is
     measured. Operators are timed on a CPU alone, where they run when they are called. In a step with compiled blocks,
     or one that updates parameters while gradients are computed, neither operators nor memory are looked at.
+    ``num_first`` is the number of the part's first steps that are not as the later ones: they warm up, or are measured.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self._run, self._optimizer = run, optimizer
-        self._number = 0 if num_steps >= LEAST_STEPS else LEAST_STEPS  # of the next step
+        is_measured = num_steps >= LEAST_STEPS
+        self._number = 0 if is_measured else LEAST_STEPS  # of the next step
+        self.num_first = WARM_UP + 2 if is_measured else WARM_UP
         self._names = {strategy.name for strategy in choose(run.plan.layout)}
         self._tracked: MemoryRecording | None = None
         self._times: OperatorTimes | None = None

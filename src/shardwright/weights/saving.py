@@ -66,8 +66,8 @@ def save_weights(
 
     By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
     their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
-    replaced. In memory there is one tensor at a time beside a rank's
-    own part; only "pt" needs the whole model in host memory, on rank 0.
+    replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. In memory
+    there is one tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
 
     ``names`` turns plain names into those of the files: a prefix, a mapping or a function; None leaves a tensor out.
     Floating-point tensors are rounded to ``dtype``, if it is given; else they are as the run stores them, master
@@ -175,9 +175,9 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
         nonlocal table, beside
         table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
         if everyone.index == 0:
-            check_target(writing.to, folder=writing.is_folder)
             if writing.kind == "transformers":
                 beside = files_beside(writing.config, run.model, table)
+            check_target(writing.to, folder=writing.is_folder, beside=beside)
 
     _raise_together(everyone, _problem_of(writing.to, check))
     values = _gathered(run, tensors)
@@ -212,8 +212,8 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> 
         first = next((each for each in every if each in store.tensors), name)
         tensors.setdefault(first, (every, dtype, shape))
     table = writing.table(list(tensors.values()))
-    check_target(writing.to, folder=writing.is_folder)
     beside = files_beside(writing.config, model, table) if writing.kind == "transformers" else {}
+    check_target(writing.to, folder=writing.is_folder, beside=beside)
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
     with _errors_named(writing.to):
         files = writing.write(table, values, beside)

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,11 +37,13 @@ TOKENIZER = (
 )
 """The files that are copied from a folder of transformers, beside ``config.json``, if they are there."""
 
-_WRITTEN = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|"
-    + "|".join(re.escape(name) for name in (INDEX, METADATA, "config.json", *TOKENIZER))
+_WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|" + "|".join(re.escape(name) for name in (INDEX, METADATA))
 )
-"""The names of the files of a folder that this module writes; a folder that holds no others may be replaced."""
+"""The names of files of weights that this module writes; a folder may be replaced if it holds no others that stay out.
+
+A ``config.json`` or a tokenizer is replaced only by another one: it is not to be had from the weights again.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def write_folder(
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [WHOLE[0]]
-    with _beside(to, folder=True) as partial:
+    with _beside(to, folder=True, beside=beside) as partial:
         for name, group in zip(names, groups, strict=True):
             _write_file(partial / name, group, written)
         more = dict(beside)
@@ -181,8 +183,10 @@ def _reserve(file: BinaryIO, size: int) -> None:
                 raise
 
 
-def check_target(to: Path, *, folder: bool) -> None:
+def check_target(to: Path, *, folder: bool, beside: Collection[str] = ()) -> None:
     """Raises CheckpointError unless ``to`` is new, or a regular file or a folder of weights, which may be replaced.
+
+    ``beside`` are the names of other files that are written into the folder, and that it may have already.
 
     >>> check_target(Path("/dev/null"), folder=False)
     Traceback (most recent call last):
@@ -197,7 +201,11 @@ def check_target(to: Path, *, folder: bool) -> None:
     except (OSError, ValueError) as failure:
         raise _refused(to, str(failure), folder=folder) from failure
     if folder and stat.S_ISDIR(mode):
-        others = sorted(each.name for each in to.iterdir() if not (_WRITTEN.fullmatch(each.name) and each.is_file()))
+        others = sorted(
+            each.name
+            for each in to.iterdir()
+            if not ((_WEIGHTS.fullmatch(each.name) or each.name in beside) and each.is_file())
+        )
         if others:
             raise _refused(to, f"a folder with files of another kind, such as {others[0]!r:.80}", folder=folder)
     elif folder or not stat.S_ISREG(mode):
@@ -205,19 +213,34 @@ def check_target(to: Path, *, folder: bool) -> None:
         raise _refused(to, kinds.get(stat.S_IFMT(mode), "a device or a pipe"), folder=folder)
 
 
+def prepare_file(to: Path) -> None:
+    """Makes the folder of a file that is to be written later, and raises CheckpointError if it cannot be written there.
+
+    Raises: as :func:`check_target`.
+    """
+    try:
+        check_target(to, folder=False)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        partial = to.with_name(f".{uuid.uuid4().hex}.tmp")
+        partial.touch()
+        partial.unlink()
+    except OSError as failure:
+        raise _refused(to, str(failure), folder=False) from failure
+
+
 @contextlib.contextmanager
-def _beside(to: Path, *, folder: bool) -> Iterator[Path]:
+def _beside(to: Path, *, folder: bool, beside: Collection[str] = ()) -> Iterator[Path]:
     """Returns a context whose path beside ``to`` is renamed to ``to`` at its end, and is removed after an error."""
     partial = to.with_name(f".{uuid.uuid4().hex}.tmp")
     remove: Callable[[Path], Any] = shutil.rmtree if folder else Path.unlink
     try:
-        check_target(to, folder=folder)
+        check_target(to, folder=folder, beside=beside)
         to.parent.mkdir(parents=True, exist_ok=True)
         if folder:
             partial.mkdir()
         yield partial
         flush(partial)
-        _put(partial, to, folder=folder)
+        _put(partial, to, folder=folder, beside=beside)
         flush(to.parent)
     except OSError as failure:
         raise _refused(to, str(failure), folder=folder) from failure
@@ -226,11 +249,11 @@ def _beside(to: Path, *, folder: bool) -> Iterator[Path]:
             remove(partial)
 
 
-def _put(partial: Path, to: Path, *, folder: bool) -> None:
+def _put(partial: Path, to: Path, *, folder: bool, beside: Collection[str]) -> None:
     """Renames what was written to its place; an earlier folder there is renamed first, and removed after."""
     aside = partial.with_suffix(".old")
     if earlier := folder and to.exists():
-        check_target(to, folder=True)  # again: other files may have come meanwhile
+        check_target(to, folder=True, beside=beside)  # again: other files may have come meanwhile
         to.rename(aside)
     try:
         partial.replace(to)

@@ -230,7 +230,8 @@ class StartedRanks:
         if not any((self.folder / f"{number}{SAVES}").exists() for number in left):
             return False
         if time.monotonic() > min(self._last_s, self._grace_end_s):
-            sys.stderr.write(f"the last step is not saved: {SAVES_S:g} s after the failure it was not written\n")
+            with suppress(OSError):  # a closed pipe, as of "| head": the ranks are waited for all the same
+                sys.stderr.write(f"the last step is not saved: {SAVES_S:g} s after the failure it was not written\n")
             return False
         self._end_s = time.monotonic() + KNOWN_S
         return True
