@@ -136,5 +136,5 @@ def test_a_page_that_cannot_be_made_of_a_damaged_run_is_no_error_of_the_run(tmp_
     (tmp_path / "run.json").write_text("{")
     monkeypatch.setattr(sys.modules["shardwright.cli.main"], "_summary_text", lambda *_: "")
     summary = {"diverged": None, "stopped": False}
-    _print_summary(summary, tmp_path, SimpleNamespace(model=None), as_json=True)
+    _print_summary(summary, tmp_path, SimpleNamespace(model=None, data="stdlib"), as_json=True)
     assert json.loads(capsys.readouterr().out)["report"].startswith("not written: ")
