@@ -150,7 +150,7 @@ class RunAverages:
         return made
 
     def check_not_applied(self, optimizer: torch.optim.Optimizer | None, *, verb: str) -> None:
-        """Raises PlanError inside of ``applied()`` of averages of ``optimizer``: weights and averages are exchanged there."""
+        """Raises PlanError inside of ``applied()``, where weights and averages of ``optimizer`` have changed places."""
         if any(made.is_applied and made.optimizer is optimizer for made in self._made):
             raise PlanError(
                 "inside of averages.applied() the optimizer's state has the parameters in place of their averages",
