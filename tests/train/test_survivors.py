@@ -6,8 +6,10 @@ A rank is gone by an exception that no part of a run catches: as if it was kille
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -146,7 +148,8 @@ def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monke
     if where == "a part":
         monkeypatch.setattr(saving, "save_file", full)
     else:
-        monkeypatch.setattr(survivors.Meeting, "come", lambda at, _: full(at.folder.mkdir(parents=True, exist_ok=True)))
+        write = Path.write_text
+        monkeypatch.setattr(Path, "write_text", lambda at, text: full() if ".tmp-failed" in str(at) else write(at, text))
         monkeypatch.setattr(survivors.Meeting, "is_first", full)
         monkeypatch.setattr(survivors, "life_of", lambda process, here: "runs")
     plain = Run.step
@@ -161,6 +164,20 @@ def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monke
         train(config("dp4"), tmp_path / "run", ranks="threads")
     assert capsys.readouterr().err.count("step 3 could not be saved: [Errno 28] No space left on device") == 1
     assert names_in(tmp_path / "run") == []
+
+
+def test_a_rank_comes_although_others_that_cannot_write_remove_the_folder(tmp_path, monkeypatch):
+    known = SimpleNamespace(run=SimpleNamespace(world=SimpleNamespace(rank=2, size=3)))
+    meeting, make, removed = survivors.Meeting(tmp_path / "met", known), Path.mkdir, []
+
+    def mkdir(at, **options):
+        make(at, **options)
+        if len(removed) < 2:  # each of the two others once
+            removed.append(at.rmdir())
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    meeting.come(SurvivorState(step=3))
+    assert SurvivorState(**json.loads((tmp_path / "met" / "2.json").read_text())).step == 3
 
 
 def test_a_buffer_that_only_the_rank_which_is_gone_held_is_named(tmp_path, monkeypatch, capsys):

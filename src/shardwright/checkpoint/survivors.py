@@ -177,10 +177,17 @@ class Meeting:
 
     def come(self, state: SurvivorState) -> None:
         """Tells the other ranks this rank's state. Raises OSError: the folder cannot be written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        rank = self.survivors.run.world.rank
-        (self.folder / f".{rank}").write_text(json.dumps(asdict(state)))
-        (self.folder / f".{rank}").rename(self.folder / f"{rank}.json")
+        world = self.survivors.run.world
+        mine, text = self.folder / f".{world.rank}", json.dumps(asdict(state))
+        for left in reversed(range(world.size)):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                mine.write_text(text)
+                mine.rename(self.folder / f"{world.rank}.json")
+                return
+            except (FileExistsError, FileNotFoundError):  # a rank that could not write removed the folder, once each
+                if not left:
+                    raise
 
     def agreed(self, prepare: Callable[[SavedDecision], None]) -> SavedDecision:
         """Waits for the other ranks, and returns the decision, which is the same on all ranks that came.
