@@ -149,7 +149,8 @@ def test_an_error_of_all_ranks_that_cannot_be_saved_is_told_once(tmp_path, monke
         monkeypatch.setattr(saving, "save_file", full)
     else:
         write = Path.write_text
-        monkeypatch.setattr(Path, "write_text", lambda at, text: full() if ".tmp-failed" in str(at) else write(at, text))
+        met = ".tmp-failed"
+        monkeypatch.setattr(Path, "write_text", lambda at, text: full() if met in str(at) else write(at, text))
         monkeypatch.setattr(survivors.Meeting, "is_first", full)
         monkeypatch.setattr(survivors, "life_of", lambda process, here: "runs")
     plain = Run.step
