@@ -24,7 +24,8 @@ from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.strategies import choose
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.features import width
-from shardwright.strategies.tensor_parallel.mode import SEQ, LinearNote, Mode
+from shardwright.strategies.tensor_parallel.linear import LinearNote
+from shardwright.strategies.tensor_parallel.mode import SEQ, Mode
 from shardwright.strategies.tensor_parallel.place import place_alone, sent
 
 

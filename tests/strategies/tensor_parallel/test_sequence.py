@@ -27,7 +27,7 @@ from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import OUTPUT, Job
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
-from shardwright.strategies.tensor_parallel.mode import HeadsNote
+from shardwright.strategies.tensor_parallel.attention import HeadsNote
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics

@@ -1,25 +1,117 @@
-"""Plans how attention is cut over a grid of ranks: some axes cut the heads, the others the samples or tokens."""
+"""Tensor parallelism for shardwright's ``Attention``: some axes cut the heads, the others the samples or tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from typing import Any, ClassVar
 
 from shardwright.analysis.known_modules import is_plain_attention
+from shardwright.analysis.module_calls import ModuleCall
 from shardwright.errors import LayoutError
-from shardwright.forward_stack import Rung
+from shardwright.forward_stack import Rung, record
+from shardwright.mesh import Coord
 from shardwright.models.attention import Attention
-from shardwright.operators.attention import head_rows, head_slices, kv_heads, query_heads
+from shardwright.operators.attention import (
+    attend_inside,
+    attend_selected,
+    head_rows,
+    head_slices,
+    kv_heads,
+    query_heads,
+)
+from shardwright.plan.batch_shard import RowMoves
+from shardwright.plan.traffic import Traffic
 from shardwright.sharding.box import Ranges, concat
+from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse
 from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.mode import EntryNote, HeadsNote
+from shardwright.strategies.tensor_parallel.linear import EntryNote, cut_weight, linear_role
+from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
 from shardwright.strategies.tensor_parallel.roles import Boundary, Choice, Layer
-from shardwright.strategies.tensor_parallel.sequence import tokens_note
+from shardwright.strategies.tensor_parallel.sequence import TokensNote, tokens_note
+from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 _GATHERED = "keys and values of all tokens gathered"
+
+
+@dataclass(frozen=True)
+class HeadsNote(OperatorNote):
+    """The cut of an attention's heads over the grid of ranks.
+
+    ``heads`` and ``kv`` are the cuts of query heads and of key and value heads. Rank i along the axes that cut them
+    (counted row-major) has the query heads ``held[i]``, and of each head the elements ``slices[i]`` (start, stop), or
+    the pairs of elements that a rotary embedding turns. These are all elements, except if ``inside`` is True: then
+    several ranks divide a head. ``rows`` are the gathers and cuts of rows since the model's input. ``entry`` is the
+    all-gather of the input of q, k and v, if they are separate layers; ``tokens`` that of keys and values, if sequences
+    are cut.
+    """
+
+    inner: ClassVar[tuple[str, ...]] = ("qkv", "q", "k", "v", "o", "attention_dropout")
+
+    heads: Features
+    kv: Features
+    held: tuple[tuple[int, ...], ...]
+    slices: tuple[tuple[int, int], ...]
+    inside: bool
+    rows: RowMoves
+    entry: EntryNote | None = None
+    tokens: TokensNote | None = None
+
+    def held_kv(self, coord: Coord) -> list[int]:
+        """Returns the numbers of the key and value heads on the rank at ``coord``."""
+        return [head for a, b in self.kv.kept(coord) for head in range(a, b)]
+
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Leaves the attention this rank's heads, or its part of a head, whose scores are then all-reduced."""
+        assert isinstance(module, Attention)
+        if self.entry is not None:
+            self.entry.apply(rank, path, module)
+        number = self.heads.number(rank.coord)
+        own, parts = self.held[number], self.slices[number]
+        kv = self.held_kv(rank.coord)
+        joint = len(self.heads.parts)
+        group = module.num_heads // module.num_kv_heads
+        kv_of_head = [kv.index(head // group) for head in own]
+        module.num_heads, module.num_kv_heads = len(own), len(kv)
+        if self.inside:
+            if module.rotary is not None:
+                module.rotary.pairs = tuple(range(*parts))
+            module.head_dim = (parts[1] - parts[0]) * (2 if module.rotary is not None else 1)
+            axis = rank.axes[self.heads.names[0]].subset([i for i in range(joint) if self.held[i] == own])
+            module.attend = partial(attend_inside, module, axis)  # type: ignore[method-assign]
+            record(module, Rung.ATTEND, "scores summed over the parts of a head", by=rank.mode.name)
+        elif len(own) % len(kv) or kv_of_head != [i * len(kv) // len(own) for i in range(len(own))]:
+            module.attend = partial(attend_selected, module, kv_of_head)  # type: ignore[method-assign]
+            record(module, Rung.ATTEND, "keys and values chosen for the heads held", by=rank.mode.name)
+        if self.tokens is not None:
+            self.tokens.apply(rank, path, module)
+
+    def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
+        """Yields the all-gathers of its input and of other tokens' keys and values, and the all-reduces of scores."""
+        if self.entry is not None:
+            yield from self.entry.traffic(here, path, call)
+        if self.inside:
+            yield self._scores(here, call)
+        if self.tokens is not None:
+            yield from self.tokens.traffic(here, path, call)
+
+    def _scores(self, here: RankTraffic, call: ModuleCall) -> Traffic:
+        """Returns the all-reduce of the scores of heads that several ranks divide."""
+        members = sum(held == self.held[self.heads.number(here.coord)] for held in self.held)
+        seen = queries = call.x_shape[1]
+        if self.tokens is not None:  # of gathered tokens, a causal query needs those before it alone
+            seen = here.shard.span(self.tokens.rows).stop if self.tokens.causal else here.shard.num_tokens
+            queries = len(here.shard.tokens(self.rows))
+        num_bytes = len(here.shard.samples(self.rows)) * queries * seen * call.element_bytes
+        return Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + 1)
+
+    def num_sent(self) -> float:
+        """Returns the elements sent for keys and values; its layers have notes of their own."""
+        return self.tokens.num_sent() if self.tokens is not None else 0.0
 
 
 def place_attentions(draft: PlanDraft) -> None:
@@ -103,12 +195,12 @@ def _place_attention(draft: PlanDraft, path: str, attention: Attention, use: Fea
     entry = None if attention.fused else EntryNote(before, x, draft.mode.axes)
     for own, (size, ranges) in cuts.items():
         features, pays = Features(size, axes, ranges), own in ("q", "qkv")
-        draft.cut_weight(
-            prefix + own, before, x, features, enters=attention.fused, first=pays, flows=not use.from_input
+        projection = cut_weight(
+            draft, prefix + own, before, x, features, enters=attention.fused, first=pays, flows=not use.from_input
         )
-        draft.linear_role(prefix + own, f"rows of the heads that '{path}' holds", before)
-    draft.cut_weight(f"{prefix}o", after, Features(q_width, axes, q), y)
-    draft.linear_role(f"{prefix}o", "in-features of the heads held", after)
+        linear_role(draft, prefix + own, f"rows of the heads that '{path}' holds", projection)
+    projection = cut_weight(draft, f"{prefix}o", after, Features(q_width, axes, q), y)
+    linear_role(draft, f"{prefix}o", "in-features of the heads held", projection)
     held = Features(attention.num_heads, axes, tuple(((h[0], h[-1] + 1),) for h in heads))
     draft.cut_activation(f"{prefix}attention_dropout", held, dim=1, step=before)
     inside = parts > attention.num_heads

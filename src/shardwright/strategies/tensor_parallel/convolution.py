@@ -11,11 +11,11 @@ activations are cut it has ``Shard(-1)`` for them, as for features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,25 +24,29 @@ from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.convolution_chains import ConvolutionChain, find_convolution_chains
 from shardwright.analysis.module_calls import ModuleCall
 from shardwright.analysis.structure import owners
-from shardwright.comm.axis import Axis
-from shardwright.forward_stack import Rung, set_forward
-from shardwright.mesh import Coord
+from shardwright.forward_stack import Rung
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.convolution import CutConvolution
 from shardwright.plan.plan import ActivationCut, Job, Plan, Replicate, Shard
 from shardwright.plan.traffic import Traffic
+from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.features import Features, width
-from shardwright.strategies.tensor_parallel.mode import LinearNote, Mode
+from shardwright.strategies.tensor_parallel.linear import LinearNote
+from shardwright.strategies.tensor_parallel.mode import Mode
+from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, sent_elements
+from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 
 @dataclass(frozen=True)
-class ConvolutionNote:
+class ConvolutionNote(OperatorNote):
     """The cut of one convolution: by out-channels (``y``) or in-channels (``x``); with groups, by both.
 
     ``enters``: it is the first of a chain, and its input has all channels; ``leaves``: it is the last, and its output
     is summed or all-gathered to all channels.
     """
+
+    guarded: ClassVar[bool] = True
 
     x: Features
     y: Features
@@ -54,12 +58,56 @@ class ConvolutionNote:
         """The names of the mesh axes over which the channels are cut."""
         return self.x.names or self.y.names
 
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Replaces the convolution by one on this rank's channels; a grouped one then has this rank's groups."""
+        coord = {name: rank.axes[name].index for name in self.names}
+        over = tuple(rank.axes[name] for name in reversed(self.names))
+        grouped = bool(self.x.names and self.y.names)
+        run = CutConvolution(
+            shares=over if self.enters else (),
+            held=self.x.held(coord)[0] if self.enters and grouped else None,
+            sums=over if self.leaves and not grouped else (),
+            joins=tuple((rank.axes[name], sizes) for name, sizes in self.y.joins(coord) if self.leaves),
+        )
+        if grouped:
+            module.groups = width(self.x.held(coord)) * module.groups // self.x.size
+
+        def forward(input: Any) -> Any:
+            return run(module._conv_forward, input, module._parameters["weight"], module._parameters["bias"])
+
+        rank.operator(module, "convolution of this rank's channels", forward)
+
+    def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
+        """Yields the all-reduces and all-gathers of one call of the convolution, forward and backward."""
+        mesh = here.plan.mesh
+        for axis in self.names:
+            if self.enters and call.needs_gradient:
+                yield Traffic("all_reduce", axis, prod(call.x_shape) * call.element_bytes, mesh[axis])
+            if self.leaves and not self.y.names:
+                num_bytes = prod(call.y_shape) * call.element_bytes
+                yield Traffic("all_reduce", axis, num_bytes, mesh[axis], call.num_forwards)
+        pixels = prod(call.y_shape) // self.y.size
+        for axis, sizes in self.y.joins(here.coord) if self.leaves else ():
+            num_bytes = pixels * sum(sizes) * call.element_bytes
+            yield Traffic("all_gather", axis, num_bytes, mesh[axis], call.num_forwards)
+
 
 @dataclass(frozen=True)
-class ChannelsNote:
+class ChannelsNote(OperatorNote):
     """The cut of a BatchNorm by channels, or of a GroupNorm by groups; no statistics are exchanged."""
 
+    guarded: ClassVar[bool] = True
+
     features: Features
+
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Replaces the forward of a norm; a GroupNorm then has this rank's groups and channels."""
+        if not isinstance(module, nn.GroupNorm):
+            share_statistics([module], [], always=True, by=rank.mode.name)
+            return
+        held = self.features.held(rank.coord)
+        module.num_groups, module.num_channels = width(held) * module.num_groups // self.features.size, width(held)
+        rank.operator(module, "norm of this rank's channels", partial(_group_norm, module))
 
 
 # ---- what is cut
@@ -191,59 +239,6 @@ class _ChainCut:
         self.plan = self.plan.role(path, self.mode.name, roles, f"pixels of the channels to {y.size} features")
 
 
-# ---- forwards
-
-
-def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
-    """Replaces the forward of a convolution or norm by one on this rank's channels; ``note`` says how they are cut.
-
-    The number of groups of a GroupNorm or of a grouped convolution is set to this rank's, and so is the number of
-    channels of a GroupNorm. ``by`` is the strategy's name.
-    """
-    if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
-        held = note.features.held({name: axes[name].index for name in note.features.names})
-        module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
-        norm = partial(_group_norm, module)
-        set_forward(module, Rung.OPERATOR, "norm of this rank's channels", by=by, forward=norm)
-        return
-    if isinstance(note, ChannelsNote):
-        share_statistics([module], [], always=True, by=by)
-        return
-    coord = {name: axes[name].index for name in note.names}
-    over = tuple(axes[name] for name in reversed(note.names))
-    grouped = bool(note.x.names and note.y.names)
-    run = CutConvolution(
-        shares=over if note.enters else (),
-        held=note.x.held(coord)[0] if note.enters and grouped else None,
-        sums=over if note.leaves and not grouped else (),
-        joins=tuple((axes[name], sizes) for name, sizes in note.y.joins(coord) if note.leaves),
-    )
-    if grouped:
-        module.groups = width(note.x.held(coord)) * module.groups // note.x.size
-
-    def forward(input: Any) -> Any:
-        return run(module._conv_forward, input, module._parameters["weight"], module._parameters["bias"])
-
-    set_forward(module, Rung.OPERATOR, "convolution of this rank's channels", by=by, forward=forward)
-
-
 def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:
     own = module._parameters
     return functional.group_norm(input, module.num_groups, own["weight"], own["bias"], module.eps)
-
-
-# ---- traffic
-
-
-def convolution_traffic(note: ConvolutionNote, plan: Plan, coord: Coord, visit: ModuleCall) -> Iterator[Traffic]:
-    """Yields the all-reduces and all-gathers of one call of a cut convolution, forward and backward."""
-    for axis in note.names:
-        if note.enters and visit.needs_gradient:
-            yield Traffic("all_reduce", axis, prod(visit.x_shape) * visit.element_bytes, plan.mesh[axis])
-        if note.leaves and not note.y.names:
-            num_bytes = prod(visit.y_shape) * visit.element_bytes
-            yield Traffic("all_reduce", axis, num_bytes, plan.mesh[axis], visit.num_forwards)
-    pixels = prod(visit.y_shape) // note.y.size
-    for axis, sizes in note.y.joins(coord) if note.leaves else ():
-        num_bytes = pixels * sum(sizes) * visit.element_bytes
-        yield Traffic("all_gather", axis, num_bytes, plan.mesh[axis], visit.num_forwards)

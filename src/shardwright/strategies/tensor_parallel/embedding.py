@@ -1,31 +1,81 @@
-"""Tensor parallelism for embedding tables, the output head that may be tied to one, and the loss on cut classes."""
+"""Tensor parallelism for embedding tables: cut by rows (the vocabulary), by features, or by both."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardwright.models.losses import CrossEntropy
-from shardwright.plan.plan import LOSS, OUTPUT, ActivationCut, Replicate, Shard
+from shardwright.analysis.module_calls import ModuleCall
+from shardwright.mesh import Coord
+from shardwright.operators.linear import weight_of
+from shardwright.operators.vocabulary import cut_embedding
+from shardwright.plan.batch_shard import RowMoves
+from shardwright.plan.plan import Replicate, Shard
+from shardwright.plan.traffic import Traffic
+from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse, not_to_cut
-from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.mode import EmbeddingNote, LossNote, input_moves, output_moves
+from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves, output_moves
+from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, RoleName, RoleStep, States
+from shardwright.strategies.tensor_parallel.roles import RoleName, RoleStep, States
+from shardwright.strategies.tensor_parallel.traffic import INDEX_BYTES, RankTraffic
 
 
-def place_head_and_tables(draft: PlanDraft) -> None:
-    """Plans in ``draft`` the cut of the output head by classes and of every embedding table by rows or features.
+@dataclass(frozen=True)
+class EmbeddingNote(OperatorNote):
+    """The cut of an embedding table: its rows (the vocabulary) over some axes, its features over others.
 
-    The loss then works on logits that are cut by classes. ``show`` prints why a table is not cut.
-
-    Raises: LayoutError: the head has too few classes for the grid.
+    ``gathers`` are the all-gathers of its tokens, and ``sums`` the reduce-scatters or all-reduces that add up the
+    ranks' looked-up rows. ``rows`` are the gathers and cuts of rows up to the look-up. ``per_sample`` is False for a
+    table that does not look up the model's own input, such as one of positions.
     """
-    _explain_whole_tables(draft)
-    if draft.head is not None:
-        _place_head(draft, draft.head)
+
+    guarded: ClassVar[bool] = True
+
+    vocabulary: Features
+    features: Features
+    gathers: tuple[AxisMove, ...]
+    sums: tuple[AxisMove, ...]
+    rows: RowMoves = ()
+    per_sample: bool = True
+
+    def width(self, coord: Coord) -> int:
+        """Returns the number of features of each looked-up row on the rank at ``coord``, before rows are summed."""
+        return width(self.features.held(coord, over=[each.axis for each in self.sums if each.kind == "features"]))
+
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Looks up the rows that this rank holds, and sums those of all ranks."""
+        assert isinstance(module, nn.Embedding)
+        start = self.vocabulary.held(rank.coord)[0][0]
+        take_moves, give_moves = rank.moves(self.gathers), rank.moves(self.sums)
+
+        def forward(input: Tensor) -> Tensor:
+            size, padding = self.vocabulary.size, module.padding_idx
+            return cut_embedding(input, weight_of(module), start, size, take_moves, give_moves, padding)
+
+        rank.operator(module, "table of cut rows or features", forward)
+
+    def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
+        """Yields the all-gathers of token numbers and the sums of looked-up rows, forward and backward."""
+        numbers = here.rows_each((*call.x_shape, 1))
+        for each in self.gathers:
+            num_bytes = sum(here.shard.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
+            yield Traffic("all_gather", each.axis, num_bytes, here.plan.mesh[each.axis], call.num_forwards)
+        of_each = here.rows_each(call.y_shape)
+        num_rows = here.num_rows(self.rows, of_each) if self.per_sample else prod(call.y_shape[:-1])
+        yield from here.summed(self.sums, (num_rows, self.width(here.coord)), call, path in here.trained)
+
+
+def place_tables(draft: PlanDraft) -> None:
+    """Plans in ``draft`` the cut of every embedding table; ``show`` prints why a table is not cut.
+
+    A table that shares its weight with the output head is cut by rows, as the head is by classes.
+    """
     for path in sorted(draft.tables()):
         table = draft.model.get_submodule(path)
         assert isinstance(table, nn.Embedding)
@@ -34,44 +84,13 @@ def place_head_and_tables(draft: PlanDraft) -> None:
             _place_table(draft, path, table, draft.flow.uses.get(path, FeatureUse("table")), tied)
 
 
-def _explain_whole_tables(draft: PlanDraft) -> None:
+def explain_whole_tables(draft: PlanDraft) -> None:
+    """Gives each table that cannot be cut, and the layers that share its weight, the role "copied" and the reason."""
     for path, table in draft.model.named_modules():
         why = not_to_cut(table) if isinstance(table, nn.Embedding) else ""
         for user in sorted(draft.users(path)) if why else ():
             whose = "" if user == path else f"shares the table '{path}': "
             draft.role(user, "copied", whose + why)
-
-
-def _place_head(draft: PlanDraft, head: str) -> None:
-    layer = draft.model.get_submodule(head)
-    assert isinstance(layer, nn.Linear)
-    use = draft.flow.uses.get(head, FeatureUse("linear"))
-    start, tied = draft.mode.states(use.takes_cut), draft.is_tied(head)
-    # a tied weight is cut by rows, its vocabulary, over every axis that cuts weights
-    states: States | None = tuple("F" if axis.stored else "T" for axis in draft.mode.axes) if tied else None
-    choice = draft.mode.choose(
-        (Layer(layer.in_features, layer.out_features, not use.from_input),),
-        (Boundary(0, start), Boundary(layer.out_features, states, sums=not tied, rows=False)),
-        draft.job.num_tokens,
-        rows_end=None,
-    )
-    if choice is None:
-        raise draft.too_small(head, f"{layer.out_features} classes")
-    (step,) = choice.steps
-    x, y = draft.features_in(start, layer.in_features), draft.features_in(step.after, layer.out_features)
-    draft.cut_weight(head, step, x, y)
-    draft.linear_role(head, f"{layer.out_features} classes; the loss takes them cut", step)
-    assert isinstance(draft.job.loss, CrossEntropy)
-    numbers = 4 if draft.job.loss.label_smoothing > 0 else 3
-    gathers = tuple(g for g in input_moves(step, draft.mode.axes, x) if g.kind == "rows")
-    draft.note(LOSS, LossNote(head, y, gathers, numbers))
-    parts = len(y.parts)
-    why = f"{layer.out_features} classes" + (f" in {parts} parts: a gather for each token" if parts > 1 else "")
-    draft.role(LOSS, f"{'four' if numbers == 4 else 'three'} numbers", why)
-    for axis in y.names:
-        activation = ActivationCut(axis, -1, y.size, y.along(axis))
-        draft.plan = draft.plan.cut_activation(OUTPUT, activation)
-    draft.plan = draft.plan.move_rows(OUTPUT, step.rows_after)
 
 
 def _place_table(draft: PlanDraft, path: str, table: nn.Embedding, use: FeatureUse, tied: bool) -> None:

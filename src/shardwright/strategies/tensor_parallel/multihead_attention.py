@@ -10,24 +10,34 @@ either value of ``batch_first``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
 from shardwright.analysis.known_modules import is_known_attention
+from shardwright.analysis.module_calls import ModuleCall
 from shardwright.analysis.structure import is_exactly
 from shardwright.formatting import format_bytes, format_count
 from shardwright.mesh import Coord
 from shardwright.operators.attention import head_rows, head_slices, query_heads
+from shardwright.operators.linear import weight_of
+from shardwright.operators.multihead_attention import HeadShard, multihead
 from shardwright.plan.layer_overrides import Overrides
 from shardwright.plan.plan import Replicate, Shard
+from shardwright.plan.traffic import Traffic
 from shardwright.sharding.box import Ranges, concat
+from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.features import Features, merged
-from shardwright.strategies.tensor_parallel.mode import AxisMove, LinearNote, input_moves, output_moves
+from shardwright.strategies.tensor_parallel.linear import LinearNote, cut_weight, linear_role
+from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves, output_moves
+from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
 from shardwright.strategies.tensor_parallel.roles import Boundary, Choice, GridAxis, Layer, RoleStep
+from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 
 class Projection(NamedTuple):
@@ -43,13 +53,16 @@ class Projection(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MultiheadNote:
+class MultiheadNote(OperatorNote):
     """The cut of one ``nn.MultiheadAttention`` by heads: how each axis cuts its projections before and after them.
 
     ``x`` and ``y`` are the cuts of its input and output features, and ``heads`` that of its heads. ``projections`` are
     the weights that compute queries, keys and values, and ``bias`` is the model's name of ``in_proj_bias``, None
     without one. ``elements`` is the number of elements that a rank sends for ``projections`` in a microbatch.
     """
+
+    guarded: ClassVar[bool] = True
+    inner: ClassVar[tuple[str, ...]] = ("out_proj",)
 
     before: RoleStep
     after: RoleStep
@@ -87,6 +100,61 @@ class MultiheadNote:
         They are those of the output, without the ones over features, which attention weights do not have.
         """
         return tuple(each for each in output_moves(self.after, self.axes, self.y) if each.kind != "features")
+
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Computes the heads of this rank; the out-projection inside has a note of its own."""
+        assert isinstance(module, nn.MultiheadAttention)
+        heads = tuple(h for a, b in self.heads.held(rank.coord) for h in range(a, b))
+        fetch = {own: rank.fetch(name, axes) for own, name, axes in self.projections}
+        take, together, shares = rank.moves(self.input_moves()), None, None
+        if "in_proj_weight" in fetch:
+            weight = partial(weight_of, module, "in_proj_weight")
+            together = rank.product(take, fetch["in_proj_weight"], weight)
+        if self.inside:
+            (axis,) = self.heads.names
+            shares = rank.axes[axis].subset(self.sharing(rank.coord))
+        part = HeadShard(heads, take, rank.moves(self.output_moves()), fetch, together, shares)
+        rank.operator(module, "attention over this rank's heads", partial(multihead, module, part))
+
+    def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
+        """Yields the collectives of one call but for the out-projection, which has a note of its own."""
+        attention, frozen = call.call, here.plan.frozen
+        assert attention is not None, "an attention was called"
+        moved, before = self.input_moves(), self.before.rows_before
+        rows = tuple(each for each in moved if each.kind == "rows")
+        # self-attention with one packed weight is one product, which gathers its input again if it did not keep it
+        again = len(attention.inputs) == len(self.projections) == 1 and not here.mode.keep
+        operands = [(moved, *each, again and self.projections[0].name not in frozen) for each in attention.inputs]
+        operands += [(rows, 1, attention.mask, attention.mask_learns, False)] if attention.mask else []
+        operands += [(rows, 1, attention.padding, attention.padding_learns, False)] if attention.padding else []
+        for moves, tokens, num_features, learns, twice in operands:
+            shape = (attention.num_samples, tokens, num_features)
+            operand = ModuleCall(shape, shape, call.element_bytes, learns, num_forwards=call.num_forwards)
+            yield from here.taken(moves, before, Features.balanced(num_features, ()), operand, again=twice)
+        of_each = [attention.mask] * attention.mask_learns + [attention.padding] * attention.padding_learns
+        learnt = [attention.shared_mask, *(here.num_rows(before, 1) * size for size in of_each)]
+        for axis in (each.axis for each in moved if each.kind == "whole"):
+            for size in learnt:
+                yield Traffic("all_reduce", axis, size * call.element_bytes, here.plan.mesh[axis])
+        for _, name, axes in self.projections:
+            yield from here.fetched(name, axes, call.num_forwards + (again and attention.inputs[0][2]))
+        if self.inside:
+            made = (self.bias, *(each.name for each in self.projections[:2]))  # queries and keys
+            learns = attention.scores_learn or any(name is not None and name not in frozen for name in made)
+            num_bytes = here.num_rows(self.before.rows_after, 1) * attention.scores * call.element_bytes
+            members = len(self.sharing(here.coord))
+            yield Traffic("all_reduce", self.heads.names[0], num_bytes, members, call.num_forwards + learns)
+        if attention.weights:
+            given = (here.num_rows(self.after.rows_gathered, 1), attention.weights)
+            yield from here.summed(self.output_moves(), given, replace(call, y_shape=given), attention.weights_learn)
+
+    def fetched(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yields the packed weight of q, k and v, with the axes of its all-gather."""
+        yield from ((own, axes) for own, _, axes in self.projections if own == "in_proj_weight")
+
+    def num_sent(self) -> float:
+        """Returns the elements sent for the projections of queries, keys and values."""
+        return self.elements
 
 
 def place_multiheads(draft: PlanDraft, overrides: Overrides) -> None:
@@ -162,8 +230,7 @@ def _place(draft: PlanDraft, path: str, module: nn.MultiheadAttention) -> str:
             draft.cut(bias, axis.name, 0, three.along(axis.name))
     out = _child(path, "out_proj")
     y = draft.features_in(after.after, width)
-    draft.cut_weight(out, after, one, y, enters=True, first=True)
-    draft.linear_role(out, f"in-features of the heads that '{path}' holds", after)
+    linear_role(draft, out, f"in-features of the heads that '{path}' holds", cut_weight(draft, out, after, one, y))
     x = draft.features_in(before.before, width)
     note = MultiheadNote(before, after, x, y, heads, draft.mode.axes, tuple(projections), bias, elements)
     _record(draft, path, note)
@@ -176,11 +243,9 @@ def _cut_projection(
     """Cuts one of the attention's own weights as a Linear's, under a temporary module name."""
     stand_in = f"{path}:{own}"
     draft.names[stand_in] = {"weight": draft.names[path][own]}
-    draft.cut_weight(stand_in, step, x, y, enters=False, first=first)
-    note = draft.plan.notes[stand_in]
+    note = cut_weight(draft, stand_in, step, x, y, enters=False, first=first)
     del draft.names[stand_in]
     draft.plan = draft.plan.without_note(stand_in)
-    assert isinstance(note, LinearNote)
     return note
 
 

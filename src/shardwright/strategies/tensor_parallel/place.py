@@ -13,28 +13,25 @@ from torch import nn
 
 from shardwright.analysis.callers import AllowedCallers, chain_callers
 from shardwright.analysis.convolution_chains import CONVOLUTIONS
-from shardwright.analysis.structure import LayerChain, is_exactly, owners
+from shardwright.analysis.structure import owners
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
-from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan, Shard
+from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan
 from shardwright.strategies.tensor_parallel.attention import place_attentions
 from shardwright.strategies.tensor_parallel.convolution import place_convolutions
-from shardwright.strategies.tensor_parallel.embedding import place_head_and_tables
+from shardwright.strategies.tensor_parallel.embedding import explain_whole_tables, place_tables
 from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse
 from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.mode import (
-    EntryNote,
-    GatherNote,
-    HeadsNote,
-    LinearNote,
-    Mode,
-    NormNote,
-    TokensNote,
-)
-from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote, place_multiheads
+from shardwright.strategies.tensor_parallel.gather import GatherNote, OutputNote
+from shardwright.strategies.tensor_parallel.linear import place_chain, place_single
+from shardwright.strategies.tensor_parallel.loss import place_head
+from shardwright.strategies.tensor_parallel.mode import Mode
+from shardwright.strategies.tensor_parallel.multihead_attention import place_multiheads
+from shardwright.strategies.tensor_parallel.norm import place_norm
+from shardwright.strategies.tensor_parallel.note import notes_of
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, States
-from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked, with_rows
+from shardwright.strategies.tensor_parallel.roles import States
+from shardwright.strategies.tensor_parallel.sequence import TokensNote, cut_rows, is_asked, with_rows
 from shardwright.strategy import check_samples_apart
 
 NAMED = 8  # the most layers that an error lists
@@ -46,8 +43,7 @@ def sent(plan: Plan) -> float:
     All-gathers of other tokens' keys and values are included; convolutions, norms, embeddings and the loss are not. The
     option ``auto`` compares modes by it.
     """
-    notes = [note.tokens if isinstance(note, HeadsNote) else note for note in plan.notes.values()]
-    return sum(note.elements for note in notes if isinstance(note, LinearNote | MultiheadNote | TokensNote))
+    return sum(note.num_sent() for _, note in notes_of(plan))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
@@ -108,7 +104,7 @@ def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
     plan = cut_rows(plan, mode)
     stop: States = tuple("F" if state == "C" else state for state in mode.stream)
     draft = PlanDraft(job, mode, plan)
-    _place_single(draft, "", mode.stream, stop)
+    place_single(draft, "", mode.stream, stop)
     return draft.plan
 
 
@@ -117,23 +113,27 @@ def _place_layers(draft: PlanDraft) -> Plan:
     place_attentions(draft)
     place_multiheads(draft, draft.overrides)
     for row, chain in draft.chains.items():
-        _place_chain(draft, chain, draft.flow.uses.get(row, FeatureUse("chain")))
+        place_chain(draft, chain, draft.flow.uses.get(row, FeatureUse("chain")))
     for path, use in draft.flow.uses.items():
         if path in draft.plan.roles:
             continue
         if use.kind == "linear" and path != draft.head:
             start, stop = draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
-            _place_single(draft, path, start, stop, flows=not use.from_input)
+            place_single(draft, path, start, stop, flows=not use.from_input)
         elif use.kind == "norm" and use.takes_cut:
-            _place_norm(draft, path, use)
+            place_norm(draft, path, use)
         elif use.kind == "elementwise" and use.takes_cut:
             draft.cut_activation(path, Features.balanced(use.size, draft.mode.feature_axes))
         elif use.kind == "gate":
             draft.note(path, GatherNote(tuple(map(draft.stream_of, use.sizes))), rung=Rung.GATHER)
     draft.plan = place_convolutions(draft.job, draft.mode, draft.plan, draft.shared, draft.head)
-    place_head_and_tables(draft)
+    explain_whole_tables(draft)
+    if draft.head is not None:
+        place_head(draft, draft.head)
+    place_tables(draft)
     if draft.flow.output_size:
-        draft.note(OUTPUT, GatherNote((draft.stream_of(draft.flow.output_size),)), rung=Rung.GATHER)
+        features = Features.balanced(draft.flow.output_size, draft.mode.feature_axes)
+        draft.note(OUTPUT, OutputNote(features), rung=Rung.GATHER)
     for path, why in draft.narrow.items():
         if path in draft.names:
             draft.role(path, "copied", why)
@@ -146,9 +146,8 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
     for path, use in draft.flow.uses.items():
         if use.takes_cut or use.gives_cut or use.kind == "gate":
             yield path, AllowedCallers("", frozenset(draft.flow.callers.get(path, ())))
-    for path, note in draft.plan.notes.items():
-        layers = {HeadsNote: ("qkv", "q", "k", "v", "o", "attention_dropout"), MultiheadNote: ("out_proj",)}
-        for own in layers.get(type(note), ()):
+    for path, note in notes_of(draft.plan):
+        for own in note.inner:
             if own in dict(draft.model.get_submodule(path).named_children()):
                 yield f"{path}.{own}".lstrip("."), AllowedCallers.of(path)
     for chain in draft.chains.values():
@@ -156,77 +155,6 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
             yield from chain_callers(draft.model, chain).items()
     if draft.head is not None:
         yield draft.head, AllowedCallers.of("")
-
-
-def _place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
-    layers = (*chain.columns, chain.row)
-    if any(layer in draft.plan.roles for layer in layers):
-        return
-    row = draft.model.get_submodule(chain.row)
-    first = draft.model.get_submodule(chain.columns[0])
-    assert isinstance(row, nn.Linear)
-    assert isinstance(first, nn.Linear)
-    middle, start, stop = row.in_features, draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
-    flows = not use.from_input
-    inner: States | None = None
-    if chain.row in draft.overrides.still:  # no rows may be gathered or cut inside this block
-        inner = tuple("T" if axis.stream == "T" else "F" for axis in draft.mode.axes)
-    choice = draft.mode.choose(
-        (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),
-        (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
-        draft.job.num_tokens,
-    )
-    if choice is None:
-        for layer in layers:
-            why = f"{middle} features cannot be cut over {draft.sizes()}"
-            draft.plan = draft.plan.role(layer, "", "copied", why)
-        if use.takes_cut or use.gives_cut:
-            raise draft.too_small(chain.row, f"{middle} features between '{chain.columns[0]}' and it")
-        return
-    before, after = choice.steps
-    x, mid = draft.features_in(start, first.in_features), draft.features_in(before.after, middle)
-    if chain.entry is not None:
-        draft.note(chain.entry, EntryNote(before, x, draft.mode.axes), rung=Rung.ENTRY)
-        draft.role(chain.entry, "entry", "its layers share one input")
-    for column in chain.columns:
-        enters = chain.entry is None
-        pays = enters or column == chain.columns[0]
-        draft.cut_weight(column, before, x, mid, enters=enters, first=pays, flows=flows)
-        draft.linear_role(column, f"{middle} features before '{chain.row}'", before)
-    draft.cut_weight(chain.row, after, mid, draft.features_in(stop, row.out_features))
-    draft.linear_role(chain.row, f"{middle} features to {row.out_features}", after)
-    for between in chain.between:
-        draft.cut_activation(between, mid, step=before)
-
-
-def _place_single(draft: PlanDraft, path: str, start: States, stop: States, *, flows: bool = True) -> None:
-    """Plans the cut of one Linear between two states; ``flows``: its input needs a gradient."""
-    layer = draft.model.get_submodule(path)
-    assert isinstance(layer, nn.Linear)
-    choice = draft.mode.choose(
-        (Layer(layer.in_features, layer.out_features, flows),),
-        (Boundary(0, start), Boundary(layer.out_features, stop)),
-        draft.job.num_tokens,
-    )
-    what = f"{layer.in_features} features to {layer.out_features}"
-    if choice is None:
-        raise draft.too_small(path, what)
-    (step,) = choice.steps
-    x, y = draft.features_in(start, layer.in_features), draft.features_in(stop, layer.out_features)
-    draft.cut_weight(path, step, x, y, flows=flows)
-    draft.linear_role(path, what, step)
-
-
-def _place_norm(draft: PlanDraft, path: str, use: FeatureUse) -> None:
-    features = Features.balanced(use.size, draft.mode.feature_axes)
-    for name in draft.names.get(path, {}).values():
-        for axis in features.names:
-            draft.cut(name, axis, 0, features.along(axis))
-    spec = {axis: Shard(-1) for axis in features.names}
-    centered = is_exactly(draft.model.get_submodule(path), nn.LayerNorm)
-    draft.plan = draft.plan.use(path, x=spec, dy=spec)
-    draft.note(path, NormNote(features, centered))
-    draft.role(path, "norm", f"{use.size} features, statistics combined")
 
 
 def _nothing_to_cut(model: nn.Module, mode: Mode, plan: Plan) -> GridError:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from torch import nn
 
 from shardwright.analysis.known_modules import attention_layers, is_plain_attention
 from shardwright.analysis.structure import LayerChain, find_head, is_exactly, owners, registered_twice
 from shardwright.errors import GridError
-from shardwright.formatting import format_bytes, format_count
 from shardwright.forward_stack import Rung
 from shardwright.models.attention import Attention
 from shardwright.models.losses import CrossEntropy
 from shardwright.plan.layer_overrides import overrides_of
-from shardwright.plan.plan import ActivationCut, Job, Partial, Plan, Replicate, Shard
-from shardwright.sharding.box import Range, Ranges
+from shardwright.plan.plan import ActivationCut, Job, Plan
+from shardwright.sharding.box import Ranges
 from shardwright.strategies.tensor_parallel.feature_flow import Flow, follow, not_to_cut
-from shardwright.strategies.tensor_parallel.features import Features, common, merged, nested
-from shardwright.strategies.tensor_parallel.mode import LinearNote, Mode
-from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, States, sent_elements
+from shardwright.strategies.tensor_parallel.features import Features
+from shardwright.strategies.tensor_parallel.mode import Mode
+from shardwright.strategies.tensor_parallel.roles import RoleStep, States
 
 
 def shared_parameters(model: nn.Module) -> set[str]:
@@ -112,65 +110,6 @@ class PlanDraft:
         """Returns the cut of ``size`` features between layers; None for 0, which stands for whole features."""
         return Features.balanced(size, self.mode.feature_axes) if size else None
 
-    def cut_weight(
-        self,
-        path: str,
-        step: RoleStep,
-        x: Features,
-        y: Features,
-        *,
-        enters: bool = True,
-        first: bool = True,
-        flows: bool = True,
-    ) -> None:
-        """Plans the cut of a Linear's parameters by its role on each axis: h column-, k row-parallel, t rows cut.
-
-        Also records the layouts of its input and output gradient. ``x`` and ``y`` are the cuts of its in- and
-        out-features. ``enters``: it all-gathers its input itself; ``first``: the input's traffic is counted here, not
-        at another layer that shares it; ``flows``: its input needs a gradient.
-        """
-        names, axes = self.names[path], self.mode.axes
-        roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
-        for axis in axes:
-            if roles[axis.name] == "h":
-                for own, name in names.items():
-                    if own in ("weight", "bias"):
-                        self.cut(name, axis.name, 0, y.along(axis.name))
-            if roles[axis.name] == "k":
-                self.cut(names["weight"], axis.name, 1, x.along(axis.name))
-        fetches = [] if y.overlaps else self._store_apart(names["weight"], y, roles)
-        # key and value heads that several ranks hold: each rank's gradient is one term of a sum
-        column = Partial() if y.overlaps else Shard(-1)
-        x_spec: dict[str, Any] = {
-            axis: {"t": Shard(0), "h": Replicate(), "k": Shard(-1)}[role] for axis, role in roles.items()
-        }
-        dy_spec: dict[str, Any] = {
-            axis: {"t": Shard(0), "h": column, "k": Replicate()}[role] for axis, role in roles.items()
-        }
-        self.plan = self.plan.use(path, x=x_spec, dy=dy_spec)
-        layer, again = Layer(x.size, y.size, flows), not self.mode.keep
-        elements = sent_elements(layer, step, axes, self.job.num_tokens, regather=again, with_input=first)
-        self.note(path, LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements))
-
-    def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
-        """Shards a weight's rows at rest over the axes of role t; returns these axes, which all-gather it."""
-        fetches: list[str] = []
-        coords = self.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
-        others = [n for n in y.names if roles[n] != "h"]
-        # the rows that the product needs on each joint index of the h axes: each is sharded further in turn
-        held: dict[tuple[int, ...], Sequence[Range]] = {
-            tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
-        }
-        for axis in self.mode.axes:
-            if roles[axis.name] == "t" and axis.stored:
-                ranges = nested(held, axis.size)
-                self.cut(name, axis.name, 0, ranges)
-                held = {
-                    (*key, i): merged(common(ranges[i], each)) for key, each in held.items() for i in range(axis.size)
-                }
-                fetches.append(axis.name)
-        return fetches
-
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
         """Plans that index i of ``axis`` holds ``ranges[i]`` of dim ``dim`` of the parameter ``name``.
 
@@ -195,18 +134,6 @@ class PlanDraft:
     def features_in(self, states: States, size: int) -> Features:
         """Returns ``size`` features cut evenly over the axes on which ``states`` has F (features cut)."""
         return Features.balanced(size, self.mode.axes_in(states, "F"))
-
-    def linear_role(self, path: str, what: str, step: RoleStep) -> None:
-        """Adds to the plan, for ``show``, how each axis cuts a Linear (h, k or t), why, and the bytes that it sends.
-
-        h is column-parallel, k row-parallel, and t cuts samples or tokens. :meth:`cut_weight` must be called before.
-        """
-        names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
-        note = self.plan.notes[path]
-        assert isinstance(note, LinearNote)
-        num_bytes = note.elements * self.plan.compute_dtypes[self.names[path]["weight"]].itemsize
-        sends = f"sends {format_bytes(num_bytes)} for {format_count(self.job.num_tokens)} tokens"
-        self.role(path, names, f"{what}; {sends}{step.misfit}")
 
     def _find_head(self) -> str | None:
         head = find_head(self.model) if is_exactly(self.job.loss, CrossEntropy) else None

@@ -13,13 +13,16 @@ known here; for any other the error names it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
+from shardwright.analysis.module_calls import ModuleCall
 from shardwright.analysis.structure import (
     COMBINING,
     COMBINING_METHODS,
@@ -31,15 +34,22 @@ from shardwright.analysis.structure import (
     trace_once,
 )
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung, record
 from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.operators.attention import attend_gathered
 from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
+from shardwright.plan.traffic import Traffic
+from shardwright.strategies.tensor_parallel.apply import Applying
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
-from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.mode import SEQ, AxisMove, Mode, TokensNote
+from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.mode import SEQ, Mode
+from shardwright.strategies.tensor_parallel.moves import AxisMove
+from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.roles import Boundary, States, joined_elements
+from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 KNOWN = "Linear, Embedding, LayerNorm, RMSNorm, elementwise layers, shardwright's Attention and Positions"
 LOSSES = (CrossEntropy, MeanSquaredError)
@@ -92,6 +102,57 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 
 
 # ---- what attention needs
+
+
+@dataclass(frozen=True)
+class TokensNote(OperatorNote):
+    """The all-gathers of keys and values for an attention whose sequences are sharded by tokens.
+
+    ``rows`` says how the tokens of a query are cut. ``kv`` is the cut of the keys' features, which the values share;
+    ``causal``: a query sees no later tokens. ``makers`` are the layers that compute keys and values, and ``elements``
+    is the number of elements that a rank sends for both in a microbatch.
+    """
+
+    rows: RowMoves
+    gathers: tuple[AxisMove, ...]
+    kv: Features
+    causal: bool
+    makers: tuple[str, ...]
+    elements: float
+
+    def apply(self, rank: Applying, path: str, module: Any) -> None:
+        """Makes an attention gather other tokens' keys and values; its rotary embedding starts at its first token."""
+        assert isinstance(module, Attention)
+        shard = rank.shard
+
+        def positions(num_tokens: int, device: torch.device) -> Tensor:
+            span = shard.span(self.rows)
+            return torch.arange(span.start, span.stop, device=device)
+
+        def num_seen() -> int:
+            return shard.span(self.rows).stop if self.causal else shard.num_tokens
+
+        if module.rotary is not None:
+            module.rotary.positions = positions  # type: ignore[method-assign]
+        if self.gathers:
+            moves = rank.moves(self.gathers)
+            module.attend = partial(attend_gathered, module.attend, moves, num_seen)  # type: ignore[method-assign]
+            record(module, Rung.ATTEND, "keys and values of other tokens gathered", by=rank.mode.name)
+
+    def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
+        """Yields the all-gathers of other tokens' keys and values, and the reduce-scatters of their gradients."""
+        elements = call.x_shape[0] * 2 * width(self.kv.kept(here.coord))
+        learns = call.needs_gradient or any(maker in here.trained for maker in self.makers)
+        for each in self.gathers:
+            num_bytes = sum(here.shard.sizes(each.rows, each.axis)) * elements * call.element_bytes
+            size = here.plan.mesh[each.axis]
+            yield Traffic("all_gather", each.axis, num_bytes, size, call.num_forwards)
+            if learns:
+                yield Traffic("reduce_scatter", each.axis, num_bytes, size)
+
+    def num_sent(self) -> float:
+        """Returns the elements sent for keys and values."""
+        return self.elements
 
 
 def tokens_note(
