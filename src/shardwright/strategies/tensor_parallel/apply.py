@@ -22,7 +22,7 @@ from shardwright.operators.operand_moves import OperandMove
 from shardwright.operators.weight_guard import CallGuard, ForwardFlag, guard
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import LOSS, OUTPUT, Job, Plan
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import Mode
@@ -31,7 +31,9 @@ from shardwright.strategies.tensor_parallel.note import notes_of
 from shardwright.strategies.tensor_parallel.plan_draft import own_names
 
 
-def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None) -> Applied:
+def apply(
+    job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None
+) -> AppliedStrategy:
     """Replaces the forwards of this rank's modules and loss by tensor-parallel ones, as ``plan`` cuts each of them.
 
     Returns callbacks of the training step that finish collectives which overlap with computation, and the names of the
@@ -54,7 +56,7 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Pen
         ahead.finish()
 
     events = Events(restart=restart, after_backward=applying.later.finish, after_action=ahead.finish)
-    return Applied(events=events, late=late)
+    return AppliedStrategy(events=events, late=late)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from shardwright.strategies.tensor_parallel.features import Features, common, me
 from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves, output_moves
 from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft, own_names
-from shardwright.strategies.tensor_parallel.roles import Boundary, GridAxis, Layer, RoleStep, States, sent_elements
+from shardwright.strategies.tensor_parallel.roles import GridAxis, Layer, LayerBoundary, RoleStep, States, sent_elements
 from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 
@@ -154,7 +154,7 @@ def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
         inner = tuple("T" if axis.stream == "T" else "F" for axis in draft.mode.axes)
     choice = draft.mode.choose(
         (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),
-        (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
+        (LayerBoundary(0, start), LayerBoundary(middle, inner), LayerBoundary(row.out_features, stop)),
         draft.job.num_tokens,
     )
     if choice is None:
@@ -186,7 +186,7 @@ def place_single(draft: PlanDraft, path: str, start: States, stop: States, *, fl
     assert isinstance(layer, nn.Linear)
     choice = draft.mode.choose(
         (Layer(layer.in_features, layer.out_features, flows),),
-        (Boundary(0, start), Boundary(layer.out_features, stop)),
+        (LayerBoundary(0, start), LayerBoundary(layer.out_features, stop)),
         draft.job.num_tokens,
     )
     what = f"{layer.in_features} features to {layer.out_features}"

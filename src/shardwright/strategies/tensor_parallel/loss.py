@@ -25,7 +25,7 @@ from shardwright.strategies.tensor_parallel.linear import cut_weight, linear_rol
 from shardwright.strategies.tensor_parallel.moves import AxisMove, input_moves
 from shardwright.strategies.tensor_parallel.note import OperatorNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, States
+from shardwright.strategies.tensor_parallel.roles import Layer, LayerBoundary, States
 from shardwright.strategies.tensor_parallel.traffic import INDEX_BYTES, RankTraffic
 
 
@@ -89,7 +89,7 @@ def place_head(draft: PlanDraft, head: str) -> None:
     states: States | None = tuple("F" if axis.stored else "T" for axis in draft.mode.axes) if tied else None
     choice = draft.mode.choose(
         (Layer(layer.in_features, layer.out_features, not use.from_input),),
-        (Boundary(0, start), Boundary(layer.out_features, states, sums=not tied, rows=False)),
+        (LayerBoundary(0, start), LayerBoundary(layer.out_features, states, sums=not tied, rows=False)),
         draft.job.num_tokens,
         rows_end=None,
     )
