@@ -48,7 +48,8 @@ MEANINGS = {
     "targets": "of each sample",
     "tensors": "shapes by name, or the number of tensors",
     "text": "the prompt and what follows it, or a line for each picture",
-    "tokens_per_s_median": "of all ranks together; null with too few steps",
+    "samples_per_s_median": "of all ranks together; null with too few steps",
+    "tokens_per_s_median": "of all ranks together; null with too few steps, or if targets are not one for each token",
     "trace": "the path of the profile; null without one",
     "world_size": "the number of ranks",
 }

@@ -179,8 +179,9 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
     if summary["step_ms_median"] is not None:
-        tokens = format_count(summary["tokens_per_s_median"])
-        speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, {tokens} tokens/s"
+        unit = "samples" if summary["tokens_per_s_median"] is None else "tokens"
+        speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, "
+        speed += f"{format_count(summary[f'{unit}_per_s_median'])} {unit}/s"
     return (
         f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
         f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
@@ -224,9 +225,10 @@ def verify(
     The exit code is 1 if they are not equal.
     """
     from shardwright.cli.run_config import config_of, is_first_rank
-    from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.data import Order, global_batch
     from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
+    from shardwright.train.opening import opened
 
     backend = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
@@ -236,13 +238,11 @@ def verify(
     config = config_of(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
     check_can_start(Layout.parse(config.layout).num_ranks, backend)
-    with without_values():
-        plain, loss, model_config = config.build()
+    plain, loss, model_config, samples = opened(config)
     dropped = False
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout) and module.p == 0:
             module.p, dropped = 0.1, True  # so that the comparison covers dropout masks, which must not depend on ranks
-    samples = open_data(config.data, seq=config.seq, model=model_config)
     check_room(plain, Layout.parse(config.layout))
     if model_config is None:
         check_takes(config, plain, loss, samples)

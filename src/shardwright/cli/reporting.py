@@ -115,8 +115,7 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
     """
     from shardwright.report.description import describe
     from shardwright.train.config import TrainConfig, read_options
-    from shardwright.train.data import open_data
-    from shardwright.train.loop import inputs_of
+    from shardwright.train.opening import inputs_of, opened
     from shardwright.train.run_file import check_named
 
     config = TrainConfig(**read_options(part["options"], given_in="the run"))
@@ -125,7 +124,8 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
         plain, loss, model_config = config.build()
     inputs = config.example(model_config)  # the shape of the data, without the data
     if inputs is None:
-        inputs = inputs_of(open_data(config.data, seq=config.seq, model=None), config.batch)
+        plain, loss, _, read = opened(config)
+        inputs = inputs_of(read, config.batch)
     layout = Layout.parse(config.layout)
     seconds = part.get("seconds")
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)

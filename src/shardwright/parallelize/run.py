@@ -22,7 +22,7 @@ from shardwright.devices import HOST, moment, seconds_between
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.averages import Averages, RunAverages
-from shardwright.parallelize.batches import Targets, as_tensors, check_part, pairs
+from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
@@ -314,15 +314,18 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
-        All ranks call it.
+        All ranks call it. Labels belong to no inputs, unless the model's forward takes them. What its output holds
+        without a dim of samples, such as the loss that a model of transformers computes of labels, is None:
+        :meth:`evaluate` returns it.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
         Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
             is sent from the last stage to the others.
         Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
-            different numbers of samples; PlanError: an input is an array or an object with tensors instead of a tensor,
-            or contains a tensor without dims.
+            different numbers of samples; PlanError: the model's forward does not take the inputs, or one is an array or
+            an object with tensors instead of a tensor, or contains a tensor without dims.
         """
+        check_takes_inputs(self.model, inputs)
         return self._step.predict(as_tensors(inputs))
 
     # ---- observing a step

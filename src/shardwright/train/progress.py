@@ -22,7 +22,7 @@ from shardwright.formatting import format_bytes, format_count, json_text
 from shardwright.train.loggers import open_logger
 
 METRICS_FILE = "metrics.jsonl"
-_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "time_s", "bubble")
+_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "samples_per_s", "tokens_per_s", "time_s", "bubble")
 _LINE_EVERY_S = 5.0
 
 
@@ -91,9 +91,11 @@ class Log:
     def _show(self, row: dict[str, Any]) -> None:
         """Updates the progress bar, or prints a line every few seconds."""
         num_ranks = len(row["memory_bytes"])
-        now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
+        unit = "samples" if row.get("tokens_per_s") is None else "tokens"
+        speed = row[f"{unit}_per_s"]
+        now = f"loss {row['loss']:.4f}  {format_count(speed)} {unit}/s"
         if num_ranks > 1:
-            now += f" ({format_count(row['tokens_per_s'] / num_ranks)} a device)"
+            now += f" ({format_count(speed / num_ranks)} a device)"
         if row.get("bubble") is not None:
             now += f"  bubble {row['bubble']:.0%}"
         if num_ranks:
