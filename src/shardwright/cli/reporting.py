@@ -23,7 +23,10 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 
 @report_errors
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="The folder of a run; with --compare, of two or more.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="The folder of a run; with --compare, of two or more.")
+    ] = None,
+    from_: Annotated[list[Path] | None, opt.FROM] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Write one page that compares the runs.")] = False,
     model: Annotated[
         str | None, typer.Option(help="The runs' own package.module:factory, to draw layouts with: its code is run.")
@@ -44,6 +47,7 @@ def report(
     from shardwright.report.run_page import write_run_page
     from shardwright.report.training_runs import run_names
 
+    runs = [*(runs or ()), *(from_ or ())] or [opt.run_folder(None, None)]
     check_number(runs, compare=compare)
     found = [run_in(folder, name, model=model, data=data) for folder, name in zip(runs, run_names(runs), strict=True)]
     for run in found:

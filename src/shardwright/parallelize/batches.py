@@ -51,6 +51,14 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
                them
     """
     _check_unsplit(batches)
+    is_one = isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(b, Tensor) for b in batches))
+    if is_one and targets is None:
+        raise PlanError(
+            "run.shard takes batches, as a loader yields them",
+            given=f"{_described(batches)}, which is one batch",
+            allowed="an iterable of global batches",
+            fix="write run.shard([(inputs, targets)])",
+        )
     for batch in batches:
         pair = batch if targets is None else _split(batch, targets)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -148,7 +156,9 @@ def check_part(method: str, batch: Any, update: Any = None) -> None:
         f"run.{method} takes this rank's part of a global batch",
         given=_described(batch) + ("" if update is None else f", and then {_described(update)}"),
         allowed="what run.shard yields, or run.part returns",
-        fix=f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
+        fix="write run.accumulate(run.shard(batches)), of several batches"
+        if method == "accumulate"
+        else f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
     )
 
 

@@ -53,6 +53,22 @@ if TYPE_CHECKING:
     from shardwright.global_tensor.tensor import GlobalTensor
 
 
+_WRITTEN_INSTEAD = {
+    "train": "run.step trains, and run.evaluate and run.predict are in eval mode by themselves",
+    "eval": "run.evaluate and run.predict are in eval mode by themselves",
+    "to": "the model is on the rank's device already, and run.shard moves batches there",
+    "backward": "run.step(batch) runs forward and backward, and its loss is only a number",
+    "forward": "write run.predict(inputs), or run.step(batch) to train",
+    "zero_grad": "each run.step begins with gradients of zero; to add up several batches write run.accumulate(batches)",
+    "save": "write sw.save(folder, run, optimizer)",
+    "load": "write sw.load(folder, run, optimizer)",
+    "clip_grad_norm": "write run.clip_grad_norm_(max_norm)",
+    "module": "write run.model",
+    "named_parameters": "write run.parameters.items()",
+}
+"""What to write in place of attributes that modules and wrappers of other libraries have."""
+
+
 class Run:
     """One rank's part of a model under a layout, made by ``parallelize``: it trains, evaluates, predicts and saves.
 
@@ -97,6 +113,13 @@ class Run:
         known = (*others, *self.model.parameters())
         self._guard = StepGuard(plan, self.parameters, known, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            line = _WRITTEN_INSTEAD.get(name)
+            more = f"; {line}" if line else ""
+            raise AttributeError(f"a run has no '{name}'{more}", name=name, obj=self)
 
     @property
     def draws(self) -> RngTracker:

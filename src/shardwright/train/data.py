@@ -101,6 +101,10 @@ class TextTokens:
         window = torch.from_numpy(self._bytes[start : start + self.seq + 1].astype(np.int64))
         return window[:-1], window[1:]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, which are bytes; those that are no UTF-8, and larger numbers, become a mark."""
+        return bytes(min(token, 255) for token in tokens).decode(errors="replace")
+
 
 def _stdlib_files(folder: str) -> Iterator[str]:
     """Yields the Python files under ``folder`` in sorted order, without tests and installed packages."""

@@ -25,7 +25,7 @@ class MapDataset:
     among them the targets, by one of the names ``labels``, ``targets``, ``target``, ``label`` and ``y``. The inputs may
     be a dict themselves. All samples have one shape. ``name`` is that of the factory, for errors. ``pair``, if it is
     set, turns the named parts of a sample into inputs and targets otherwise, as a loss that the model computes itself
-    needs it.
+    needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into text.
 
     >>> data = MapDataset([(torch.ones(3), 1), (torch.zeros(3), 0)], range(1, 2), "mine:data")
     >>> len(data), data.sample(0)

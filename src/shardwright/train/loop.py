@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 
 from shardwright import devices
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.manifest import find, find_on_all, steps_in
+from shardwright.checkpoint.manifest import find, find_on_all, read, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
@@ -41,7 +42,7 @@ from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
 from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
-from shardwright.train.same_run import check_regular, check_same_data, check_same_run
+from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_schedule
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
 from shardwright.train.stop import Stop, started_again
@@ -92,6 +93,9 @@ def train(
     # a restart is checked as --resume is; without a checkpoint it begins anew, with whatever data there are
     if (resume or (started_again(out) and steps_in(out / CHECKPOINTS))) and not changed_data:
         check_same_data(config, noted_data(out))
+    moved = moved_schedule(config, options_of(out), read(find(out / CHECKPOINTS)).step) if resume else ""
+    if moved and os.environ.get("RANK", "0") == "0":
+        say(moved)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     config = settled_by_price(config)

@@ -22,8 +22,10 @@ from shardwright.parallelize.run import Run
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Split, global_batch
+from shardwright.train.given_data import MapDataset
 from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
+from shardwright.train.progress import Waited
 from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
@@ -53,7 +55,8 @@ def predict(
     """Returns what the newest checkpoint of ``run`` predicts for the first ``num`` samples of a split of its data.
 
     If the targets are classes, the result has the likeliest class of each sample, or of each token of it, beside the
-    targets; else the outputs. With ``to``, a ``.safetensors`` file, all outputs and targets are written there.
+    targets; else the outputs. ``texts`` has both as text where the data can turn tokens into it, else it is None. With
+    ``to``, a ``.safetensors`` file, all outputs and targets are written there.
 
     Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. CheckpointError: it cannot be written,
         which is known before anything is predicted unless the disk is full.
@@ -82,9 +85,12 @@ def _opened(
     return run, data, {"step": step, "layout": str(layout), "split": split}
 
 
-def _batches(data: Dataset, num: int, size: int) -> Iterator[tuple[Any, Any]]:
+def _batches(data: Dataset, num: int, size: int, *, says: str) -> Iterator[tuple[Any, Any]]:
+    """Yields the batches of the first ``num`` samples; ``says``, if it is not "", is what progress is called."""
+    waited = Waited(says, num, "samples")
     for start in range(0, num, size):
         yield global_batch(data, range(start, min(start + size, num)))
+        waited.show(min(start + size, num))
 
 
 def _scores(output: Any) -> Any:
@@ -121,7 +127,7 @@ def _evaluate(
 
     def parts() -> Iterator[Microbatch]:
         nonlocal right, count
-        for inputs, targets in _batches(data, num, config.batch):
+        for inputs, targets in _batches(data, num, config.batch, says=f"evaluated of {split}" * (world.rank == 0)):
             yield from run.shard([(inputs, targets)])
             matches = _is_right(_scores(run.predict(inputs)), targets, shifted=shifted)
             if matches is not None:
@@ -139,7 +145,7 @@ def _predict(
     run, data, found = _opened(world, config, folder, layout, split)
     num = min(num, len(data))
     outputs, wanted = [], []
-    for inputs, targets in _batches(data, num, config.batch):
+    for inputs, targets in _batches(data, num, config.batch, says=f"predicted of {split}" * (world.rank == 0)):
         output = _scores(run.predict(inputs))
         if not isinstance(output, Tensor):
             raise PlanError(
@@ -159,7 +165,12 @@ def _predict(
     shown = whole.argmax(-1) if is_class else whole
     if is_class and _is_shifted(run, data):
         shown, truth = shown[:, :-1], truth[:, 1:]
+    decode = getattr(data.dataset if isinstance(data, MapDataset) else data, "decode", None)
+    texts = None
+    if is_class and shown.dim() > 1 and callable(decode):
+        texts = [[str(decode(row)) for row in pair] for pair in zip(shown.tolist(), truth.tolist(), strict=True)]
     return {
+        "texts": texts,
         "predictions": shown.tolist(), "targets": truth.tolist(), "samples": num,
         "file": str(to) if to is not None else None, **found,
     }  # fmt: skip

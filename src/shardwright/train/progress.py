@@ -32,6 +32,25 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
+class Waited:
+    """Prints a line every few seconds on how much of a long piece of work is done; none of work that is soon done.
+
+    ``what`` is what is done, "" to print nothing, and ``total`` and ``unit`` say of how many there are.
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._start_s = self._last_line_s = time.monotonic()
+
+    def show(self, done: int) -> None:
+        """Prints a line if the last one, or the start, is some seconds ago and not all is done."""
+        now = time.monotonic()
+        if self._what and done < self._total and now - self._last_line_s > _LINE_EVERY_S:
+            self._last_line_s = now
+            left = (now - self._start_s) / done * (self._total - done)
+            say(f"{self._what}: {done} of {self._total} {self._unit}, {left:.0f} s left")
+
+
 class Log:
     """Shows the progress of a run, writes the metrics of its steps into ``metrics.jsonl``, and passes them to loggers.
 
