@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from shardwright import launch
 from shardwright.cli.main import app
 from shardwright.cli.starting import FILES
-from shardwright.train.progress import Waited
+from shardwright.train.progress import StatusLog
 
 TINY = ["--set", "num_layers=2", "--set", "width=8", "--set", "num_heads=2", "--seq", "8", "--batch", "2"]
 
@@ -123,7 +123,7 @@ def test_a_report_takes_its_run_by_from_too_and_more_steps_say_how_the_rate_move
 def test_work_that_takes_long_tells_its_progress(monkeypatch, capsys):
     monkeypatch.setattr("shardwright.train.progress._LINE_EVERY_S", 0.0)
     for what in ("evaluated of eval", ""):
-        waited = Waited(what, 4, "samples")
+        waited = StatusLog(what, 4, "samples")
         for done in (2, 4):
             waited.show(done)
     assert capsys.readouterr().err == "evaluated of eval: 2 of 4 samples, 0 s left\n"

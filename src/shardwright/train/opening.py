@@ -20,7 +20,7 @@ from shardwright.train.data import Dataset, Split, open_data
 from shardwright.train.given_data import MapDataset
 
 
-class Opened(NamedTuple):
+class TrainingJob(NamedTuple):
     """A model with its loss, its config (None for a user's own factory), and a split of the data that it reads."""
 
     model: nn.Module
@@ -29,7 +29,7 @@ class Opened(NamedTuple):
     data: Dataset
 
 
-def opened(config: TrainConfig, split: Split = "train", *, with_values: bool = False) -> Opened:
+def opened(config: TrainConfig, split: Split = "train", *, with_values: bool = False) -> TrainingJob:
     """Returns the model, the loss and the data that the options of a run name; the model without values by default.
 
     Of a user's own factory that returns a model without a loss, the loss is cross entropy, or what the model computes
@@ -48,10 +48,10 @@ def opened(config: TrainConfig, split: Split = "train", *, with_values: bool = F
         own = "labels" in data.names and _takes(model, "labels")
         loss = ModelLoss() if loss is None and own else loss
         data.pair = loss.pair if isinstance(loss, ModelLoss) else None
-    return Opened(model, loss_for(loss if loss is not None else CrossEntropy(), model), model_config, data)
+    return TrainingJob(model, loss_for(loss if loss is not None else CrossEntropy(), model), model_config, data)
 
 
-def other_split(config: TrainConfig, first: Opened, split: Split) -> Dataset:
+def other_split(config: TrainConfig, first: TrainingJob, split: Split) -> Dataset:
     """Returns another split of the data that were opened with a model, whose samples become pairs in the same way."""
     data = open_data(config.data, seq=config.seq, model=first.model_config, split=split)
     if isinstance(data, MapDataset) and isinstance(first.data, MapDataset):

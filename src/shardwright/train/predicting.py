@@ -25,7 +25,7 @@ from shardwright.train.data import Dataset, Split, global_batch
 from shardwright.train.given_data import MapDataset
 from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
-from shardwright.train.progress import Waited
+from shardwright.train.progress import StatusLog
 from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
@@ -87,7 +87,7 @@ def _opened(
 
 def _batches(data: Dataset, num: int, size: int, *, says: str) -> Iterator[tuple[Any, Any]]:
     """Yields the batches of the first ``num`` samples; ``says``, if it is not "", is what progress is called."""
-    waited = Waited(says, num, "samples")
+    waited = StatusLog(says, num, "samples")
     for start in range(0, num, size):
         yield global_batch(data, range(start, min(start + size, num)))
         waited.show(min(start + size, num))

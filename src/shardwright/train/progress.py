@@ -32,7 +32,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
-class Waited:
+class StatusLog:
     """Prints a line every few seconds on how much of a long piece of work is done; none of work that is soon done.
 
     ``what`` is what is done, "" to print nothing, and ``total`` and ``unit`` say of how many there are.

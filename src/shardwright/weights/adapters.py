@@ -6,7 +6,6 @@ peft is used only where a model is wrapped by it, which has imported it.
 from __future__ import annotations
 
 import copy
-import importlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -53,14 +52,17 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
 
     An adapter that peft does not write as it is, such as prompts that it encodes, has none.
     """
-    chosen = importlib.import_module("peft").get_peft_model_state_dict  # the model's class comes from there
+    from peft import get_peft_model_state_dict  # the model's class comes from there
+
     # peft chooses and renames by name alone; the tensors only say which is which
     tensors = {name: torch.empty(0, device="cpu") for name in names}
     hooks = {module: module._state_dict_pre_hooks for module in model.modules()}
     try:
         for module in hooks:  # those of ZeRO refuse reads of values, and here the names alone are read
             module._state_dict_pre_hooks = OrderedDict()
-        found = chosen(model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False)
+        found = get_peft_model_state_dict(
+            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+        )
     except Exception:  # any code of an adapter's kind may run: a kind that cannot be written so has no names
         return {}
     finally:
