@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardwright.axes import layout_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import MAX_SIZE, Factor, Layout, Option
+from shardwright.strategies import choose
 
 NAMES = st.from_regex(r"[a-z0-9.-]{1,6}", fullmatch=True).filter(lambda n: n not in ("2d", "2.5d", "3d", "file"))
 VALUES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), min_size=1, max_size=8)
@@ -234,10 +235,10 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
         ("mb4/statistics", "mb4/own-statistics"),
         ("recompute", "recompute:full"),
         ("recompute:", "recompute:full"),
-        ("dp4zero3", "dp4"),
+        ("dp4zero3", "dp4/zero3"),
         ("dp4/ZeRO3", "dp4/zero3"),
         ("dp4//zero3/", "dp4/zero3"),
-        ("dp4/zero_3", "dp4"),
+        ("dp4/zero_3", "dp4/zero3"),
         ("dp4/zero3/zero3", "dp4/zero3"),
         ("dp4/offload/offload:disk", "dp4/offload"),
         ("dp4/offload:a/b:", "dp4/offload:a"),
@@ -253,6 +254,44 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
 )
 def test_a_wrong_line_names_the_nearest_that_works(line, fix):
     assert refused(line) == fix
+
+
+TYPED = """\
+dp2 tp2 zero3 -> dp2/zero3 tp2; tp2dp2 -> dp2 tp2; pp2mb8dp2 -> pp2 mb8 dp2; dp2bf16 -> dp2 bf16; dp2z3 -> dp2/zero3
+fsdp2 -> dp2/zero3; fsdp4 tp2 -> dp4/zero3 tp2; hsdp2x4 -> dp2x4/zero3; dp2 fsdp -> dp2/zero3; ddp2 -> dp2
+dp8 ep8 -> dp8; pp=2 -> pp2; tp=2,dp=2 -> dp2 tp2; dp:2 tp:4 -> dp2 tp4; dp=2/zero3 -> dp2/zero3; 2dp 2tp -> dp2 tp2
+tp 2 dp 2 -> dp2 tp2; dp2 zero-3 -> dp2/zero3; dp4 zero 3 -> dp4/zero3; zero2 dp4 -> dp4/zero2
+zero3 -> dp4/zero3; dp2 stage3 -> dp2/zero3
+TP2 -> tp2; sp2 -> tp2/sp; dp2 tp2 sp -> dp2 tp2/sp; dp2*tp2 -> dp2 tp2; dp2-tp2 -> dp2 tp2; mp2 -> tp2
+tp4-2d -> tp2x2/2d; tensor_parallel=2 data-parallel 4 -> dp4 tp2; tp_size=2 -> tp2
+pipeline2 -> pp2; pp4 1f1b mb8 -> pp4/1f1b mb8
+pp2 vpp2 -> pp2/interleaved:v2; dp2 offload -> dp2/offload; dp2 bfloat16 -> dp2 bf16; dp2 half -> dp2 fp16; mbs4 -> mb4
+dp2 grad_accum4 -> mb4 dp2; dp2 activation_checkpointing -> dp2 recompute:full; dp2 fp8 -> dp2"""
+
+
+@pytest.mark.parametrize("case", [case.strip() for case in re.split("[;\n]", TYPED.strip())])
+def test_a_fix_keeps_what_was_asked_in_the_words_of_other_libraries(case):
+    line, fix = case.split(" -> ")
+    assert refused(line) == fix
+    assert choose(Layout.parse(fix)) or fix == "mb4"  # some strategy has each option
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("dp2/fsdp", "dp2/zero3"),
+        ("dp2/zero-3 tp2 bf16", "dp2/zero3 tp2 bf16"),
+        ("dp2/tp2", "dp2 tp2"),
+        ("tp2/zero3 dp2", "dp2/zero3 tp2"),
+        ("pp4/zbv mb8", "pp4/zb-v mb8"),
+        ("dp2/recompute mb2", "mb2 dp2 recompute:full"),
+        ("dp2/hybrid tp2", "dp2 tp2, or dp2/ahead"),
+    ],
+)
+def test_the_fix_of_an_option_that_no_strategy_has_is_a_whole_line(line, fix):
+    with pytest.raises(LayoutError) as caught:
+        choose(Layout.parse(line))
+    assert fix_of(caught.value) == f"write {fix}"
 
 
 PARTS = """single pp dp cp tp mb bf16 fp16 fp32 recompute: full file: 2d 2.5d 3d :d2 zero3 / x : 0 1 2 4 8

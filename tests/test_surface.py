@@ -133,11 +133,24 @@ FLAGS = {
     "plan": {"--layout", "--model", "--set", "--role", "--data", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html", "--replay"},
-    "report": {"RUNS", "--compare", "--model", "--data", "--out", "--json"},
-    "evaluate": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
-    "predict": {"--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--to", "--ranks", "--json"},
+    "report": {"RUNS", "--from", "--compare", "--model", "--data", "--out", "--json"},
+    "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
+    "predict": {
+        "RUN",
+        "--from",
+        "--layout",
+        "--model",
+        "--data",
+        "--batch",
+        "--num",
+        "--split",
+        "--to",
+        "--ranks",
+        "--json",
+    },
     "init": {"FOLDER", "--json"},
     "sample": {
+        "RUN",
         "--from",
         "--layout",
         "--model",

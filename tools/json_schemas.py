@@ -47,15 +47,17 @@ MEANINGS = {
     "stopped": "whether a stop signal or a callback ended the run before its last step",
     "targets": "of each sample",
     "tensors": "shapes by name, or the number of tensors",
+    "texts": "of each sample the prediction and the target as text; null if the data cannot turn tokens into text",
     "text": "the prompt and what follows it, or a line for each picture",
-    "tokens_per_s_median": "of all ranks together; null with too few steps",
+    "samples_per_s_median": "of all ranks together; null with too few steps",
+    "tokens_per_s_median": "of all ranks together; null with too few steps, or if targets are not one for each token",
     "trace": "the path of the profile; null without one",
     "world_size": "the number of ranks",
 }
 """What keys of the top level mean, where their names do not say it."""
 
 
-TYPES = {"trace": "string", "diverged": "integer", "file": "string"}
+TYPES = {"trace": "string", "diverged": "integer", "file": "string", "texts": "array"}
 """The types of keys that are null in all outputs here."""
 
 

@@ -13,7 +13,7 @@ The registry is empty until ``shardwright.strategies`` is imported, which ``impo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -29,6 +29,9 @@ Kind = Literal["stages", "copies", "operators"]
 
 Along an axis of the kind "copies", each rank has a copy of the model, or ZeRO's slices of one.
 """
+
+MAX_SIZE = 2**20
+"""The largest number of ranks of one factor of a layout line, and of microbatches."""
 
 WORDS = ("mb", "bf", "fp", "single", "recompute", "compile")
 """The words of a layout line that are not axes; no axis can have one of them as its name."""
@@ -66,6 +69,9 @@ class LayoutAxis:
         keyword: the axis's key in a layout given as a dictionary; "" if such a layout cannot name the axis.
         keys: the keys of the axis's dictionary entry besides ``size`` and ``options``, each with the types allowed.
         written: a function that returns the options of the line for the axis's dictionary entry, in order.
+        also: what other libraries call the axis, each with the options that it means: ``{"fsdp": "zero3"}``. A number
+            in braces stands for the number behind the word, and is taken if there is none: ``{"zero": "zero{3}"}``.
+            Errors propose the line with the axis's own words.
 
     >>> axis = LayoutAxis("dp", 10, "copies", (("dp",), ("replica", "dp")), "dp4, or replicas x slices: dp2x4")
     >>> axis.all_mesh_axes
@@ -82,6 +88,7 @@ class LayoutAxis:
     keyword: str = ""
     keys: Mapping[str, Sequence[type]] = field(default_factory=dict)
     written: Callable[[Mapping[str, Any]], Sequence[str]] = lambda entry: [entry.get("options", "")]
+    also: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_mesh_axes(self) -> tuple[str, ...]:
@@ -90,6 +97,9 @@ class LayoutAxis:
 
 
 _REGISTERED: dict[str, LayoutAxis] = {}
+
+OPTIONS: dict[str, tuple[str, Iterable[str]]] = {}
+"""By name of a registered strategy, its axis and the names of its options, which errors propose."""
 
 
 def register(axis: LayoutAxis) -> None:

@@ -93,6 +93,12 @@ class RankFailedError(ExplainedError, RuntimeError):
     """
 
 
+EXAMPLE = (
+    "write sw.parallelize(model, layout, world, example=inputs), the inputs of one global batch as the loader has it"
+)
+"""The line to write, for the ``fix`` of an error that an example of the inputs would avoid."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns the entry of ``known`` that is spelled most like a mistyped ``word``, to suggest it in an error text.
 

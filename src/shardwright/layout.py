@@ -15,19 +15,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
-from shardwright.axes import LayoutAxis, MisfitError, layout_axes
+from shardwright.axes import MAX_SIZE, LayoutAxis, MisfitError, layout_axes
 from shardwright.errors import LayoutError, nearest
+from shardwright.layout_guess import meant
 from shardwright.mesh import Mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """The dtype in which the operators compute."""
-
-MAX_SIZE = 2**20
-"""The largest number of ranks of one factor, and of microbatches."""
 
 COMPILERS = ("inductor", "aot_eager")
 """The backends of ``torch.compile`` for blocks, the default first.
@@ -205,6 +202,14 @@ class Layout:
           fix:     dp4 tp2x2/2d
         """
         items = line.split()
+        layout, wrong = cls._read(items)
+        if wrong is not None:
+            raise _error(wrong[0], " ".join(items), wrong[1], str(nearest_line(items)))
+        return layout
+
+    @classmethod
+    def _read(cls, items: Sequence[str]) -> tuple[Layout, tuple[str, str] | None]:
+        """Returns the layout of those items that can be read or mended, and the first error with what is allowed."""
         found: dict[str, Any] = {}
         wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():
@@ -222,14 +227,7 @@ class Layout:
                 break
         number, own = found.pop("mb", (1, False))
         factors = tuple(found.pop(axis) for axis in layout_axes() if axis in found)
-        layout = cls(factors, number, own_statistics=own, **found)
-        if wrong:
-            fix, apart = str(layout), re.sub("[,;+&]", " ", line)
-            if apart != line:
-                with suppress(LayoutError):
-                    fix = str(cls.parse(apart))
-            raise _error(wrong[0], " ".join(items), wrong[1], fix)
-        return layout
+        return cls(factors, number, own_statistics=own, **found), wrong
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
@@ -278,6 +276,15 @@ class Layout:
         items += [self.precision, f"recompute:{self.recompute}" if self.recompute else ""]
         items.append("" if self.compile is None else f"compile:{self.compile}".removesuffix(f":{COMPILERS[0]}"))
         return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
+
+
+def nearest_line(items: Sequence[str]) -> Layout:
+    """Returns the layout that the items of a wrong line were probably meant to be, to propose it in an error.
+
+    >>> str(nearest_line(["TP2", "fsdp2"])), str(nearest_line(["hello"]))
+    ('dp2/zero3 tp2', 'single')
+    """
+    return Layout._read(meant(items, _nearest_item, OWN))[0]
 
 
 def has_stages(layout: Layout) -> bool:
@@ -342,33 +349,28 @@ def _read_item(item: str) -> tuple[str, object]:
         parts = [text.partition(":") for text in texts]
         if not all(map(_OPTION.fullmatch, texts)):
             lower = [f"{name.lower()}{colon}{value}" for name, colon, value in parts]
-            fix = "/".join([axis + numbers, *filter(_OPTION.fullmatch, lower)])
+            whole = all(_OPTION.fullmatch(text) for text in lower if text)  # else words are looked for in the item
+            fix = "/".join([axis + numbers, *filter(None, lower)]) if whole else ""
             raise _ItemError("an option is not well formed", _OPTIONS, fix)
         options = tuple(Option(name, value if colon else None) for name, colon, value in parts)
         return axis, Factor(axis, *_canonical(axis, tuple(map(_number, numbers.split("x"))), options))
     known = {"single": "it stands alone", "fp32": "it is what a line without bf16 or fp16 has"}
-    raise _ItemError(known.get(item, "no such item"), _items(), _guess(item))
+    raise _ItemError(known.get(item, "no such item"), _items(), "")
+
+
+def _nearest_item(text: str) -> str:
+    """Returns an item of a line as it stands if it can be read, the nearest that can, or "" if it is no item at all."""
+    try:
+        _read_item(text)
+    except _ItemError as problem:
+        return str(problem.args[2])
+    return text
 
 
 def _items() -> str:
     """Returns the items that a line may have, for error texts."""
     axes = " ".join(f"{axis}N" for axis in layout_axes())
     return f"single, or {axes} /options, {_WORDS}; N from 1"
-
-
-def _guess(item: str) -> str:
-    """Returns the item that ``item`` was probably meant to be, or "" if there is no guess."""
-    head, slash, options = item.partition("/")
-    letters = re.sub("[^a-z].*", "", head.lower())[:20]
-    size = "".join(re.findall("[0-9]+(?:x[0-9]+){0,2}", head.lower())[:1])
-    # one wrong letter of two is a typing error when a number follows, else another word
-    words = (*layout_axes(), "mb", "bf16", "fp16", "recompute:full", "compile")
-    meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
-    if meant == "mb":
-        return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}" + (f"/{OWN}" if options else "")
-    if meant in layout_axes():
-        return f"{meant}{size or 4}{slash}{options}"
-    return "" if meant == "fp16" and size != "16" else meant  # fp32 is what a line without one has
 
 
 def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from shardwright import launch
 from shardwright.cli.main import app
 from shardwright.cli.starting import FILES
+from shardwright.train.progress import StatusLog
 
 TINY = ["--set", "num_layers=2", "--set", "width=8", "--set", "num_heads=2", "--seq", "8", "--batch", "2"]
 
@@ -98,8 +100,31 @@ def test_a_trained_run_is_evaluated_and_predicted_from_its_folder(tmp_path, verb
     assert run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY).exit_code == 0
     found = run(verb, "--from", out, "--layout", "tp2", "--num", "2")
     assert found.exit_code == 0, found.stderr
-    assert ("2 samples of eval, step 1, under tp2" if verb == "evaluate" else "\n1: [") in found.stdout
+    text = "2 samples of eval, step 1, under tp2" if verb == "evaluate" else r"\n1: ['\"].* \(is ['\"]"  # decoded
+    assert re.search(text, found.stdout)
+    assert run(verb, out, "--layout", "tp2", "--num", "2").stdout == found.stdout
+    assert "a command is about one run" in run(verb, out, "--from", tmp_path).stderr
     for wrong, text in (("--split", "no such split"), ("--num", "'num' is out of range")):
         refused = run(verb, "--from", out, wrong, "test" if wrong == "--split" else "-1")
         assert refused.exit_code == 2
         assert text in refused.stderr
+
+
+def test_a_report_takes_its_run_by_from_too_and_more_steps_say_how_the_rate_moves(tmp_path):
+    out = tmp_path / "run"
+    assert run("train", "--steps", "2", "--warmup", "0", "--ranks", "threads", "--out", out, *TINY).exit_code == 0
+    resumed = run("train", "--steps", "4", "--resume", "--ranks", "threads", "--out", out)
+    line = "the cosine schedule now ends at step 4, not 2: the learning rate goes on at 0.00055, where it was 0.0001"
+    assert line in resumed.stderr
+    assert "schedule" not in run("train", "--steps", "4", "--resume", "--ranks", "threads", "--out", out).stderr
+    assert run("report", "--from", out).stdout == run("report", out).stdout
+
+
+def test_work_that_takes_long_tells_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr("shardwright.train.progress._LINE_EVERY_S", 0.0)
+    for what in ("evaluated of eval", ""):
+        waited = StatusLog(what, 4, "samples")
+        for done in (2, 4):
+            waited.show(done)
+    assert capsys.readouterr().err == "evaluated of eval: 2 of 4 samples, 0 s left\n"
+    assert run("doctor").stderr.splitlines()[0] == "measuring matrix products ..."

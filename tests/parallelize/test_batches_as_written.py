@@ -63,6 +63,37 @@ class Named(nn.Module):
         return OrderedDict(logits=self.layer(x) * scale, hidden=x)
 
 
+@pytest.mark.parametrize(
+    ("model", "inputs", "fix"),
+    [
+        (None, (X, Y), "write run.predict(inputs), for inputs, targets = batch"),
+        (Named(), {"x": X, "labels": Y}, "write run.predict({'x': batch['x']})"),
+        (Named(), {"input_ids": X}, "name them x, scale"),
+        (None, "part", "write run.predict(inputs) with the inputs of the global batch, or run.evaluate(batch)"),
+    ],
+)
+def test_predictions_of_a_batch_with_its_labels_are_refused_with_the_line_to_write(model, inputs, fix):
+    def work(run):
+        return refused(run.predict, next(run.shard([(X, Y)])) if inputs == "part" else inputs)
+
+    for text in on_ranks("dp2", work, model):
+        assert fix in text
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_predictions_with_labels_that_the_model_takes_have_no_loss(line):
+    class OwnLoss(Named):
+        def forward(self, x, labels=None):
+            logits = self.layer(x)
+            return {"logits": logits, "loss": None if labels is None else nn.functional.cross_entropy(logits, labels)}
+
+    torch.manual_seed(0)
+    model = OwnLoss()
+    for found in on_ranks(line, lambda run: run.predict({"x": X, "labels": Y}), model):
+        assert found["loss"] is None
+        torch.testing.assert_close(found["logits"], model(X)["logits"])
+
+
 def test_a_mapping_of_another_library_is_cut_like_a_dict():
     batch = UserDict(x=X, scale=2.0)  # pytrees take it for one leaf
 

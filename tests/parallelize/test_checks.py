@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright as sw
 from shardwright import launch, parallelize, verify
-from shardwright.errors import PlanError, RankFailedError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.models.losses import MeanSquaredError
 
 LOSS = MeanSquaredError()
@@ -102,3 +103,96 @@ def test_a_layer_that_computes_its_weight_before_each_forward_stays_whole(line):
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), *pair())
     verdict = verify(model, line, [BATCH] * 2, loss=LOSS)
     assert verdict.equal, str(verdict)
+
+
+def refused(call):
+    with pytest.raises(PlanError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", 2), "str as work"),
+        ((None, 2), "NoneType as work"),
+        ((2, print), "int as work"),
+        ((print, 0), "0 ranks"),
+        ((print, print), "ranks\n  allowed: a number of ranks from 1 on"),
+    ],
+)
+def test_wrong_arguments_of_launch_are_refused_with_the_line_to_write(arguments, words):
+    text = refused(lambda: sw.launch(*arguments, ranks="threads"))
+    assert words in text
+    assert "write sw.launch(train, 'dp2', ranks='threads')" in text
+    assert "ranks='thread'" in refused(lambda: sw.launch(print, 2, ranks="thread"))
+
+
+@pytest.mark.parametrize(
+    ("swap", "words"),
+    [
+        (lambda model, world: ("dp2", model, world), "'model' of parallelize is none\n  given:   str: 'dp2'"),
+        (lambda model, world: (nn.Linear, "dp2", world), "write Linear(...)"),
+        (lambda model, world: (model, None, world), "'layout' of parallelize is none"),
+        (lambda model, world: (model, {"tensor": 2}, world), "Layout.from_dict"),
+        (
+            lambda model, world: (model, "dp2", None),
+            "write sw.launch(lambda world: sw.parallelize(model, 'dp2', world)",
+        ),
+    ],
+)
+def test_wrong_arguments_of_parallelize_are_refused_on_every_rank(swap, words):
+    model = nn.Linear(4, 3)
+    for text in sw.launch(lambda w: refused(lambda: sw.parallelize(*swap(model, w))), 2, ranks="threads"):
+        assert words in text
+
+
+def test_habits_of_other_libraries_are_told_what_a_run_has_instead():
+    model = nn.Linear(4, 3)
+
+    def work(world):
+        run = sw.parallelize(model, "dp2", world)
+        assert "write run.optimizer(torch.optim.AdamW" in refused(lambda: run.optimizer("adamw"))
+        wrong = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert "write run.optimizer(torch.optim.AdamW" in refused(lambda: run.optimizer(wrong))
+        assert "by a closure" in refused(lambda: run.optimizer(torch.optim.LBFGS))
+        assert "write run.shard([(inputs, targets)])" in refused(
+            lambda: next(run.shard((torch.ones(2, 4), torch.zeros(2))))
+        )
+        for name, line in (("zero_grad", "run.accumulate"), ("save", "write sw.save("), ("to", "device already")):
+            with pytest.raises(AttributeError, match=f"a run has no '{name}'") as caught:
+                getattr(run, name)
+            assert line in str(caught.value)
+        assert not hasattr(run, "unknown")
+
+    sw.launch(work, 2, ranks="threads")
+
+
+class Loops(nn.Module):
+    """A forward that only a recording on an example follows, and a head, an MLP and an embedding in no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.up, self.head = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+
+    def forward(self, ids):
+        h = self.token(ids)
+        for _ in range(ids.shape[1]):
+            h = torch.stack([h, self.up(h)]).sum(0)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "tp2/sp"])
+def test_an_error_that_an_example_avoids_shows_the_line_with_it(line):
+    model, inputs = Loops(), torch.zeros(4, 3, dtype=torch.int64)
+
+    def work(world, **options):
+        try:
+            sw.parallelize(model, line, world, **options)
+        except LayoutError as failure:
+            return str(failure)
+        return "works"
+
+    for text in sw.launch(work, 2, ranks="threads"):
+        assert "fix:     write sw.parallelize(model, layout, world, example=inputs)" in text
+    assert sw.launch(lambda world: work(world, example=inputs), 2, ranks="threads") == ["works"] * 2

@@ -7,6 +7,7 @@ from math import prod
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardwright import launch, parallelize
 from shardwright.comm.agreement import tensor_digest
@@ -242,3 +243,19 @@ def test_ranks_are_compared_every_so_many_steps_or_never_and_what_is_sent_is_tol
     assert told == [("all_gather", "world", 32)]
     expected = [told if check_every and step % check_every == 0 else [] for step in range(5)]
     assert launch(work, layout, ranks="threads") == [expected] * 4
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "pp2 mb2"])
+def test_a_loader_that_each_rank_shuffles_by_itself_is_told_with_the_line_to_write(line):
+    model = plain()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+        with pytest.raises(PlanError) as caught:
+            run.step(next(run.shard(loader)))
+        return str(caught.value)
+
+    for text in launch(work, line, ranks="threads"):
+        assert "one seed" in text
+        assert "DataLoader(data, batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))" in text

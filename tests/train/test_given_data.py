@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from torch import nn
 
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
+from shardwright.models.model_loss import ModelLoss
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import open_data
+from shardwright.train.data import global_batch, open_data
 from shardwright.train.loop import train
+from shardwright.train.opening import opened
 from shardwright.train.predicting import evaluate, predict
 from shardwright.train.progress import read_metrics
 from shardwright.train.run_file import read_run
@@ -48,13 +51,51 @@ def language_model():
     return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7))
 
 
+class OwnsLoss(nn.Module):
+    """Returns its loss beside the logits, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.up, self.down = nn.Embedding(7, 8), nn.Linear(8, 16), nn.Linear(16, 7)
+
+    def forward(self, ids, labels=None):
+        logits = self.down(torch.relu(self.up(self.token(ids))))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def owns_loss(shifted=False):
+    return OwnsLoss(), ModelLoss(shifted=shifted)
+
+
+def labelled():
+    return [{"ids": (row := (torch.arange(6) + n) % 7).tolist(), "labels": row.roll(-1)} for n in range(40)]
+
+
+@dataclass
+class Named:
+    """A sample whose parts have names."""
+
+    input: torch.Tensor
+    label: int
+
+
+def named():
+    return [
+        Named(torch.from_numpy(picture).float(), int(label)) for picture, label in zip(PICTURES, CLASSES, strict=True)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     """A module of this name, as a user's own is."""
     names = {
         "pictures": Pictures, "tokens": tokens, "model": model, "language_model": language_model,
         "splits": lambda: {"train": tokens("train"), "eval": tokens("eval")},
-        "dicts": lambda: [{"x": 1, "y": 2}] * 3, "texts": lambda: [("a", 1)] * 3, "stream": lambda: iter(()),
+        "dicts": lambda: [{"x": 1, "z": 2}] * 3, "texts": lambda: [("a", 1)] * 3, "stream": lambda: iter(()),
+        "words": lambda: [{"text": "a", "labels": 1}] * 3, "labelled": labelled, "owns_loss": owns_loss, "named": named,
+        "OwnsLoss": OwnsLoss,
+        "unlike": lambda: [(torch.ones(n), 1) for n in (2, 3, 2, 3)], "vector_model": lambda: nn.Linear(2, 3),
         "empty": list, "fails": lambda: 1 / 0,
     }  # fmt: skip
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(**names))
@@ -82,7 +123,8 @@ def test_a_factory_may_make_its_own_splits(name):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("mine:dicts", "dict with x, y"),
+        ("mine:dicts", "a sample with x, z"),
+        ("mine:words", "'text' is a str"),
         ("mine:texts", "a pair with a str"),
         ("mine:stream", "with len() and [index]"),
         ("mine:empty", "the train split of 'mine:empty' is empty"),
@@ -116,6 +158,44 @@ def test_what_a_run_predicts_and_its_loss_are_those_of_the_plain_model_under_any
     assert one["loss"] == pytest.approx(expected.item(), abs=1e-5)
     right = (written["outputs"].argmax(-1) == written["targets"]).float().mean().item()
     assert one["accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("names", [
+    {"model": "mine:owns_loss", "data": "mine:labelled"}, {"model": "mine:model", "data": "mine:named"},
+])  # fmt: skip
+def test_samples_with_names_train_by_the_loss_that_the_factory_gives_or_the_model_computes(tmp_path, names):
+    losses = {}
+    for line in ("single", "dp2", "pp2 mb2"):
+        options = config(layout=line, **names)
+        summary = train(options, tmp_path / line, ranks="threads")
+        losses[line] = [row["loss"] for row in read_metrics(tmp_path / line)]
+        unit = "tokens" if names["data"] == "mine:labelled" else "samples"
+        assert summary["samples_per_s_median"] > 0
+        assert (summary["tokens_per_s_median"] is None) is (unit == "samples")
+    assert losses["dp2"] == pytest.approx(losses["single"], abs=1e-5)
+    assert losses["pp2 mb2"] == pytest.approx(losses["single"], abs=1e-5)
+    found = evaluate(options, tmp_path / "single", Layout.parse("dp2"))
+    assert 0 <= found["accuracy"] <= 1
+    shapes = {"mine:labelled": (2, 6), "mine:named": (2,)}
+    assert (
+        np.shape(predict(options, tmp_path / "single", Layout.parse("dp2"), num=2)["predictions"])
+        == shapes[names["data"]]
+    )
+
+
+def test_the_loss_that_a_model_computes_is_used_where_samples_have_labels_that_it_takes(tmp_path):
+    own = opened(config(model="mine:OwnsLoss", data="mine:labelled")).loss
+    assert isinstance(own, ModelLoss)
+    assert own.shifted is None
+    assert not isinstance(opened(config(model="mine:model", data="mine:named")).loss, ModelLoss)
+    with pytest.raises(PlanError, match="returns the pair of its model and this loss"):
+        train(config(model="mine:OwnsLoss", data="mine:labelled"), tmp_path / "run", ranks="threads")
+
+
+def test_samples_of_different_shapes_are_refused_with_both():
+    data = open_data("mine:unlike", seq=4, model=None)
+    with pytest.raises(PlanError, match=r"\(\[2\], \[\]\) and \(\[3\], \[\]\)"):
+        global_batch(data, range(2))
 
 
 def test_a_folder_brings_no_dataset_along_that_the_command_does_not_name(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardwright as sw
+from shardwright.errors import CheckpointError, PlanError
 
 transformers = pytest.importorskip("transformers", reason="make zoo-contract has it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of packages of others
@@ -85,6 +86,59 @@ def test_lora_by_peft_trains_its_adapters_alone(line):
         for name, value in state.items():
             torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
             assert torch.equal(whole[name], before[name]) is ("lora_" not in name), name
+
+
+def test_lora_without_values_is_filled_as_with_values_and_what_copies_weights_is_refused():
+    peft = pytest.importorskip("peft")
+
+    def adapted(**options):
+        with sw.without_values():
+            return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
+
+    def filled(world, model):
+        return sw.parallelize(model, "dp2/zero3", world, loss=sw.ModelLoss()).state_dict()
+
+    for state in sw.launch(filled, 2, adapted(), ranks="threads"):
+        for name, value in state.items():
+            if "lora_B" in name:
+                assert not value.any(), name
+            elif "lora_A" in name:  # uniform in +-1 / sqrt(16), as peft draws it
+                assert 0.2 < value.abs().max() <= 0.25, name
+            elif "proj" in name or "embed" in name:  # normal, as transformers draws it with initializer_range
+                assert value.std().item() == pytest.approx(0.02, rel=0.2), name
+    for options in ({"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(PlanError, match="cannot be told without values"):
+            sw.launch(filled, 2, adapted(**options), ranks="threads")
+
+
+@pytest.mark.parametrize(("line", "options"), [
+    ("dp2/zero3", {"modules_to_save": ["lm_head"], "bias": "lora_only"}), ("pp2 mb2", {"modules_to_save": ["lm_head"]}),
+    ("tp2", {"use_dora": True}),
+])  # fmt: skip
+def test_the_folder_of_an_adapter_is_what_peft_loads_and_a_wrapped_model_is_no_folder_of_transformers(
+    tmp_path, line, options
+):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    model = peft.get_peft_model(llama(), adapter)
+    batch = dict(collate(encodings(4)))
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=sw.ModelLoss(), example=batch)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+        for part in run.shard([batch]):
+            run.step(part, update=optimizer)
+        sw.save_weights(run, tmp_path / "adapter", format="transformers")
+        sw.save_weights(run, tmp_path / "all.pt")
+        return run.predict(batch)["logits"]
+
+    expected = sw.launch(work, 2, ranks="threads")[0]
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(CheckpointError, match="wrapped by peft"):
+        sw.save_weights(tmp_path / "all.pt", tmp_path / "folder", format="transformers")
+    saved = sw.save_weights(tmp_path / "all.pt", tmp_path / "adapter", format="transformers", model=model)
+    assert {file.name for file in saved.files} == {"adapter_model.safetensors", "adapter_config.json"}
 
 
 def script(accelerator, model):

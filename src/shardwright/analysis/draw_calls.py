@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwright.errors import PlanError
+from shardwright.errors import EXAMPLE, PlanError
 from shardwright.rng import with_names
 
 Kind = Literal[
@@ -253,6 +253,6 @@ class RefusesRandomNumbers(TorchFunctionMode):
                 f"the random numbers of '{function.__name__}' would depend on the layout",
                 given="a call of it in the forward, where the example of the inputs did not make it",
                 allowed="dropout, attention with dropout, torch.rand and its like, in calls that the example makes too",
-                fix="give parallelize an example of the inputs, or take the call out",
+                fix=f"{EXAMPLE}; or take the call out",
             )
         return function(*args, **(named or {}))

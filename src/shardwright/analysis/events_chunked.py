@@ -12,7 +12,7 @@ from functools import cached_property
 
 from shardwright.analysis.call_graph import CallSite, Edge
 from shardwright.analysis.forward_record import ForwardRecord, GhostSpec, ValueName
-from shardwright.errors import LayoutError
+from shardwright.errors import EXAMPLE, LayoutError
 
 
 def crossing_name(value: ValueName) -> str:
@@ -60,7 +60,7 @@ class EventsChunked:
                     f"this forward does not call '{site.module}', where a stage begins, in the order of the cut",
                     given=f"{len(calls)} calls of it, of modules {', '.join(list(self.record.calls)[:6])}, ...",
                     allowed="forwards that make the calls of the example in its order, in training and in evaluation",
-                    fix="give parallelize an example with these arguments, or name other modules: cut:first,second",
+                    fix=f"{EXAMPLE}, with these arguments; or name other modules: cut:first,second",
                 )
             found.append(event)
         return (*found, len(self.record.events))

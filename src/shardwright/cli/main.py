@@ -179,8 +179,9 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
     if summary["step_ms_median"] is not None:
-        tokens = format_count(summary["tokens_per_s_median"])
-        speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, {tokens} tokens/s"
+        unit = "samples" if summary["tokens_per_s_median"] is None else "tokens"
+        speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, "
+        speed += f"{format_count(summary[f'{unit}_per_s_median'])} {unit}/s"
     return (
         f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
         f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
@@ -224,9 +225,10 @@ def verify(
     The exit code is 1 if they are not equal.
     """
     from shardwright.cli.run_config import config_of, is_first_rank
-    from shardwright.train.data import SampleOrder, global_batch, open_data
+    from shardwright.train.data import SampleOrder, global_batch
     from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
+    from shardwright.train.opening import opened
 
     backend = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
@@ -236,13 +238,11 @@ def verify(
     config = config_of(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
     check_can_start(Layout.parse(config.layout).num_ranks, backend)
-    with without_values():
-        plain, loss, model_config = config.build()
+    plain, loss, model_config, samples = opened(config)
     dropped = False
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout) and module.p == 0:
             module.p, dropped = 0.1, True  # so that the comparison covers dropout masks, which must not depend on ranks
-    samples = open_data(config.data, seq=config.seq, model=model_config)
     check_room(plain, Layout.parse(config.layout))
     if model_config is None:
         check_takes(config, plain, loss, samples)
@@ -341,15 +341,16 @@ def show(
 
 @app.command(
     epilog=opt.examples(
-        'shardwright sample --from runs/first --prompt "def "',
-        "shardwright sample --from runs/first --layout tp2 --temperature 0",
+        'shardwright sample runs/first --prompt "def "',
+        "shardwright sample runs/first --layout tp2 --temperature 0",
     )
 )
 @report_errors
 @with_shared("layout", "model", "data", "seed")
 def sample(
     shared: opt.Shared,
-    run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
+    run: Annotated[Path | None, opt.RUN_FOLDER] = None,
+    from_: Annotated[Path | None, opt.FROM] = None,
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
     num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the most likely token.")] = 0.8,
@@ -361,7 +362,7 @@ def sample(
     from shardwright.train.run_file import read_run
     from shardwright.train.sampling import sample as draw
 
-    layout = Layout.parse(shared.get("layout", "single"))
+    run, layout = opt.run_folder(run, from_), Layout.parse(shared.get("layout", "single"))
     trained = TrainConfig(**read_run(run, model=shared.get("model"), data=shared.get("data")))
     text = draw(
         trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
@@ -381,7 +382,7 @@ def doctor(as_json: Json = False) -> None:
     """Shows this machine's hardware, and measures how fast it computes and communicates."""
     from shardwright.report.machine import machine_text, measure_machine
 
-    found = measure_machine()
+    found = measure_machine(lambda what: warn(f"{what} ..."))
     emit(found, machine_text(found), as_json=as_json)
 
 
@@ -400,14 +401,14 @@ app.command(
 )(plan)
 app.command(
     epilog=opt.examples(
-        "shardwright evaluate --from runs/first",
-        "shardwright evaluate --from runs/first --layout 'dp2 tp2' --split train --num 1000",
+        "shardwright evaluate runs/first",
+        "shardwright evaluate runs/first --layout 'dp2 tp2' --split train --num 1000",
     )
 )(evaluate)
 app.command(
     epilog=opt.examples(
-        "shardwright predict --from runs/first --num 5",
-        "shardwright predict --from runs/first --layout tp2 --num 1000 --to outputs.safetensors",
+        "shardwright predict runs/first --num 5",
+        "shardwright predict runs/first --layout tp2 --num 1000 --to outputs.safetensors",
     )
 )(predict)
 app.command(epilog=opt.examples("shardwright init first", "cd first && shardwright train --config run.toml"))(init)

@@ -68,6 +68,28 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
+RUN_FOLDER = typer.Argument(metavar="RUN", help="The --out folder of a run.", show_default="runs/train")
+FROM = typer.Option("--from", metavar="RUN", help="The same folder, as an option.")
+
+
+def run_folder(place: Path | None, named: Path | None) -> Path:
+    """Returns the folder of a run that a command is given, as an argument or by ``--from``; ``runs/train`` without.
+
+    Raises: PlanError: both are given and differ.
+
+    >>> run_folder(None, Path("runs/first")), run_folder(None, None)
+    (PosixPath('runs/first'), PosixPath('runs/train'))
+    """
+    if place is not None and named is not None and place != named:
+        raise PlanError(
+            "a command is about one run",
+            given=f"{place}, and --from {named}",
+            allowed="one folder",
+            fix=f"--from {named}",
+        )
+    return place or named or Path("runs/train")
+
+
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")
 

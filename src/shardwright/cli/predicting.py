@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from shardwright.cli import options as opt
-from shardwright.cli.options import emit, report_errors, with_shared
+from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 
 if TYPE_CHECKING:
     from shardwright.train.config import TrainConfig
 
-Run = Annotated[Path, typer.Option("--from", help="The --out folder of a run.")]
+Run = Annotated[Path | None, opt.RUN_FOLDER]
+From = Annotated[Path | None, opt.FROM]
 Split = Annotated[str, typer.Option(help="train or eval.")]
-_FIRST = 8
+_FIRST, _MOST_LETTERS = 8, 60
 
 
 def _trained(run: Path, shared: opt.Shared) -> tuple[TrainConfig, Layout]:
@@ -42,7 +43,8 @@ def _split_of(given: str) -> Literal["train", "eval"]:
 @with_shared("layout", "model", "data", "batch")
 def evaluate(
     shared: opt.Shared,
-    run: Run = Path("runs/train"),
+    run: Run = None,
+    from_: From = None,
     num: Annotated[int, typer.Option(help="Samples to read; 0 for all of the split.")] = 0,
     split: Split = "eval",
     ranks: Annotated[str, opt.RANKS] = "threads",
@@ -51,6 +53,7 @@ def evaluate(
     """Prints the mean loss of a trained model on a split of its data, and the share of right predictions."""
     from shardwright.train.predicting import evaluate as of_run
 
+    run = opt.run_folder(run, from_)
     config, layout = _trained(run, shared)
     if num < 0:
         raise PlanError("'num' is out of range", given=num, allowed="0 or more", fix="--num 0")
@@ -67,7 +70,8 @@ def evaluate(
 @with_shared("layout", "model", "data", "batch")
 def predict(
     shared: opt.Shared,
-    run: Run = Path("runs/train"),
+    run: Run = None,
+    from_: From = None,
     num: Annotated[int, typer.Option(help="Samples to predict, from the first on.")] = 10,
     split: Split = "eval",
     to: Annotated[Path | None, typer.Option(help="Write all outputs and targets into this .safetensors file.")] = None,
@@ -77,10 +81,13 @@ def predict(
     """Predicts the samples of a split of a run's data: the likeliest class of each, or the model's outputs."""
     from shardwright.train.predicting import predict as of_run
 
+    run = opt.run_folder(run, from_)
     config, layout = _trained(run, shared)
     found = of_run(config, run, layout, num=num, split=_split_of(split), to=to, ranks=opt.ranks_of(ranks))
-    pairs = zip(found["predictions"], found["targets"], strict=True)
+    pairs = found["texts"] or list(zip(found["predictions"], found["targets"], strict=True))
     lines = [f"{i}: {_shown(value)} (is {_shown(target)})" for i, (value, target) in enumerate(pairs)]
+    if found["texts"] is None and any(isinstance(value, list) and isinstance(value[0], int) for value, _ in pairs):
+        warn("token ids: a method decode(ids) of the dataset turns them into text here")
     lines += [f"{to}: outputs and targets of {found['samples']} samples"] if to is not None else []
     emit(found, "\n".join(lines), as_json=as_json)
 
@@ -89,6 +96,8 @@ def _shown(value: Any) -> str:
     """Returns a value as text, and of a list the first few."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, str):
+        return repr(value if len(value) <= _MOST_LETTERS else f"{value[:_MOST_LETTERS]} ...")
     if not isinstance(value, list):
         return str(value)
     more = " ..." if len(value) > _FIRST else ""

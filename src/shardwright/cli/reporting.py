@@ -23,7 +23,10 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 
 @report_errors
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="The folder of a run; with --compare, of two or more.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="The folder of a run; with --compare, of two or more.")
+    ] = None,
+    from_: Annotated[list[Path] | None, opt.FROM] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Write one page that compares the runs.")] = False,
     model: Annotated[
         str | None, typer.Option(help="The runs' own package.module:factory, to draw layouts with: its code is run.")
@@ -44,6 +47,7 @@ def report(
     from shardwright.report.run_page import write_run_page
     from shardwright.report.training_runs import run_names
 
+    runs = [*(runs or ()), *(from_ or ())] or [opt.run_folder(None, None)]
     check_number(runs, compare=compare)
     found = [run_in(folder, name, model=model, data=data) for folder, name in zip(runs, run_names(runs), strict=True)]
     for run in found:
@@ -115,8 +119,7 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
     """
     from shardwright.report.description import describe
     from shardwright.train.config import TrainConfig, read_options
-    from shardwright.train.data import open_data
-    from shardwright.train.loop import inputs_of
+    from shardwright.train.opening import inputs_of, opened
     from shardwright.train.run_file import check_named
 
     config = TrainConfig(**read_options(part["options"], given_in="the run"))
@@ -125,7 +128,8 @@ def described(part: Mapping[str, Any], model: str | None = None, data: str | Non
         plain, loss, model_config = config.build()
     inputs = config.example(model_config)  # the shape of the data, without the data
     if inputs is None:
-        inputs = inputs_of(open_data(config.data, seq=config.seq, model=None), config.batch)
+        plain, loss, _, read = opened(config)
+        inputs = inputs_of(read, config.batch)
     layout = Layout.parse(config.layout)
     seconds = part.get("seconds")
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)

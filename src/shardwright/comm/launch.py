@@ -16,7 +16,7 @@ from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.started_world import is_started
 from shardwright.comm.world import World
-from shardwright.errors import CommunicationError, LayoutError, RankFailedError
+from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 
@@ -67,6 +67,7 @@ def launch(
     """
     if isinstance(ranks_or_layout, str):
         ranks_or_layout = Layout.parse(ranks_or_layout)
+    _check_launch(work, ranks_or_layout, ranks)
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     check_can_start(num_ranks, ranks)
     if ranks == "threads":
@@ -86,6 +87,23 @@ def launch(
         options.pop("grace_s", None)  # torchrun has its own
         return [processes.run_here(work, args, **options)]
     return processes.run_processes(work, num_ranks, args, **options)
+
+
+def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
+    """Raises PlanError for arguments of :func:`launch` that are none, with the line to write."""
+    given, allowed = "", ""
+    if not callable(work):
+        given, allowed = (
+            f"{type(work).__name__} as work",
+            "a function, not its result: a rank calls work(world)",
+        )
+    elif not hasattr(ranks_or_layout, "num_ranks") and not (isinstance(ranks_or_layout, int) and ranks_or_layout > 0):
+        given, allowed = f"{ranks_or_layout!r:.60} ranks", "a number of ranks from 1 on, or a layout such as 'dp2 tp2'"
+    elif ranks not in ("threads", "processes"):
+        given, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
+    if given:
+        fix = "write sw.launch(train, 'dp2', ranks='threads'), with def train(world): ..."
+        raise PlanError("launch takes a function and the ranks that call it", given=given, allowed=allowed, fix=fix)
 
 
 def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torch.device | str = "cpu") -> list[T]:

@@ -151,6 +151,11 @@ class RecordedValues:
         places = self._places()
         return places is not None and all(self.written.calls[place].draw < 0 for place in places)
 
+    def storages(self) -> set[int]:
+        """Returns the numbers of the storages from which the values are computed, the tensor's own among them."""
+        calls = [self.written.calls[place] for place in self._places() or ()]
+        return {self.view.storage}.union(*(call.reads | call.writes for call in calls))
+
     def text(self) -> list[str] | None:
         """Returns the calls as text, equal for tensors that are filled alike.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,6 +122,10 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
     return read_config(find(name).config, settings)
 
 
+FACTORY = threading.RLock()
+"""Held while a user's factory runs, since ranks may be threads, and imports on first use are not made for several."""
+
+
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     """Returns a built-in model by name, or the model that ``package.module:factory`` makes of the settings.
 
@@ -134,10 +139,18 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     >>> build("torch.nn:Linear", {"in_features": "4", "out_features": 2})
     Linear(in_features=4, out_features=2, bias=True)
     """
+    return build_with_loss(name, settings)[0]
+
+
+def build_with_loss(name: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any]:
+    """Returns a model as :func:`build` does, and its loss: None if a factory returns the model without one.
+
+    A factory may return the pair (model, loss), the loss as :func:`shardwright.parallelize` takes it.
+    """
     if ":" not in name:
         config = configure(name, settings)
         with describable(f"the model {config}"):
-            return find(name).factory(config)
+            return find(name).factory(config), find(name).loss()
     factory = load_named(name)
     try:
         parameters = inspect.signature(factory).parameters
@@ -152,17 +165,20 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         hints = {}  # annotations that cannot be resolved: text values are then parsed as literals
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:
-        model = factory(**arguments)
+        with FACTORY:
+            found = factory(**arguments)
     except NoValuesError as failure:  # a PlanError too, which alone would not name the model
         raise _failed(name, failure) from failure
     except (LayoutError, PlanError):
         raise
     except Exception as failure:  # any Python code may run here
         raise _failed(name, failure) from failure
+    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
-        given, allowed = type(model).__name__, "a function or class that returns a torch.nn.Module"
+        given = type(model).__name__
+        allowed = "a function or class that returns a torch.nn.Module, or a pair of it and its loss"
         raise PlanError(f"'{name}' makes no model", given=given, allowed=allowed, fix="return the module")
-    return model
+    return model, loss
 
 
 @contextmanager
@@ -195,7 +211,9 @@ def describable(what: str) -> Iterator[None]:
 def _failed(name: str, failure: Exception) -> PlanError:
     """Returns the error for a factory that raised, with the last line of the user's code that ran."""
     allowed, fix = "a factory that takes these settings and returns a model", "mend it, or change the settings"
-    if torch.empty(0).is_meta:  # under ``without_values`` the usual cause is code that reads values
+    if isinstance(failure, ImportError):
+        allowed, fix = "a factory whose imports are installed here", "install what it imports, or mend the import"
+    elif torch.empty(0).is_meta:  # under ``without_values`` the usual cause is code that reads values
         allowed = "a factory that makes layers and looks at no values: they come later, and no rank ever holds them all"
         fix = "take what decides shapes from the settings, and draw values in the layers' reset_parameters()"
     frames = [f for f in traceback.extract_tb(failure.__traceback__) if not f.filename.startswith(_LIBRARIES)]

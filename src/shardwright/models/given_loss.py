@@ -49,11 +49,14 @@ class SumLoss(nn.Module):
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         if loss.reduction != "mean":
+            name = type(loss).__name__
+            count = "len(targets)" if loss.reduction == "batchmean" else "targets.numel()"
             raise PlanError(
                 "ranks add up a loss's sum and its count, and take the mean once",
-                given=f"{type(loss).__name__}(reduction={loss.reduction!r})",
+                given=f"{name}(reduction={loss.reduction!r})",
                 allowed='losses of torch with reduction="mean", and functions that return (sum, count)',
-                fix="leave out reduction, or write loss=lambda output, targets: (my_loss(output, targets).sum(), n)",
+                fix="leave out reduction, or write loss=lambda output, targets: "
+                f"(torch.nn.{name}(reduction='sum')(output, targets), {count})",
             )
         self.loss = copy(loss)  # the caller's stays as it is
         self.loss.reduction = "none"  # type: ignore[assignment]

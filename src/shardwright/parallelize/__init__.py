@@ -23,13 +23,14 @@ from shardwright.analysis.draws import Draws
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
+from shardwright.errors import EXAMPLE
 from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss, loss_for
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
-from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
+from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
@@ -120,6 +121,7 @@ def parallelize(
     >>> sw.launch(work, 2, ranks="threads")
     [(3, 1.163), (2, 1.163)]
     """
+    check_given(model, layout, world)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     example = as_tensors(example)
@@ -133,7 +135,8 @@ def parallelize(
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     for share in shares_of(job, plan) if world.rank == 0 else ():
-        LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s", share)
+        more = f"; {EXAMPLE}, by which its operators are known" if share.is_low and example is None else ""
+        LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s%s", share, more)
     for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
         LOG.warning("%s", text)
     return _started(job, plan, chosen, world, model, seed, stop_at_nan=stop_at_nan, check_every=check_every)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from shardwright.axes import mesh_axes
-from shardwright.errors import GridError, LayoutError
+from shardwright.errors import EXAMPLE, GridError, LayoutError
 from shardwright.grid_shapes import NUM_SIDES, shapes
 from shardwright.layout import Factor, Layout, Option
 from shardwright.plan.batch_shard import is_sequence
@@ -131,7 +131,8 @@ def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
     fewer = (each for n in _fewer_ranks(factor.size) for each in _extremes(factor, n) if _fits(job, layout, each))
     lines = [str(each) for each in same or islice(fewer, 1)]
     fix = ", ".join(lines) + f", or dp{factor.size}" if lines else f"dp{factor.size}; no grid that was tried fits"
-    return LayoutError(error.what, given=error.given, allowed=error.allowed, fix=f"write {fix}")
+    fix = f"write {fix}" if job.example is not None else f"{EXAMPLE}, by which its operators are known; or write {fix}"
+    return LayoutError(error.what, given=error.given, allowed=error.allowed, fix=fix)
 
 
 def _fewer_ranks(num_ranks: int) -> list[int]:

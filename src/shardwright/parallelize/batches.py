@@ -6,22 +6,25 @@ the user says what its targets are, by ``run.shard(loader, targets=...)`` or by 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from inspect import isgenerator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwright.analysis.module_calls import given_to
+from shardwright.analysis.structure import kind_of
 from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
 Targets = str | int | Callable[[Any], tuple[Any, Any]] | None
 """What the targets of a batch are: a name, a place, a function that returns (inputs, targets), or a batch's second."""
 
-_TARGETS = ("labels", "targets", "target", "label", "y")
+TARGETS = ("labels", "targets", "target", "label", "y")
 """The keys by which a batch that is a dict may name its targets."""
 
 
@@ -48,6 +51,14 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
                them
     """
     _check_unsplit(batches)
+    is_one = isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(b, Tensor) for b in batches))
+    if is_one and targets is None:
+        raise PlanError(
+            "run.shard takes batches, as a loader yields them",
+            given=f"{_described(batches)}, which is one batch",
+            allowed="an iterable of global batches",
+            fix="write run.shard([(inputs, targets)])",
+        )
     for batch in batches:
         pair = batch if targets is None else _split(batch, targets)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -145,7 +156,44 @@ def check_part(method: str, batch: Any, update: Any = None) -> None:
         f"run.{method} takes this rank's part of a global batch",
         given=_described(batch) + ("" if update is None else f", and then {_described(update)}"),
         allowed="what run.shard yields, or run.part returns",
-        fix=f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
+        fix="write run.accumulate(run.shard(batches)), of several batches"
+        if method == "accumulate"
+        else f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
+    )
+
+
+def check_takes_inputs(model: nn.Module, inputs: Any) -> None:
+    """Raises PlanError if a model's forward does not take the inputs given to ``Run.predict``, with the line to write.
+
+    >>> check_takes_inputs(nn.Linear(3, 1), (torch.ones(2, 3), torch.ones(2)))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: run.predict takes the inputs of the model, for all samples
+      given:   tuple of Tensor [2, 3], Tensor [2]
+      allowed: what the forward of Linear takes: (input)
+      fix:     write run.predict(inputs), for inputs, targets = batch
+    """
+    if is_part := isinstance(inputs, Microbatch):
+        fix = "write run.predict(inputs) with the inputs of the global batch, or run.evaluate(batch) for the loss"
+    else:
+        fix = "write run.predict(inputs), for inputs, targets = batch"
+    forward = inspect.signature(kind_of(model).forward)
+    names = list(forward.parameters)[1:]
+    if isinstance(inputs, Mapping):
+        kept = ", ".join(f"{name!r}: batch[{name!r}]" for name in inputs if name in names)
+        fix = f"write run.predict({{{kept}}})" if kept else f"name them {', '.join(names)}"
+    try:
+        args, named = given_to(inputs)
+        forward.bind(model, *args, **named)
+    except TypeError:
+        pass
+    else:
+        if not is_part:
+            return
+    raise PlanError(
+        "run.predict takes the inputs of the model, for all samples",
+        given="this rank's part of a batch, from run.shard or run.part" if is_part else _described(inputs),
+        allowed=f"what the forward of {kind_of(model).__name__} takes: ({', '.join(names)})",
+        fix=fix,
     )
 
 
@@ -187,7 +235,7 @@ def _described(value: Any) -> str:
 def _line(batch: Any) -> str:
     """Returns, for an error, the call of ``run.shard`` that takes batches like this one."""
     if named := named_parts(batch):
-        name = next((each for each in _TARGETS if each in named), next(reversed(named), "labels"))
+        name = next((each for each in TARGETS if each in named), next(reversed(named), "labels"))
         own = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
         return f"run.shard(batches, targets={name!r}){own}"
     if isinstance(batch, tuple | list) and len(batch) > 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,26 @@ from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_own_code, check_table
+
+
+def check_given(model: Any, layout: Any, world: Any) -> None:
+    """Raises PlanError for arguments of ``parallelize`` that are no model, layout or world, with the line to write."""
+    wrong = [
+        ("model", "a module, such as nn.Linear(4, 3)", isinstance(model, nn.Module), model),
+        ("layout", "a line such as 'dp2 tp2', or Layout.from_dict(...)", isinstance(layout, str | Layout), layout),
+        ("world", "the world that sw.launch passes to each rank's function", isinstance(world, World), world),
+    ]
+    for name, allowed, fits, value in wrong:
+        if not fits:
+            is_class = isinstance(value, type)
+            raise PlanError(
+                f"'{name}' of parallelize is none",
+                given=f"the class {value.__name__}" if is_class else f"{type(value).__name__}: {value!r:.60}",
+                allowed=allowed,
+                fix="write sw.launch(lambda world: sw.parallelize(model, 'dp2', world), 2)"
+                if not is_class
+                else f"write {value.__name__}(...), which makes one",
+            )
 
 
 def check_model(model: nn.Module) -> None:

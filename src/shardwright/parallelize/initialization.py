@@ -6,7 +6,7 @@ starts from the values of one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -261,6 +261,37 @@ def _check_wrapped(model: nn.Module, found: Mapping[int, RecordedValues], again:
             )
 
 
+def _adapter_tensors(model: nn.Module) -> set[int]:
+    """Returns the ids of the tensors that adapters, as those of peft, have added to a model's layers.
+
+    A layer with adapters names the parts that they have added in ``adapter_layer_names``.
+    """
+    found = set[int]()
+    for module in model.modules():
+        for part in (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())):
+            own = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else [part]
+            found |= {id(tensor) for tensor in own if isinstance(tensor, Tensor)}
+    return found
+
+
+def _check_adapters(model: nn.Module, adapters: Collection[int], found: Mapping[int, RecordedValues]) -> None:
+    """Raises PlanError for adapters whose first values are copied from other tensors, or computed of them.
+
+    The inner model, which these would read, is filled later than its constructor did.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in adapters or not tensor.is_meta:
+            continue
+        record = found.get(id(tensor))
+        if record is None or record.text() is None or record.storages() != {record.view.storage}:
+            raise PlanError(
+                f"the first values of '{name}' cannot be told without values",
+                given=f"an adapter of {type(model).__name__} that copies weights, or computes with them",
+                allowed="adapters whose first values are drawn or constant, such as LoRA's",
+                fix="build the model outside of sw.without_values()",
+            )
+
+
 def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
     """Returns records of how the constructors filled the model's tensors on the meta device, by the tensors' ids.
 
@@ -280,7 +311,10 @@ def _records(model: nn.Module, seed: int) -> dict[int, RecordedValues]:
                     tensor.data = copy  # in place it would change the user's own model, which shares the memory
         again = {id(tensor): recorder.of(tensor) for tensor in tensors}
         again = {key: record for key, record in again.items() if record.text() is not None}
-        if not hasattr(type(model), "initialize_weights"):
+        if adapters := _adapter_tensors(model):  # a wrapper adds them to a model that was filled before
+            _check_adapters(model, adapters, found)
+            again = {key: record for key, record in again.items() if key not in adapters}
+        elif not hasattr(type(model), "initialize_weights"):
             _check_wrapped(model, found, again)
         found |= again
     return found

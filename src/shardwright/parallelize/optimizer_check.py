@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,10 +16,8 @@ from shardwright.plan.plan import Plan
 Split = Callable[[Tensor], Sequence[Tensor]]
 
 
-def check_elementwise(
-    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()
-) -> None:
-    """Raises PlanError if the layout shards or offloads state and the optimizer cannot update a rank's shards alone.
+def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()) -> None:
+    """Raises PlanError if the optimizer computes gradients itself, or cannot update a rank's shards alone.
 
     Such an optimizer needs whole tensors, or keeps state for all parameters together. ``kind`` is its class and
     ``options`` are its options. ``given`` are its parameters as torch takes them: dicts among these are parameter
@@ -26,6 +25,22 @@ def check_elementwise(
 
     Raises also what the constructor of ``kind`` raises for these options, if the layout shards or offloads state.
     """
+    if not callable(kind):
+        shown = f"{kind!r:.60}" if isinstance(kind, str) else f"an instance: {type(kind).__name__}"
+        raise PlanError(
+            "run.optimizer takes the class of an optimizer, and makes it over this rank's parameters",
+            given=shown,
+            allowed="a class of torch.optim, or a function that is called as one",
+            fix="write run.optimizer(torch.optim.AdamW, lr=1e-3)",
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+    if closure is not None and closure.default is closure.empty:
+        raise PlanError(
+            f"{kind.__name__} computes the loss anew within its step, by a closure",
+            given=f"{kind.__name__}, whose step needs a closure",
+            allowed="optimizers that take one step for one gradient: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
+            fix="use torch.optim.AdamW",
+        )
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
     of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]

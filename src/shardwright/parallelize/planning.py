@@ -25,7 +25,7 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
-from shardwright.errors import GridError, LayoutError, UnknownCodeError
+from shardwright.errors import EXAMPLE, GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.initial_values import keep_record
 from shardwright.layout import Layout, has_stages
@@ -94,8 +94,12 @@ def make_plan(
     blocks = recomputed_blocks(on_meta.model, layout)
     try:
         plan = _placed(on_meta, layout, strategies)
-    except UnknownCodeError:
-        if job.example is None or not has_stages(layout):
+    except UnknownCodeError as failure:
+        if job.example is None:  # recorded on an example, any code can be cut
+            fix = str(failure.fix) if EXAMPLE in str(failure.fix) else f"{EXAMPLE}; or {failure.fix}"
+            known = {"given": failure.given, "allowed": failure.allowed}
+            raise UnknownCodeError(failure.what, **known, fix=fix) from failure
+        if not has_stages(layout):
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
     check_renormed(on_meta.model, plan)

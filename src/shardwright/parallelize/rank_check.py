@@ -39,11 +39,12 @@ _TOLERANCE = 1e-3
 
 PARAMETERS = "the parameters"
 GLOBAL_BATCH = "the global batch"
+_LOADER = "write DataLoader(data, batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))"
 _FIXES = {
     "the step": "let every rank take the same steps, on global batches of as many samples",
     "the updates": "let every rank call optimizer.step() after each step, and set the same rates",
-    "the batch": "give every rank the same global batches: the same order of the samples, from one seed",
-    GLOBAL_BATCH: "let all ranks load equal global batches: to shuffle, a DataLoader needs a generator with one seed; "
+    "the batch": f"give every rank the same global batches, in the same order, from one seed: {_LOADER}",
+    GLOBAL_BATCH: f"let all ranks load equal global batches, shuffled from one seed: {_LOADER}; "
     "or let each load its own samples, run.part(inputs, targets, num_global) of run.share(num_global)",
     PARAMETERS: "write to parameters on every rank alike, or load a checkpoint on all ranks",
 }

@@ -22,7 +22,7 @@ from shardwright.devices import HOST, moment, seconds_between
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.averages import Averages, RunAverages
-from shardwright.parallelize.batches import Targets, as_tensors, check_part, pairs
+from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, pairs
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
@@ -51,6 +51,22 @@ if TYPE_CHECKING:
     from shardwright.global_tensor.placement import Placement
     from shardwright.global_tensor.sbp import Sbp
     from shardwright.global_tensor.tensor import GlobalTensor
+
+
+_WRITTEN_INSTEAD = {
+    "train": "run.step trains, and run.evaluate and run.predict are in eval mode by themselves",
+    "eval": "run.evaluate and run.predict are in eval mode by themselves",
+    "to": "the model is on the rank's device already, and run.shard moves batches there",
+    "backward": "run.step(batch) runs forward and backward, and its loss is only a number",
+    "forward": "write run.predict(inputs), or run.step(batch) to train",
+    "zero_grad": "each run.step begins with gradients of zero; to add up several batches write run.accumulate(batches)",
+    "save": "write sw.save(folder, run, optimizer)",
+    "load": "write sw.load(folder, run, optimizer)",
+    "clip_grad_norm": "write run.clip_grad_norm_(max_norm)",
+    "module": "write run.model",
+    "named_parameters": "write run.parameters.items()",
+}
+"""What to write in place of attributes that modules and wrappers of other libraries have."""
 
 
 class Run:
@@ -98,6 +114,13 @@ class Run:
         known = (*others, *self.model.parameters())
         self._guard = StepGuard(plan, self.parameters, known, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            line = _WRITTEN_INSTEAD.get(name)
+            more = f"; {line}" if line else ""
+            raise AttributeError(f"a run has no '{name}'{more}", name=name, obj=self)
 
     @property
     def draws(self) -> RngTracker:
@@ -315,15 +338,18 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
-        All ranks call it.
+        All ranks call it. Labels belong to no inputs, unless the model's forward takes them. What its output holds
+        without a dim of samples, such as the loss that a model of transformers computes of labels, is None:
+        :meth:`evaluate` returns it.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
         Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
             is sent from the last stage to the others.
         Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
-            different numbers of samples; PlanError: an input is an array or an object with tensors instead of a tensor,
-            or contains a tensor without dims.
+            different numbers of samples; PlanError: the model's forward does not take the inputs, or one is an array or
+            an object with tensors instead of a tensor, or contains a tensor without dims.
         """
+        check_takes_inputs(self.model, inputs)
         return self._step.predict(as_tensors(inputs))
 
     # ---- observing a step

@@ -183,8 +183,10 @@ def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
 def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
     """Returns the model's whole output for ``num_samples`` samples on every rank, all-gathered from the ranks' shards.
 
-    ``output`` is this rank's shard. Traffic: one all-gather over each axis that cuts the output.
+    ``output`` is this rank's shard. A tensor in it without dims is of this rank's samples alone, and becomes None.
+    Traffic: one all-gather over each axis that cuts the output.
     """
+    output = tree_map_only(Tensor, lambda each: each if each.dim() else None, output)
     joined: list[str] = []
     for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbors
         output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))

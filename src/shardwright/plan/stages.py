@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.analysis.call_graph import ChunkedModel, read_graph, sites
 from shardwright.analysis.costs import Cost
-from shardwright.errors import LayoutError
+from shardwright.errors import EXAMPLE, LayoutError
 
 DROPOUTS = nn.modules.dropout._DropoutNd
 """The base class of torch's dropout layers."""
@@ -70,7 +70,7 @@ class Stages:
                     f"the code now calls '{site.module}', which it did not when the model was cut into stages",
                     given=f"the arguments {', '.join(given)}, in training or evaluation",
                     allowed="calls of modules that are called in training, on inputs of the form of the example",
-                    fix="give parallelize an example with these arguments",
+                    fix=f"{EXAMPLE}, with these arguments",
                 )
         return ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
 

@@ -66,7 +66,8 @@ def _figures(run: TrainingRun) -> dict[str, Any]:
         return [value for _, value in points_of(rows, key)]
 
     losses, evaluated = values(run.rows, "loss"), values(run.rows, "eval_loss")
-    times, speeds = values(run.last.rows, "step_ms"), values(run.last.rows, "tokens_per_s")
+    times = values(run.last.rows, "step_ms")
+    speeds = {unit: values(run.last.rows, f"{unit}_per_s") for unit in ("samples", "tokens")}
     peaks = peaks_of(run.last.rows)
     return {
         "name": run.name,
@@ -77,7 +78,7 @@ def _figures(run: TrainingRun) -> dict[str, Any]:
         "last_loss": losses[-1] if losses else None,
         "last_eval_loss": evaluated[-1] if evaluated else None,
         "step_ms_median": median(times) if times else None,
-        "tokens_per_s_median": median(speeds) if speeds else None,
+        **{f"{unit}_per_s_median": median(found) if found else None for unit, found in speeds.items()},
         "peak_memory_bytes": max(peaks) if peaks else None,
     }
 
@@ -86,6 +87,7 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
     ("last_loss", "last loss", number),
     ("last_eval_loss", "last evaluation", number),
     ("step_ms_median", "step, median", lambda value: format_duration(value / 1000)),
+    ("samples_per_s_median", "samples/s", format_count),
     ("tokens_per_s_median", "tokens/s", format_count),
     ("peak_memory_bytes", "peak memory", format_bytes),
 )
@@ -94,20 +96,22 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
 
 def _figure_table(runs: Sequence[TrainingRun], figures: Sequence[Mapping[str, Any]]) -> str:
     body = []
+    other = "samples" if any(found["tokens_per_s_median"] for found in figures) else "tokens"
+    columns = [each for each in _COLUMNS if each[0] != f"{other}_per_s_median"]
     for place, (run, found) in enumerate(zip(runs, figures, strict=True)):
         cells = [
             f'<span class="swatch c{place % NUM_COLOURS}"></span> {escape(run.name)}',
             f"<code>{escape(str(run.last.options.get('model', '')))}</code>",
             f"<code>{escape(run.layouts)}</code>", f"{found['world_size'] or ''}", f"{found['steps']:,}",
         ]  # fmt: skip
-        for key, _, written in _COLUMNS:
+        for key, _, written in columns:
             value, first = found[key], figures[0][key]
             text = "" if value is None else written(value)
             if place and value is not None and first:
                 text += f' <span class="times">{escape(_change(value / first - 1))}</span>'
             cells.append(text)
         body.append(cells)
-    heads = ["run", "model", "layout", "ranks", "steps", *(head for _, head, _ in _COLUMNS)]
+    heads = ["run", "model", "layout", "ranks", "steps", *(head for _, head, _ in columns)]
     kept = [n for n in range(len(heads)) if any(cells[n] for cells in body)]
     rows = [[cells[n] for n in kept] for cells in body]
     note = "Step time, throughput and memory are those of the last part of a run that was resumed."
@@ -144,11 +148,12 @@ def _charts(runs: Sequence[TrainingRun], apart: Mapping[str, Any]) -> str:
         curve_of(f"{run.name}, evaluation", points_of(run.rows, "eval_loss"), "points") for run in runs
     ]  # fmt: skip
     memory = [curve_of(run.name, highest_peaks(run.rows)) for run in runs]
+    unit = "tokens" if any(points_of(run.rows, "tokens_per_s") for run in runs) else "samples"
     wanted: list[tuple[str, str, str, Unit, list[Curve], bool, bool]] = [
         ("loss", "Training loss", _loss_words(runs, apart), "plain", curves("loss"), False, True),
         ("evaluation", "Evaluation loss", _last_words(evaluated, number), "plain", evaluated, False, False),
-        ("throughput", "Throughput, tokens/s", _last_words(curves("tokens_per_s"), format_count), "count",
-         curves("tokens_per_s"), True, False),
+        ("throughput", f"Throughput, {unit}/s", _last_words(curves(f"{unit}_per_s"), format_count), "count",
+         curves(f"{unit}_per_s"), True, False),
         ("memory", "Highest peak of memory so far", _last_words(memory, format_bytes), "bytes", memory, True, False),
         ("rate", "Learning rate", _last_words(curves("lr"), number), "plain", curves("lr"), True, False),
         ("norm", "Gradient norm", _last_words(curves("grad_norm"), number), "plain", curves("grad_norm"), False, False),

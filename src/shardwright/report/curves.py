@@ -217,14 +217,26 @@ def resumed_words(run: TrainingRun) -> str:
     return f" Resumed {' and '.join([', '.join(few[:-1]), few[-1]] if few[1:] else few)}."
 
 
+def throughput_unit(rows: Rows) -> str:
+    """Returns what a run's throughput counts: "tokens", or "samples" if its targets are not one for each token."""
+    return "tokens" if points_of(rows, "tokens_per_s") or not points_of(rows, "samples_per_s") else "samples"
+
+
+def throughput_of(rows: Rows) -> tuple[str, list[float]]:
+    """Returns what throughput counts, and how many of these each step took a second."""
+    unit = throughput_unit(rows)
+    return unit, [value for _, value in points_of(rows, f"{unit}_per_s")]
+
+
 def throughput_seen(run: TrainingRun) -> str:
     """Returns a sentence on the median throughput of each part of a run."""
     found = []
     for part in run.shown:
-        speeds, times = ([value for _, value in points_of(part.rows, key)] for key in ("tokens_per_s", "step_ms"))
+        unit, speeds = throughput_of(part.rows)
+        times = [value for _, value in points_of(part.rows, "step_ms")]
         if speeds:
             took = f", {number(median(times))} ms a step" if times else ""
-            found.append(f"{format_count(median(speeds))} tokens/s{took} under {part.layout} ({part.steps})")
+            found.append(f"{format_count(median(speeds))} {unit}/s{took} under {part.layout} ({part.steps})")
     return f"Median: {'; '.join(found)}." if found else "Throughput was not measured."
 
 

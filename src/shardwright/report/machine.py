@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -20,13 +20,15 @@ from shardwright.report.missing import lacks, lacks_text
 _SIZES = (4096, 2**20, 2**24)
 
 
-def measure_machine() -> dict[str, Any]:
+def measure_machine(says: Callable[[str], Any] = lambda what: None) -> dict[str, Any]:
     """Returns this machine's hardware and software versions, and measured speeds, as plain data for JSON.
 
     ``missing`` lists what parts of the library lack here, with what to type. The speeds are the FLOP/s of a matrix
-    product on the CPU, in fp32, and the seconds of all-reduces between two ranks,
-    by their size in bytes as text. The ranks are started as processes, and use accelerators if there are two or more.
+    product on the CPU, in fp32, and the seconds of all-reduces between two ranks, by their size in bytes as text.
+    ``says`` is told what is measured next. The ranks are started as processes, and use accelerators if there are two or
+    more.
     """
+    says("measuring matrix products")
     available, names = torch.distributed.is_available(), devices.names()
     x = torch.ones(512, 512)
     seconds = []
@@ -45,6 +47,7 @@ def measure_machine() -> dict[str, Any]:
         "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
     }
     found["missing"] = lacks(found)
+    says("measuring all-reduces of 2 processes")
     timed = launch(_links, 2, device="auto" if len(names) > 1 else "cpu")[0]
     found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, timed, strict=True)}
     return found

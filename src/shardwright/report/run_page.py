@@ -23,7 +23,9 @@ from shardwright.report.curves import (
     peaks_of,
     points_of,
     rate_seen,
+    throughput_of,
     throughput_seen,
+    throughput_unit,
 )
 from shardwright.report.layout_sections import layout_html, layout_words
 from shardwright.report.page import details, fact_list, html_table, section, write_html
@@ -84,7 +86,8 @@ def _summary(run: TrainingRun) -> str:
     """Returns the key figures of a run, without those that were not measured."""
     last, rows = run.last, run.rows
     losses, evaluated = ([value for _, value in points_of(rows, key)] for key in ("loss", "eval_loss"))
-    speeds, times = ([value for _, value in points_of(last.rows, key)] for key in ("tokens_per_s", "step_ms"))
+    unit, speeds = throughput_of(last.rows)
+    times = [value for _, value in points_of(last.rows, "step_ms")]
     peaks = [max(peaks_of(part.rows)) for part in run.shown if peaks_of(part.rows)]
     several = len(run.shown) > 1
     wanted = last.options.get("steps")
@@ -97,7 +100,7 @@ def _summary(run: TrainingRun) -> str:
         ("loss", _arrow(losses), "of training, first and last"),
         ("evaluation loss", _arrow(evaluated), "first and last"),
         (
-            "tokens/s",
+            f"{unit}/s",
             format_count(median(speeds)) if speeds else "",
             f"median of {last.steps}" if several else "median",
         ),
@@ -126,7 +129,8 @@ def _parts(run: TrainingRun) -> Iterator[str]:
     body = []
     for part in run.shown:
         losses = [value for _, value in points_of(part.rows, "loss")]
-        speeds, times = ([value for _, value in points_of(part.rows, key)] for key in ("tokens_per_s", "step_ms"))
+        _, speeds = throughput_of(part.rows)
+        times = [value for _, value in points_of(part.rows, "step_ms")]
         peaks = peaks_of(part.rows)
         body.append([
             escape(part.steps.removeprefix("steps ").removeprefix("step ")), f"<code>{escape(part.layout)}</code>",
@@ -134,7 +138,16 @@ def _parts(run: TrainingRun) -> Iterator[str]:
             format_duration(median(times) / 1000) if times else "", format_count(median(speeds)) if speeds else "",
             format_bytes(max(peaks)) if peaks else "", escape(str(part.facts.get("started", ""))),
         ])  # fmt: skip
-    heads = ["steps", "layout", "ranks", "loss", "step, median", "tokens/s", "peak memory", "started"]
+    heads = [
+        "steps",
+        "layout",
+        "ranks",
+        "loss",
+        "step, median",
+        f"{throughput_unit(run.rows)}/s",
+        "peak memory",
+        "started",
+    ]
     yield section("The parts of this run", html_table(heads, body, stacked=True), name="parts")
 
 
@@ -145,7 +158,7 @@ def _charts(run: TrainingRun) -> Iterator[str]:
     """Yields the charts of a run as one grid."""
     if not run.rows:
         return
-    rows, marks = run.rows, run.resumes
+    rows, marks, unit = run.rows, run.resumes, throughput_unit(run.rows)
     word, _ = memory_rows(rows)
     losses = [
         curve_of("training", points_of(rows, "loss")), curve_of("evaluation", points_of(rows, "eval_loss"), "points"),
@@ -154,8 +167,8 @@ def _charts(run: TrainingRun) -> Iterator[str]:
     limit = float(clip) if isinstance(clip, int | float) and clip else 0.0
     found = [
         Chart("loss", "Loss", loss_seen(run), "plain", losses, marks, is_wide=True),
-        Chart("throughput", "Throughput, tokens/s", throughput_seen(run), "count",
-              [curve_of("tokens/s", points_of(rows, "tokens_per_s"))], marks, is_zero_based=True),
+        Chart("throughput", f"Throughput, {unit}/s", throughput_seen(run), "count",
+              [curve_of(f"{unit}/s", points_of(rows, f"{unit}_per_s"))], marks, is_zero_based=True),
         Chart("memory", f"Memory {'held after each step' if word == 'held' else 'at the peak so far'}, by rank",
               memory_seen(run), "bytes", memory_curves(rows), marks, is_zero_based=True),
         Chart("rate", "Learning rate", rate_seen(rows), "plain", [curve_of("learning rate", points_of(rows, "lr"))],

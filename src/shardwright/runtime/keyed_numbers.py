@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwright.analysis.draws import SamplePlace
 from shardwright.element_hash import HeldDim, random_bits
-from shardwright.errors import PlanError
+from shardwright.errors import EXAMPLE, PlanError
 from shardwright.rng import DimSlice, RngTracker, dropout_factors, held_of, least_kept, sample_indices
 
 Tokens = Callable[[Sequence[int]], tuple[DimSlice, ...]]
@@ -98,7 +98,7 @@ class KeyedNumbers:
                 f"the random numbers '{self.key}' are not drawn for each sample",
                 given=f"{size} elements in dim {self.place.dim} for {count} samples",
                 allowed="tensors whose samples are where the example's forward has them, or in dim 0",
-                fix="give parallelize an example of the inputs, like the batches",
+                fix=EXAMPLE,
             )
         sample = sample_indices(self.samples, self.device)[index // inside % count]
         return sample, index // (inside * count) * inside + index % inside

@@ -13,11 +13,12 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from types import ModuleType
 
-from shardwright.axes import LayoutAxis, layout_axes, register, unregister
+from shardwright.axes import OPTIONS, LayoutAxis, layout_axes, register, unregister
 from shardwright.errors import LayoutError, nearest
-from shardwright.layout import Factor, Layout, Option
+from shardwright.layout import Factor, Layout, Option, nearest_line
 from shardwright.strategy import Strategy
 
 PHASES = ("operators", "stages", "state")
@@ -66,6 +67,7 @@ def _add(strategy: Strategy) -> None:
                 fix=f"let an option choose '{strategy.name}'",
             )
     _REGISTERED[strategy.name] = strategy
+    OPTIONS[strategy.name] = (strategy.axis, strategy.options)
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[N
         try:
             yield
         finally:
-            del _REGISTERED[strategy.name]
+            del _REGISTERED[strategy.name], OPTIONS[strategy.name]
     finally:
         if axis is not None:
             unregister(axis)
@@ -141,11 +143,18 @@ def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, 
     names = {name for s in known.values() if s.axis == factor.axis for name in s.options}
     options = sorted(names.union(layout_axes()[factor.axis].automatic))
     plain = f"{factor.axis}{factor.size}"
+    others = tuple(each for each in factor.options if each.name != option)
+    items = [str(replace(each, options=others) if each is factor else each) for each in layout.factors]
+    items += str(replace(layout, factors=())).removeprefix("single").split()
+    without, line = Layout.parse(" ".join(items)), nearest_line([*items, option])
+    if alike := get_close_matches(option, options, 1, 0.7):
+        line = nearest_line([*items, alike[0]])
+    other = f", or {plain}/{nearest(option, options)}" if line == without and options else ""
     return LayoutError(
         f"no strategy here runs '{option}' on axis '{factor.axis}'",
         given=str(layout),
         allowed=plain + "".join(f", {plain}/{name}" for name in options),
-        fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
+        fix=f"write {line}{other}",
     )
 
 

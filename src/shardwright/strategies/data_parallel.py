@@ -50,6 +50,11 @@ AXIS = LayoutAxis(
     keyword="data",
     keys={"zero": (int,)},
     written=_written,
+    also={
+        **dict.fromkeys(("ddp", "replicate", "replica", "ep"), ""),  # experts lie on the ranks of dp elsewhere
+        **dict.fromkeys(("fsdp", "hsdp", "shard"), "zero3"),
+        **dict.fromkeys(("zero", "stage", "z", "deepspeed"), "zero{3}"),
+    },
 )
 """The layout axis ``dp``: its ranks are replicas of the model on different samples.
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.models import MODELS, build, configure, describable
-from shardwright.models.losses import CrossEntropy
+from shardwright.models import MODELS, build_with_loss, configure, describable
+from shardwright.models.given_loss import loss_for
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.rank_check import CHECK_EVERY
@@ -152,14 +152,19 @@ class TrainConfig:
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
         """Returns the plain model, its loss function and its config.
 
-        For a user's own model factory (``package.module:factory``) the loss is cross entropy and the config is None.
+        For a user's own model factory (``package.module:factory``) the config is None, and the loss that which the
+        factory returns beside the model, or cross entropy; :func:`~shardwright.train.opening.opened` reads the data
+        too, which may have labels from which the model computes its loss itself.
 
         Raises: PlanError: there is no such model, its settings are wrong, or the factory fails.
         """
-        model = build(self.model, self.settings)
-        if ":" in self.model:
-            return model, CrossEntropy(), None
-        return model, MODELS[self.model].loss(), configure(self.model, self.settings)
+        model, loss, model_config = self.build_given()
+        return model, loss_for(loss, model), model_config
+
+    def build_given(self) -> tuple[nn.Module, Any, Any]:
+        """Returns the plain model, its loss, and its config, as :meth:`build`; of a factory without a loss, None."""
+        model, loss = build_with_loss(self.model, self.settings)
+        return model, loss, None if ":" in self.model else configure(self.model, self.settings)
 
     def example(self, model_config: Any) -> Any:
         """Returns random inputs of a global batch, the same in each call; None if ``model_config`` is None.

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from shardwright.errors import PlanError
 from shardwright.models import entry_of
@@ -46,8 +47,8 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Returns the number of samples."""
 
-    def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of the sample with this index, without a batch dim.
+    def sample(self, index: int) -> tuple[Any, Any]:
+        """Returns (inputs, targets) of the sample with this index, without a batch dim: tensors, or dicts of them.
 
         Raises: IndexError: the index is below 0, or not below the number of samples.
         """
@@ -99,6 +100,10 @@ class TextTokens:
         start = index * (self.seq + 1)
         window = torch.from_numpy(self._bytes[start : start + self.seq + 1].astype(np.int64))
         return window[:-1], window[1:]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, which are bytes; those that are no UTF-8, and larger numbers, become a mark."""
+        return bytes(min(token, 255) for token in tokens).decode(errors="replace")
 
 
 def _stdlib_files(folder: str) -> Iterator[str]:
@@ -290,16 +295,26 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     return order
 
 
-def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
+def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Any, Any]:
     """Returns (inputs, targets) of the samples with these indices, stacked in dim 0; without indices, dim 0 has size 0.
 
-    Raises: IndexError: an index that the dataset does not have.
+    Raises: IndexError: an index that the dataset does not have. PlanError: samples have different shapes or parts.
     """
+    samples = [dataset.sample(int(index)) for index in indices] or [dataset.sample(0)]
     if len(indices) == 0:
-        inputs, targets = dataset.sample(0)
-        return inputs.new_empty((0, *inputs.shape)), targets.new_empty((0, *targets.shape))
-    samples = [dataset.sample(int(index)) for index in indices]
-    return torch.stack([inputs for inputs, _ in samples]), torch.stack([targets for _, targets in samples])
+        empty: tuple[Any, Any] = tree_map(lambda each: each.new_empty((0, *each.shape)), samples[0])
+        return empty
+    try:
+        stacked: tuple[Any, Any] = tree_map(lambda *each: torch.stack(each), *samples)
+    except (RuntimeError, ValueError, TypeError) as failure:  # torch's, and pytree's of dicts with other keys
+        shapes = list(dict.fromkeys(str(tree_map(lambda each: list(each.shape), sample)) for sample in samples))
+        raise PlanError(
+            "the samples of a batch have different shapes",
+            given=" and ".join(shapes[:2]) if len(shapes) > 1 else str(failure).splitlines()[0],
+            allowed="samples of one shape, with the same parts",
+            fix="pad or cut them in the dataset: tokenizer(text, padding='max_length', truncation=True)",
+        ) from failure
+    return stacked
 
 
 def check_index(index: int, num_samples: int) -> None:

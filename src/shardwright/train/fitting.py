@@ -7,12 +7,16 @@ from contextlib import suppress
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright import devices
+from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
+from shardwright.models.model_loss import ModelLoss
+from shardwright.parallelize.planning import on_device
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, global_batch
 
@@ -43,18 +47,24 @@ def check_takes(config: TrainConfig, model: nn.Module, loss: nn.Module, data: Da
     The forward runs on the meta device. If it fails there, the model is built from ``config`` again and tried with
     values, because some code reads values.
     """
-    inputs, targets = global_batch(data, range(1))
+    batch = global_batch(data, range(1))
     with suppress(Exception), torch.no_grad():
-        loss(model(inputs.to("meta")), targets.to("meta"))
+        inputs, targets = on_device(batch, torch.device("meta"))
+        loss(call_model(model, inputs), targets)
         return
     real, _, _ = config.build()
+    inputs, targets = batch
     try:
         with torch.no_grad():
-            loss(real(inputs), targets)
+            loss(call_model(real, inputs), targets)
     except Exception as failure:  # any Python code may run here
+        if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):
+            fix = f"{failure.fix}; a factory named to the command returns the pair of its model and this loss"
+            raise PlanError(failure.what, given=failure.given, allowed=failure.allowed, fix=fix) from failure
+        shapes = tree_map_only(Tensor, lambda each: f"{list(each.shape)} of {each.dtype}", inputs)
         raise PlanError(
             f"the model '{config.model}' cannot take the data '{config.data}'",
-            given=f"{list(inputs.shape)} of {inputs.dtype}: {type(failure).__name__}: {failure}".splitlines()[0],
+            given=f"{shapes}: {type(failure).__name__}: {failure}".splitlines()[0],
             allowed="data whose samples the model and the loss take",
             fix="give --data and --seq that fit, or call shardwright.verify and parallelize with batches of your own",
         ) from failure

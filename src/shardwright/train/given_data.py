@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import PlanError
-from shardwright.models import load_named
+from shardwright.models import FACTORY, load_named
+from shardwright.parallelize.batches import TARGETS, named_parts
 
 LAST_SHARE = 0.05
 """The share of a dataset without splits of its own that is read as the split "eval"; it is taken from the end."""
@@ -20,8 +21,11 @@ LAST_SHARE = 0.05
 class MapDataset:
     """One split of a user's map-style dataset: an object with ``len()`` and ``[index]``, as torch's ``Dataset`` is.
 
-    A sample is a pair (inputs, targets), each a tensor, an array or a number; all samples have one shape. ``name`` is
-    that of the factory, for errors.
+    A sample is a pair (inputs, targets), each a tensor, an array or a number, or a mapping or dataclass of named parts,
+    among them the targets, by one of the names ``labels``, ``targets``, ``target``, ``label`` and ``y``. The inputs may
+    be a dict themselves. All samples have one shape. ``name`` is that of the factory, for errors. ``pair``, if it is
+    set, turns the named parts of a sample into inputs and targets otherwise, as a loss that the model computes itself
+    needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into text.
 
     >>> data = MapDataset([(torch.ones(3), 1), (torch.zeros(3), 0)], range(1, 2), "mine:data")
     >>> len(data), data.sample(0)
@@ -30,38 +34,64 @@ class MapDataset:
 
     def __init__(self, dataset: Any, indices: range, name: str) -> None:
         self.dataset, self.indices, self.name = dataset, indices, name
+        self.pair: Callable[[dict[str, Any]], tuple[Any, Any]] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of a sample's parts; none of a sample that is a pair."""
+        found = self._read(0)
+        return tuple(found) if isinstance(found, dict) else ()
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, targets) of one sample as tensors.
+    def sample(self, index: int) -> tuple[Any, Any]:
+        """Returns (inputs, targets) of one sample: tensors, or dicts of them.
 
-        Raises: IndexError: there is no such sample; PlanError: a sample is no pair, or a part of it no tensor.
+        Raises: IndexError: there is no such sample; PlanError: a sample is no pair and has no named targets, or a part
+            of it is no tensor.
         """
+        found = self._read(index)
+        if not isinstance(found, dict):
+            return found
+        if self.pair is not None:
+            return self.pair(found)
+        targets = next((name for name in TARGETS if name in found), None)
+        if targets is None or len(found) < 2:
+            raise self._wrong(f"a sample with {', '.join(found)}")
+        return {name: value for name, value in found.items() if name != targets}, found[targets]
+
+    def _read(self, index: int) -> tuple[Any, Any] | dict[str, Any]:
+        """Returns a sample as a pair, or as a dict of its named parts."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}: they count from 0")
         found = self.dataset[self.indices[index]]
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            named = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
-            raise self._wrong(f"{type(found).__name__}{named}")
-        return self._tensor(found[0]), self._tensor(found[1])
+        if isinstance(found, tuple | list) and len(found) == 2:
+            return self._tensors(found[0]), self._tensors(found[1])
+        if not (named := named_parts(found)):
+            raise self._wrong(type(found).__name__)
+        return {str(name): self._tensors(value, str(name)) for name, value in named.items()}
 
-    def _tensor(self, value: Any) -> Tensor:
+    def _tensors(self, value: Any, name: str = "") -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): self._tensors(each, str(key)) for key, each in value.items()}
         if isinstance(value, Tensor):
             return value
         try:
             found = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
-            raise self._wrong(f"a pair with a {type(value).__name__}") from None
+            where = f"'{name}' is" if name else "a pair with"
+            raise self._wrong(f"{where} a {type(value).__name__}") from None
         return found.float() if found.dtype == torch.float64 else found
 
     def _wrong(self, given: str) -> PlanError:
         return PlanError(
-            f"a sample of '{self.name}' is a pair of tensors",
+            f"a sample of '{self.name}' is a pair of tensors, or has named ones, its targets among them",
             given=given,
-            allowed="(inputs, targets), each a tensor, an array or a number",
-            fix="return tokens[:-1], tokens[1:] for text, or picture, label for pictures",
+            allowed="(inputs, targets), or a dict with labels, targets, target, label or y; each a tensor, an array or "
+            "a number",
+            fix="return tokens[:-1], tokens[1:] for text, picture, label for pictures, or a dict of tensors with "
+            "'labels'",
         )
 
 
@@ -76,7 +106,8 @@ def open_given(name: str, split: str) -> MapDataset:
     factory = load_named(name)
     try:
         takes_split = "split" in inspect.signature(factory).parameters
-        dataset = factory(split=split) if takes_split else factory()
+        with FACTORY:
+            dataset = factory(split=split) if takes_split else factory()
     except PlanError:
         raise
     except Exception as failure:  # any Python code may run here

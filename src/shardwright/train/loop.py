@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -13,11 +14,10 @@ from typing import IO, Any
 
 import numpy
 import torch
-from torch import Tensor
 
 from shardwright import devices
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.manifest import find, find_on_all, steps_in
+from shardwright.checkpoint.manifest import find, find_on_all, read, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
@@ -30,19 +30,19 @@ from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.overlapped_update import overlapped_offload
 from shardwright.parallelize.planning import job_for, make_plan
-from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Indices, SampleOrder, fingerprint, global_batch, open_data
+from shardwright.train.data import Dataset, Indices, SampleOrder, fingerprint, global_batch
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
 from shardwright.train.measuring import agreed_seconds, memory_of_ranks, step_usage
+from shardwright.train.opening import inputs_of, num_tokens, opened, other_split
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
 from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
-from shardwright.train.same_run import check_regular, check_same_data, check_same_run
+from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_schedule
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
 from shardwright.train.stop import Stop, started_again
@@ -93,6 +93,9 @@ def train(
     # a restart is checked as --resume is; without a checkpoint it begins anew, with whatever data there are
     if (resume or (started_again(out) and steps_in(out / CHECKPOINTS))) and not changed_data:
         check_same_data(config, noted_data(out))
+    moved = moved_schedule(config, options_of(out), read(find(out / CHECKPOINTS)).step) if resume else ""
+    if moved and os.environ.get("RANK", "0") == "0":
+        say(moved)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     config = settled_by_price(config)
@@ -112,14 +115,12 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """Checks, without ranks, that data exist, the layout fits the model, and ``out`` is free or can be resumed."""
-    with without_values():
-        model, loss, model_config = config.build()
-    layout = Layout.parse(config.layout)
-    data = [open_data(config.data, seq=config.seq, model=model_config, split=split) for split in ("train", "eval")]
-    inputs = inputs_of(data[0], config.batch)
+    model, loss, model_config, data = found = opened(config)
+    other_split(config, found, "eval")
+    layout, inputs = Layout.parse(config.layout), inputs_of(data, config.batch)
     check_room(model, layout)
     if model_config is None:
-        check_takes(config, model, loss, data[0])
+        check_takes(config, model, loss, data)
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved, again = bool(steps_in(out / CHECKPOINTS)), started_again(out)
     if config.weights and not (resume or (again and saved)):
@@ -147,15 +148,6 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
             allowed="a new or empty folder, or --resume" if saved else "a new or empty folder",
             fix="add --resume to continue it, or give another --out" if saved else "give another --out, or remove it",
         )
-
-
-def inputs_of(data: Dataset, batch: int) -> Tensor:
-    """Returns inputs in the shape of a global batch of ``batch`` samples: the first sample of ``data``, repeated.
-
-    Planning uses them.
-    """
-    inputs, _ = data.sample(0)
-    return inputs.expand(batch, *inputs.shape)
 
 
 def _rank(
@@ -197,12 +189,10 @@ class _Training:
         self.command = command
         if config.deterministic:
             devices.use_deterministic_kernels()
-        with without_values():
-            plain, loss, model_config = config.build()
-        self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
-        self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
+        plain, loss, _, self.data = found = opened(config)
+        self.eval_data = other_split(config, found, "eval")
         self.order = SampleOrder(len(self.data), config.batch, config.seed)
-        self.tokens_per_sample = config.seq if self.data.sample(0)[1].dim() else 1
+        self.tokens_per_sample = num_tokens(self.data)
         self.seconds = agreed_seconds(config, world)
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
@@ -214,7 +204,7 @@ class _Training:
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
-        self.series = {"step_ms": SpacedValues(), "tokens_per_s": SpacedValues()}
+        self.series = {key: SpacedValues() for key in ("step_ms", "samples_per_s", "tokens_per_s")}
         self.locks, self._profiled = contextlib.ExitStack(), contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
@@ -265,7 +255,8 @@ class _Training:
                 self._read_ahead()
                 rows[1:] = [row]
                 for key, values in self.series.items():
-                    values.append(row[key])
+                    if row[key] is not None:
+                        values.append(row[key])
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
@@ -345,7 +336,7 @@ class _Training:
         step_s = time.perf_counter() - start_s
         if finite:
             self.emergency.note()
-        tokens = num_samples * self.tokens_per_sample
+        tokens = num_samples * self.tokens_per_sample or None
         memory, bubble = step_usage(self.run, self.everyone)
         row: dict[str, Any] = {
             "step": run.num_steps,
@@ -353,7 +344,8 @@ class _Training:
             "lr": rate,
             "grad_norm": norm.item() if norm is not None else None,
             "step_ms": step_s * 1000,
-            "tokens_per_s": tokens / step_s,
+            "samples_per_s": num_samples / step_s,
+            "tokens_per_s": tokens / step_s if tokens else None,
             "memory_bytes": memory.peak,
             "held_bytes": memory.held,
             "bubble": bubble,
@@ -440,6 +432,7 @@ class _Training:
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
             "step_ms_median": medians["step_ms"],
+            "samples_per_s_median": medians["samples_per_s"],
             "tokens_per_s_median": medians["tokens_per_s"],
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else memory_of_ranks(self.everyone).peak,
             "checkpoint": str(self.saved) if self.saved is not None else None,

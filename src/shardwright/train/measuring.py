@@ -30,11 +30,11 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for, on_device, rows
 from shardwright.parallelize.run import Run
 from shardwright.planner.predicted import by_price
-from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.runtime.timeline import Timeline
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import SampleOrder, global_batch, open_data
+from shardwright.train.data import SampleOrder, global_batch
+from shardwright.train.opening import inputs_of, opened
 
 Seconds = Mapping[str, float]
 NOT_MEASURED: Seconds = MappingProxyType({})
@@ -54,8 +54,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
         return {}
     if device is None:
         device = devices.default()
-    model, _, model_config = config.build()
-    data = open_data(config.data, seq=config.seq, model=model_config)
+    model, _, _, data = opened(config, with_values=True)
     inputs, _ = global_batch(data, SampleOrder(len(data), config.batch, config.seed).batch(0))
     microbatch = rows(inputs, 0, -(-config.batch // num_shares(layout)))
     return time_layers(model.to(device), on_device(microbatch, device))
@@ -82,10 +81,8 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
 def predicted_seconds(config: TrainConfig) -> dict[str, float]:
     """Returns the forward seconds of each module that are predicted for the config's cluster, by name."""
     layout = Layout.parse(config.layout)
-    with without_values():
-        model, loss, model_config = config.build()
-    inputs, _ = open_data(config.data, seq=config.seq, model=model_config).sample(0)
-    job = job_for(model, loss, layout, inputs.expand(config.batch, *inputs.shape), config.num_tokens, config.roles)
+    model, loss, _, data = opened(config)
+    job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
     return dict(by_price(job, layout, config.cluster).seconds)
 
 
@@ -122,13 +119,11 @@ def _account(world: World, config: TrainConfig, seconds: Seconds) -> MemoryAccou
 
 def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
     """Returns a run after ``WARM_UP`` steps, its optimizer, and this rank's part of the next batch."""
-    with without_values():
-        plain, loss, model_config = config.build()
+    plain, loss, model_config, data = opened(config)
     run = parallelize(
         plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
         example=config.example(model_config), seconds=seconds, offload_folder=config.offload_folder or None,
     )  # fmt: skip
-    data = open_data(config.data, seq=config.seq, model=model_config)
     order = SampleOrder(len(data), config.batch, config.seed)
     optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
     batches = run.shard(global_batch(data, order.batch(step)) for step in range(WARM_UP + 1))

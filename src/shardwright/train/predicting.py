@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.run import Run
-from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Split, global_batch, open_data
+from shardwright.train.data import Dataset, Split, global_batch
+from shardwright.train.given_data import MapDataset
+from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
+from shardwright.train.progress import StatusLog
 from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
@@ -52,7 +55,8 @@ def predict(
     """Returns what the newest checkpoint of ``run`` predicts for the first ``num`` samples of a split of its data.
 
     If the targets are classes, the result has the likeliest class of each sample, or of each token of it, beside the
-    targets; else the outputs. With ``to``, a ``.safetensors`` file, all outputs and targets are written there.
+    targets; else the outputs. ``texts`` has both as text where the data can turn tokens into it, else it is None. With
+    ``to``, a ``.safetensors`` file, all outputs and targets are written there.
 
     Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. CheckpointError: it cannot be written,
         which is known before anything is predicted unless the disk is full.
@@ -71,28 +75,45 @@ def _opened(
     world: World, config: TrainConfig, folder: Path, layout: Layout, split: Split
 ) -> tuple[Run, Dataset, dict[str, Any]]:
     """Returns the run with the values of its newest checkpoint, the split of its data, and what results begin with."""
-    with without_values():
-        plain, loss, model_config = config.build()
-    data = open_data(config.data, seq=config.seq, model=model_config, split=split)
-    inputs, _ = data.sample(0)
-    example = inputs.expand(config.batch, *inputs.shape)
+    plain, loss, _, data = opened(config, split)
     run = parallelize(
-        plain, layout, world, loss=loss, seed=config.seed, roles=config.roles, example=example, check_every=0
-    )
+        plain, layout, world, loss=loss, seed=config.seed, roles=config.roles, example=inputs_of(data, config.batch),
+        check_every=0,
+    )  # fmt: skip
     load(folder / CHECKPOINTS, run)
     step = read(find(folder / CHECKPOINTS)).step
     return run, data, {"step": step, "layout": str(layout), "split": split}
 
 
-def _batches(data: Dataset, num: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(data: Dataset, num: int, size: int, *, says: str) -> Iterator[tuple[Any, Any]]:
+    """Yields the batches of the first ``num`` samples; ``says``, if it is not "", is what progress is called."""
+    waited = StatusLog(says, num, "samples")
     for start in range(0, num, size):
         yield global_batch(data, range(start, min(start + size, num)))
+        waited.show(min(start + size, num))
 
 
-def _is_right(output: Any, targets: Tensor) -> Tensor | None:
-    """Returns which of the likeliest classes are the targets, or None if the targets are no classes of the output."""
-    fits = isinstance(output, Tensor) and output.shape[:-1] == targets.shape and not targets.is_floating_point()
-    return output.argmax(-1).cpu() == targets if fits else None
+def _scores(output: Any) -> Any:
+    """Returns the tensor of a model's output that is compared with targets: the output itself, or its ``logits``."""
+    return output.get("logits", output) if isinstance(output, Mapping) else output
+
+
+def _is_right(output: Any, targets: Any, *, shifted: bool) -> Tensor | None:
+    """Returns which of the likeliest classes are the targets, or None if the targets are no classes of the output.
+
+    ``shifted`` says that the output at each token is for the token after it, which is the next of the targets.
+    """
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    if output.shape[:-1] != targets.shape:
+        return None
+    classes = output.argmax(-1).cpu()
+    return classes[:, :-1] == targets[:, 1:] if shifted else classes == targets
+
+
+def _is_shifted(run: Run, data: Dataset) -> bool:
+    """Returns whether the model itself takes the next token as the target of each."""
+    return isinstance(run.loss, ModelLoss) and bool(run.loss.shifted) and num_tokens(data) > 0
 
 
 def _evaluate(
@@ -102,14 +123,16 @@ def _evaluate(
     num = min(num or len(data), len(data))
     right, count = 0, 0
     ignored = getattr(run.loss, "ignore_index", None)
+    shifted = _is_shifted(run, data)
 
     def parts() -> Iterator[Microbatch]:
         nonlocal right, count
-        for inputs, targets in _batches(data, num, config.batch):
+        for inputs, targets in _batches(data, num, config.batch, says=f"evaluated of {split}" * (world.rank == 0)):
             yield from run.shard([(inputs, targets)])
-            matches = _is_right(run.predict(inputs), targets)
+            matches = _is_right(_scores(run.predict(inputs)), targets, shifted=shifted)
             if matches is not None:
-                counted = torch.ones_like(matches) if ignored is None else targets.cpu() != ignored
+                wanted = targets[:, 1:] if shifted else targets
+                counted = torch.ones_like(matches) if ignored is None else wanted.cpu() != ignored
                 right, count = right + int(matches[counted].sum()), count + int(counted.sum())
 
     loss = run.evaluate_all(parts()).item()
@@ -122,25 +145,32 @@ def _predict(
     run, data, found = _opened(world, config, folder, layout, split)
     num = min(num, len(data))
     outputs, wanted = [], []
-    for inputs, targets in _batches(data, num, config.batch):
-        output = run.predict(inputs)
+    for inputs, targets in _batches(data, num, config.batch, says=f"predicted of {split}" * (world.rank == 0)):
+        output = _scores(run.predict(inputs))
         if not isinstance(output, Tensor):
             raise PlanError(
                 "a model whose output is written is one that returns a tensor",
                 given=type(output).__name__,
-                allowed="a tensor",
+                allowed="a tensor, or an output with 'logits'",
                 fix="return the tensor alone, or call run.predict in a script",
             )
         outputs.append(output.cpu())
         wanted.append(targets)
     whole, truth = torch.cat(outputs), torch.cat(wanted)
-    is_class = _is_right(whole, truth) is not None
+    is_class = _is_right(whole, truth, shifted=False) is not None
     if to is not None and world.rank == 0:
         tensors = {"outputs": whole, "targets": truth}
         table = [WeightEntry((name,), each.dtype, tuple(each.shape)) for name, each in tensors.items()]
         write_safetensors(to, table, zip(table, tensors.values(), strict=True))
     shown = whole.argmax(-1) if is_class else whole
+    if is_class and _is_shifted(run, data):
+        shown, truth = shown[:, :-1], truth[:, 1:]
+    decode = getattr(data.dataset if isinstance(data, MapDataset) else data, "decode", None)
+    texts = None
+    if is_class and shown.dim() > 1 and callable(decode):
+        texts = [[str(decode(row)) for row in pair] for pair in zip(shown.tolist(), truth.tolist(), strict=True)]
     return {
+        "texts": texts,
         "predictions": shown.tolist(), "targets": truth.tolist(), "samples": num,
         "file": str(to) if to is not None else None, **found,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from shardwright.formatting import format_bytes, format_count, json_text
 from shardwright.train.loggers import open_logger
 
 METRICS_FILE = "metrics.jsonl"
-_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "time_s", "bubble")
+_NUMBERS = ("loss", "eval_loss", "lr", "grad_norm", "step_ms", "samples_per_s", "tokens_per_s", "time_s", "bubble")
 _LINE_EVERY_S = 5.0
 
 
@@ -30,6 +30,25 @@ def say(text: str) -> None:
     """Prints a line on standard error, without buffering, unless that is closed: a run goes on without its lines."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
+
+
+class StatusLog:
+    """Prints a line every few seconds on how much of a long piece of work is done; none of work that is soon done.
+
+    ``what`` is what is done, "" to print nothing, and ``total`` and ``unit`` say of how many there are.
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._start_s = self._last_line_s = time.monotonic()
+
+    def show(self, done: int) -> None:
+        """Prints a line if the last one, or the start, is some seconds ago and not all is done."""
+        now = time.monotonic()
+        if self._what and done < self._total and now - self._last_line_s > _LINE_EVERY_S:
+            self._last_line_s = now
+            left = (now - self._start_s) / done * (self._total - done)
+            say(f"{self._what}: {done} of {self._total} {self._unit}, {left:.0f} s left")
 
 
 class Log:
@@ -91,9 +110,11 @@ class Log:
     def _show(self, row: dict[str, Any]) -> None:
         """Updates the progress bar, or prints a line every few seconds."""
         num_ranks = len(row["memory_bytes"])
-        now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
+        unit = "samples" if row.get("tokens_per_s") is None else "tokens"
+        speed = row[f"{unit}_per_s"]
+        now = f"loss {row['loss']:.4f}  {format_count(speed)} {unit}/s"
         if num_ranks > 1:
-            now += f" ({format_count(row['tokens_per_s'] / num_ranks)} a device)"
+            now += f" ({format_count(speed / num_ranks)} a device)"
         if row.get("bubble") is not None:
             now += f"  bubble {row['bubble']:.0%}"
         if num_ranks:

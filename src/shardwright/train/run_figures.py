@@ -21,9 +21,8 @@ from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.planner.predicted import by_price, cluster_for, cluster_here, predict_step
-from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import open_data
+from shardwright.train.opening import inputs_of, opened
 from shardwright.train.out_folder import LOCK
 from shardwright.train.progress import say, write_json
 from shardwright.train.run_file import RUN_FILE, parts_of
@@ -47,10 +46,8 @@ def settled_by_price(config: TrainConfig) -> TrainConfig:
     factor = layout.factor("tp")
     if not config.cluster or factor is None or factor.option("auto") is None:
         return config
-    with without_values():
-        model, loss, model_config = config.build()
-    inputs, _ = open_data(config.data, seq=config.seq, model=model_config).sample(0)
-    job = job_for(model, loss, layout, inputs.expand(config.batch, *inputs.shape), config.num_tokens, config.roles)
+    model, loss, _, data = opened(config)
+    job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
     return replace(config, layout=str(make_plan(by_price(job, layout, config.cluster), layout)[0].layout))
 
 
@@ -78,9 +75,7 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     device_type = devices.wanted() if ranks == "processes" else "cpu"
     layout = Layout.parse(config.layout)
     text = cluster or config.cluster or cluster_here()
-    with without_values():
-        model, loss, model_config = config.build()
-    data = open_data(config.data, seq=config.seq, model=model_config)
+    model, loss, _, data = opened(config)
     batch: tuple[Any, Any] = tree_map_only(
         Tensor, lambda t: torch.empty((config.batch, *t.shape), dtype=t.dtype, device="meta"), data.sample(0)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,27 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
                 allowed="another layout, more steps, another learning rate, schedule, clipping or saving",
                 fix=f"leave out --{key}, or start a new run in another --out",
             )
+
+
+def moved_schedule(config: TrainConfig, before: Mapping[str, Any], done: int) -> str:
+    """Returns a line on how another number of steps moves the learning rate of a resumed run; "" if it does not.
+
+    ``before`` are the options of the run so far, and ``done`` its number of steps.
+
+    >>> print(moved_schedule(TrainConfig(steps=200), {"steps": 100}, 100))
+    the cosine schedule now ends at step 200, not 100: the learning rate goes on at 0.000587, where it was 0.0001; ...
+    """
+    steps = before.get("steps")
+    if config.schedule == "constant" or not isinstance(steps, int) or steps == config.steps or done >= config.steps:
+        return ""
+    known = {key: before[key] for key in ("lr", "schedule", "warmup") if key in before}
+    last, next_ = replace(config, **known, steps=steps).learning_rate(done), config.learning_rate(done)
+    if f"{last:.3g}" == f"{next_:.3g}":
+        return ""
+    return (
+        f"the {config.schedule} schedule now ends at step {config.steps}, not {steps}: the learning rate goes on at "
+        f"{next_:.3g}, where it was {last:.3g}; --schedule constant --lr {last:.3g} keeps it"
+    )
 
 
 def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,16 @@ from torch import Tensor, nn
 
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import first_problem, gather_json
+from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Names, StateTensor, WeightStore, check_names, renamed, state_tensors
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.whole_state import gather_whole
 from shardwright.sharding.box import Box
+from shardwright.weights.adapters import ADAPTER, adapter_files, adapter_in, adapter_names, check_found, check_unwrapped
 from shardwright.weights.configs import files_beside
-from shardwright.weights.stores import open_store
+from shardwright.weights.stores import WHOLE, open_store
 from shardwright.weights.targets import (
     WeightEntry,
     check_target,
@@ -60,7 +63,9 @@ def save_weights(
 
     - "safetensors": one file if ``to`` ends in ``.safetensors``, else a folder of files of up to ``max_file_bytes``,
       with an index if there are several. A tied tensor is written once, under the first of its names.
-    - "transformers": such a folder with ``config.json``, which ``from_pretrained`` reads.
+    - "transformers": such a folder with ``config.json``, which ``from_pretrained`` reads. Of a model wrapped by peft,
+      without ``names``, it is the folder of its adapter, which ``PeftModel.from_pretrained(base, folder)`` reads, and
+      which ``merge_and_unload()`` there adds to the base model.
     - "pt": one file by ``torch.save``, for ``model.load_state_dict``: a tied tensor is one under each of its names.
     - "dcp": a folder of ``torch.distributed.checkpoint``, with a flat state dict that has each name.
 
@@ -103,7 +108,7 @@ def save_weights(
 
 
 class _WriteConfig(NamedTuple):
-    """The options of a call of :func:`save_weights`."""
+    """The options of a call of :func:`save_weights`; ``adapter`` is that of peft of which a folder is written."""
 
     to: Path
     kind: Format
@@ -111,6 +116,32 @@ class _WriteConfig(NamedTuple):
     dtype: torch.dtype | None
     config: Any
     max_file_bytes: int
+    adapter: str | None = None
+
+    def for_model(self, model: nn.Module | None, names: Sequence[str], everyone: Axis | None = None) -> _WriteConfig:
+        """Returns these options for a model: of one that peft has wrapped, its adapter alone is written, renamed.
+
+        ``everyone`` are the ranks of a run, on each of which ``model`` has the modules of its own pipeline stage.
+        """
+        if self.kind != "transformers" or self.names:
+            return self
+        adapter = adapter_in(model)
+        if model is None or adapter is None:
+            check_unwrapped(names)
+            return self
+        found = adapter_names(model, adapter, names)
+        for each in gather_json(everyone, found) if everyone is not None else ():
+            found |= each
+        check_found(adapter, found)
+        return self._replace(names={name: found.get(name) for name in names}, adapter=adapter)
+
+    def beside(self, model: nn.Module | None, table: Sequence[WeightEntry]) -> Mapping[str, bytes]:
+        """Returns the files of a folder of transformers or peft beside the weights, by name; of other kinds none."""
+        if self.kind != "transformers":
+            return {}
+        if self.adapter is not None and model is not None:
+            return adapter_files(model, self.adapter)
+        return files_beside(self.config, model, table)
 
     @property
     def is_folder(self) -> bool:
@@ -145,7 +176,8 @@ class _WriteConfig(NamedTuple):
         if self.kind == "pt":
             return write_torch(self.to, kept, written)
         if self.is_folder:
-            return write_folder(self.to, kept, written, most_bytes=self.max_file_bytes, beside=beside)
+            whole, most = (WHOLE[0], self.max_file_bytes) if self.adapter is None else (ADAPTER, sys.maxsize)
+            return write_folder(self.to, kept, written, most_bytes=most, beside=beside, whole=whole)
         return write_safetensors(self.to, kept, written)
 
     def outcome(self, table: list[WeightEntry], files: Sequence[str]) -> SavedWeights:
@@ -172,11 +204,11 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
     beside: Mapping[str, bytes] = {}
 
     def check() -> None:
-        nonlocal table, beside
+        nonlocal writing, table, beside
+        writing = writing.for_model(run.model, [name for each in tensors for name in each.names], everyone)
         table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
         if everyone.index == 0:
-            if writing.kind == "transformers":
-                beside = files_beside(writing.config, run.model, table)
+            beside = writing.beside(run.model, table)
             check_target(writing.to, folder=writing.is_folder, beside=beside)
 
     _raise_together(everyone, _problem_of(writing.to, check))
@@ -211,8 +243,9 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> 
         every = ties.get(name, (name,))
         first = next((each for each in every if each in store.tensors), name)
         tensors.setdefault(first, (every, dtype, shape))
+    writing = writing.for_model(model, [name for every, _, _ in tensors.values() for name in every])
     table = writing.table(list(tensors.values()))
-    beside = files_beside(writing.config, model, table) if writing.kind == "transformers" else {}
+    beside = writing.beside(model, table)
     check_target(writing.to, folder=writing.is_folder, beside=beside)
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
     with _errors_named(writing.to):

@@ -38,7 +38,8 @@ TOKENIZER = (
 """The files that are copied from a folder of transformers, beside ``config.json``, if they are there."""
 
 _WEIGHTS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|" + "|".join(re.escape(name) for name in (INDEX, METADATA))
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|__\d+_\d+\.distcp|"
+    + "|".join(re.escape(name) for name in (INDEX, METADATA))
 )
 """The names of files of weights that this module writes; a folder may be replaced if it holds no others that stay out.
 
@@ -83,11 +84,12 @@ def write_torch(to: Path, table: list[WeightEntry], written: Written) -> list[st
 
 
 def write_folder(
-    to: Path, table: list[WeightEntry], written: Written, *, most_bytes: int, beside: Mapping[str, bytes]
-) -> list[str]:
+    to: Path, table: list[WeightEntry], written: Written, *, most_bytes: int, beside: Mapping[str, bytes],
+    whole: str = WHOLE[0],
+) -> list[str]:  # fmt: skip
     """Writes a folder of safetensors files of up to ``most_bytes`` of tensors, as transformers reads it.
 
-    One file has the name ``model.safetensors``; several are numbered, and an index says which tensor is where. The
+    One file has the name ``whole``; several are numbered, and an index says which tensor is where. The
     contents of ``beside``, such as ``config.json``, are written too. Returns the names of all files.
     """
     groups: list[list[WeightEntry]] = [[]]
@@ -97,7 +99,7 @@ def write_folder(
         groups[-1].append(weight)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
-        names = [WHOLE[0]]
+        names = [whole]
     with _beside(to, folder=True, beside=beside) as partial:
         for name, group in zip(names, groups, strict=True):
             _write_file(partial / name, group, written)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.analysis.tracer import line_of
-from shardwright.errors import LayoutError, PlanError, UnknownCodeError
+from shardwright.errors import EXAMPLE, LayoutError, PlanError, UnknownCodeError
 from shardwright.formatting import first_line
 from shardwright.forward_stack import Rung
 from shardwright.plan.event_stages import EventStages
@@ -50,7 +50,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             f"the code of {type(job.model).__name__} is not followed as it runs",
             given=f"{type(error).__name__}: {first_line(error)}{line_of(error)}",
             allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
-            fix="give parallelize an example, or leave out pp",
+            fix=f"{EXAMPLE}; or leave out pp",
         )
         failure.__cause__ = error
     others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}

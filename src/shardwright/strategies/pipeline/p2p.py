@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm.axis import Axis, Pending, done
 from shardwright.devices import HOST
-from shardwright.errors import PlanError
+from shardwright.errors import EXAMPLE, PlanError
 from shardwright.sharding.tensor_part import part_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.scatter import may_scatter, part_sizes
@@ -79,7 +79,7 @@ def spec_of(values: Any, where: str) -> tuple[ValueSpec, list[Tensor]]:
                 f"the output of {where} is no tree of tensors",
                 given=type(leaf).__name__,
                 allowed="tensors, numbers, strings and None, in tuples, lists and dicts",
-                fix=f"return the tensors of the {type(leaf).__name__}, or cut the model elsewhere",
+                fix=f"{EXAMPLE}, on which the forward is recorded; or return the tensors of the {type(leaf).__name__}",
             )
     specs = tuple(_tensor_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return ValueSpec(tree, specs), [leaf for leaf in leaves if isinstance(leaf, Tensor)]

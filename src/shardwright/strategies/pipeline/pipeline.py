@@ -81,6 +81,7 @@ AXIS = LayoutAxis(
     keyword="pipeline",
     keys={"schedule": (str,), "microbatches": (str, int)},
     written=_written,
+    also={"pipe": "", "stages": "", "vpp": "interleaved:v{2}", "vp": "interleaved:v{2}"},
 )
 """The layout axis ``pp``: its ranks are pipeline stages, each of which holds some layers of the model."""
 

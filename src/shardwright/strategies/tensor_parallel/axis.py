@@ -76,5 +76,6 @@ AXIS = LayoutAxis(
     keyword="tensor",
     keys={"mode": (str,), "depth": (int,)},
     written=_written,
+    also={"mp": "", "model": "", "megatron": "", "sequence": "sp"},
 )
 """The layout axis ``tp`` of tensor parallelism: one mesh axis, or a grid (row, col) or (depth, row, col)."""

@@ -1,0 +1,140 @@
+"""Guesses what a mistyped layout line was meant to be, so that an error can propose a line that keeps what was asked.
+
+tp2dp2, fsdp4          words that run together, words of other libraries     tp2 dp2, dp4/zero3
+dp2 tp2 zero3          an option that stands alone                           dp2/zero3 tp2
+tp=2,dp=2  2dp  dp 2   a size written otherwise                              tp2 dp2, dp2, dp2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from shardwright.axes import MAX_SIZE, OPTIONS, layout_axes
+
+_LINE_WORDS = {
+    **dict.fromkeys(("mb", "mbs", "microbatch", "microbatches", "accum", "accumulation", "ga", "gas", "grad"), "mb"),
+    **dict.fromkeys(("bf", "bfloat", "amp"), "bf16"),
+    **dict.fromkeys(("half",), "fp16"),
+    **dict.fromkeys(("recompute", "checkpoint", "checkpointing", "ac", "gc", "activation"), "recompute:full"),
+    **dict.fromkeys(("compile", "compiled", "inductor"), "compile"),
+    **dict.fromkeys(("single", "none", "fp", "float"), ""),
+}
+"""Words for what is no axis, each with the item of the line; "" for one that a line does not have."""
+
+_WORD = re.compile("([a-z][a-z_-]*)[=:_-]*([0-9]+(?:x[0-9]+)*)?")
+_NUMBER = re.compile("([0-9]+(?:x[0-9]+)*)-?([a-z_]*)")
+_ENDINGS = re.compile("[_-]?(size|parallel|parallelism|degree|world|num|steps)$")
+
+
+class _Word(NamedTuple):
+    """A word of a mistyped line with the number behind it; an option as it stands has no number."""
+
+    name: str
+    number: str = ""
+
+
+def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) -> list[str]:
+    """Returns the items that those of a line were probably meant to be; what has no meaning here is left out.
+
+    ``nearest_item`` returns an item as it stands if it can be read, the nearest that can, or "" for none; ``own`` is
+    the option of ``mb``. An option that stands alone goes to the factor of its axis.
+
+    >>> meant("tp2dp2 zero-3".split(), lambda item: "", "own-statistics")
+    ['tp2', 'dp2/zero3']
+    """
+    found: dict[str, str] = {}  # by axis, or by item for other words
+    strays: list[tuple[str, str, str]] = []
+    words = list(_joined(items, nearest_item))
+    for place, word in enumerate(words):
+        if isinstance(word, str):
+            axis = "".join(re.findall("^[a-z]+(?=[0-9])", word))
+            found.setdefault(axis if axis in layout_axes() else word, word)
+            continue
+        axis, option, number = _meaning(word)
+        if axis in layout_axes() and not option:
+            found.setdefault(axis, f"{axis}{number or 4}")
+        elif axis in layout_axes():
+            strays.append((axis, option, number))
+        elif axis == "mb":
+            digits = (number.partition("x")[0] or "4").lstrip("0")[:8] or "0"
+            after = words[place + 1 : place + 2]
+            suffix = f"/{own}" if any(isinstance(each, _Word) and each.name in own for each in after) else ""
+            found.setdefault(axis, f"mb{min(max(int(digits), 1), MAX_SIZE)}{suffix}")
+        elif axis:
+            found.setdefault(axis, axis)
+    for axis, option, number in strays:
+        item = found.get(axis, f"{axis}{number or (2 if found else 4)}")
+        found[axis] = item if f"/{option}" in item else f"{item}/{option}"
+    return list(found.values())
+
+
+def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterator[str | _Word]:
+    """Yields items that can be read as they are, and the words of others; a number alone belongs to the word before."""
+    last: _Word | None = None
+    apart = [[item] if nearest_item(item) == item else re.split("[,;+&]", item) for item in items]
+    for item in (each for parts in apart for each in parts):
+        for word in [item] if nearest_item(item) else _words(item.lower()):
+            alone = isinstance(word, _Word) and not word.name
+            if last is not None and not last.number and alone and not _options(last.name):
+                last = last._replace(number=word.number)  # type: ignore[union-attr]
+                continue
+            if last is not None:
+                yield last
+            last = word if isinstance(word, _Word) else None
+            if last is None:
+                yield word
+    if last is not None:
+        yield last
+
+
+def _words(text: str) -> Iterator[_Word]:
+    known = {name for _, names in OPTIONS.values() for name in names} - {"file"}  # without its path
+    longest_first = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    option = re.compile(rf"({longest_first or '$.'})(:[^/\s]+)?(?![a-z0-9])")
+    place = 0
+    while place < len(text):
+        if match := option.match(text, place):
+            yield _Word(match[0])
+        elif match := _WORD.match(text, place):
+            yield _Word(match[1].strip("_-"), match[2] or "")
+        elif match := _NUMBER.match(text, place):
+            yield _Word(match[2].strip("_"), match[1])
+        place = match.end() if match else place + 1
+
+
+def _options(name: str) -> list[str]:
+    """Returns the axes that have an option of this name; ``file`` alone, without its path, is none."""
+    return [axis for axis, names in OPTIONS.values() if name != "file" and name.partition(":")[0] in names]
+
+
+def _meaning(word: _Word) -> tuple[str, str, str]:
+    """Returns the axis or item that a word means, the option, and the size; the item is "" for no meaning."""
+    name, number = word
+    for text in (f"{name}{number}", name):
+        for axis in _options(text):
+            return axis, text, number if text == name else ""
+    plain = _ENDINGS.sub("", _ENDINGS.sub("", name))
+    aliases = {
+        alias: (axis.name, options)
+        for axis in layout_axes().values()
+        for alias, options in {axis.name: "", axis.keyword: "", **axis.also}.items()
+        if alias
+    }
+    if not name:
+        return next(iter(axis.name for axis in layout_axes().values() if axis.kind == "copies"), ""), "", number
+    if name in ("fp", "float") and number == "16":
+        return "fp16", "", ""
+    table = {**dict.fromkeys(_LINE_WORDS, ""), **dict.fromkeys(aliases, "")}
+    # one wrong letter of two is a typing error when a number follows, else another word
+    alike = get_close_matches(plain[:20], table, 1, 0.5 if number else 0.6) if len(plain) > 1 else []
+    for each in (name, plain, *re.split("[_-]", plain)[:1], *alike):
+        if each in aliases:
+            axis, option = aliases[each]
+            used = "{" in option
+            return axis, re.sub(r"\{(\w+)\}", number or r"\1", option), "" if used else number
+        if each in _LINE_WORDS:
+            return _LINE_WORDS[each], "", number
+    return "", "", ""
