@@ -23,6 +23,7 @@ from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
+from shardwright.comm.stop import Stop
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.file_locks import lock
@@ -41,11 +42,19 @@ from shardwright.train.measuring import agreed_seconds, memory_of_ranks, step_us
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
-from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
+from shardwright.train.run_file import (
+    RUN_FILE,
+    RunPart,
+    command_line,
+    noted_data,
+    options_of,
+    parts_before,
+    started_again,
+    write_run,
+)
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
-from shardwright.train.stop import Stop, started_again
 from shardwright.weights.loading import load_weights
 from shardwright.weights.stores import open_store
 
