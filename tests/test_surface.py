@@ -78,6 +78,7 @@ METHODS = {
     "state_dict": "full=",
     "step": "batch update",
     "timeline": "batch",
+    "stop_requested": "",
     "wait_saves": "",
 }
 """The methods of a run with their parameters."""

@@ -1,5 +1,6 @@
 """A run whose model fails within a step, on one rank, saves the step before: its ranks agree by files."""
 
+import os
 import signal
 import time
 
@@ -36,6 +37,26 @@ def test_ranks_that_fail_beside_a_save_wait_some_seconds_for_it(tmp_path, rank):
     with pytest.raises(RankFailedError, match=f"(?s)rank {rank} failed.*of the work"):
         sw.launch(saves_and_fails, 2, tmp_path, rank)
     assert [step.name for step in steps_in(tmp_path)] == ["step-00000000"]
+
+
+def stops(world, folder, launcher):
+    run = sw.parallelize(torch.nn.Linear(4, 4), "dp2", world, loss=sw.MeanSquaredError())
+    optimizer, batch = run.optimizer(torch.optim.AdamW), (torch.ones(4, 4), torch.ones(4, 4))
+    for part in run.shard([batch] * 100_000):
+        run.step(part)
+        optimizer.step()
+        if run.stop_requested():
+            return sw.save(folder, run, optimizer).name
+        if run.num_steps == 3 and world.rank == 1:
+            os.kill(launcher, signal.SIGTERM)
+    raise AssertionError("it was not told")
+
+
+def test_a_loop_of_a_persons_own_that_asks_saves_at_the_signal_that_its_launcher_gets(tmp_path):
+    names = sw.launch(stops, 2, tmp_path, os.getpid())
+    assert names == [steps_in(tmp_path)[-1].name] * 2
+    assert names[0] >= "step-00000003"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 OPTIONS = {"model": "tests_dist.failing_model:failing", "seq": 16, "batch": 4, "steps": 6}

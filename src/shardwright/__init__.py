@@ -1,8 +1,11 @@
 """Trains one plain PyTorch model over many devices; ``verify`` compares a layout's result with one device's."""
 
+import shardwright.command_signals  # first: a signal may come while the command imports the rest
+
+# isort: split
 from typing import TYPE_CHECKING, Any
 
-import shardwright.command_start  # noqa: F401  # first: a signal may come while the command imports the rest
+import shardwright.command_start  # noqa: F401
 from shardwright.garbage_collection import collection_paused
 
 with collection_paused():

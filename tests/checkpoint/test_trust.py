@@ -18,6 +18,7 @@ from torch import nn
 from shardwright.checkpoint import loading, locking
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import MANIFEST, checksum, find, signed, steps_in
+from shardwright.checkpoint.optimizer_trial import check_options
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
@@ -165,6 +166,8 @@ WRONG = {
     "a rate that is not a number": lambda m: m["groups"][0]["options"].update(lr=math.nan),
     "a rate without end": lambda m: m["groups"][0]["options"].update(lr=math.inf),
     "a rate below 0": lambda m: m["groups"][0]["options"].update(lr=-0.5),
+    "an eps without end": lambda m: m["groups"][0]["options"].update(eps=math.inf),
+    "a decay without end": lambda m: m["groups"][0]["options"].update(weight_decay=math.inf),
     "a parameter twice in a group": lambda m: m["groups"][0]["parameters"].append("0.bias"),
     "a parameter in two groups": lambda m: m["groups"].append(m["groups"][0]),
     "a step count below 0": lambda m: m["scalars"]["0.bias"].update(step=["float32", -1.0]),
@@ -188,7 +191,6 @@ UNFIT = {
     "a moment of one parameter is missing": lambda m: m["tensors"].pop("optimizer/0.bias/exp_avg"),
     "no scalars": lambda m: m["scalars"].clear(),
     "a step count that is no tensor": lambda m: m["scalars"]["0.bias"].update(step=["", "x"]),
-    "betas that are text": lambda m: m["groups"][0]["options"].update(betas=["x", 0.9]),
     "a parameter of no group": lambda m: m["groups"][0]["parameters"].remove("0.bias"),
 }
 
@@ -200,6 +202,51 @@ def test_state_with_which_the_optimizer_could_not_step_is_refused_and_changes_no
     changed(old, UNFIT[name], new=True)
     for told in launch(refused, 1 if line == "single" else 2, old, line, ranks="threads"):
         assert "cannot step with the state of" in told or "no param group has '0.bias'" in told
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer of a user's own, whose constructor takes other arguments."""
+
+    def __init__(self, params, rates):
+        super().__init__(params, **rates)
+
+
+IMPOSSIBLE = [
+    {"eps": -1e-8},
+    {"weight_decay": -0.1},
+    {"betas": [1.0, 0.9]},
+    {"betas": [0.9, -0.5]},
+    {"betas": 0.9},
+    {"betas": ["x", 0.9]},
+    {"fused": True, "foreach": True},
+]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("options", IMPOSSIBLE, ids=str)
+@pytest.mark.sampled(4)
+def test_options_that_the_optimizers_constructor_refuses_are_refused_and_change_nothing(old, options, steps):
+    changed(old, lambda m: m["groups"][0]["options"].update(options), new=True)
+
+    def work(world):
+        mine = Held(world, steps=steps)
+        before = mine.state()
+        with pytest.raises(CheckpointError, match="AdamW refuses the options of a param group"):
+            load(old, mine.run, mine.optimizer)
+        assert mine.state() == before
+
+    one(work)
+
+
+def test_options_are_checked_by_the_class_of_torch_that_a_users_optimizer_is_made_from():
+    one_parameter, bad = [nn.Parameter(torch.ones(3))], {"eps": -1.0}
+    for optimizer in (torch.optim.AdamW(one_parameter), Own(one_parameter, {"lr": 0.1})):
+        group = optimizer.param_groups[0]
+        check_options(optimizer, group, {"eps": 0.5, "initial_lr": 1.0, "lr": 0.0})
+        with pytest.raises(ValueError, match="AdamW refuses"):
+            check_options(optimizer, group, bad)
+    check_options(optimizer, {**group, "eps": -2.0}, bad)  # which the user has set already
+    check_options(torch.optim.Adafactor(one_parameter), {"eps": (None, 1e-3)}, {"eps": [None, 1e-3]})
 
 
 class NeedsClosure(torch.optim.SGD):

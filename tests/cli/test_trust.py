@@ -334,6 +334,28 @@ def test_a_stop_signal_while_the_command_imports_ends_it_in_one_line(tmp_path, n
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
+FIRST_IMPORT = """import os, signal, sys
+class Finder:
+    seen = False
+    def find_spec(self, name, *_):
+        if self.seen and not name.startswith("shardwright"):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.seen |= name == "shardwright"
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("name", ["module", "script"])
+def test_ctrl_c_at_the_first_import_that_the_library_makes_ends_the_command_in_one_line(tmp_path, name):
+    (tmp_path / "sitecustomize.py").write_text(FIRST_IMPORT)
+    (tmp_path / "shardwright").write_text("from shardwright.cli import main\nmain()\n")
+    command = ["-m", "shardwright.cli"] if name == "module" else [str(tmp_path / "shardwright")]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
+    words = [sys.executable, *command, "--help"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
 def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):
     signals = code_that_signals("SIGUSR1") + code_that_signals("SIGTERM")
     runs = f"assert gc.isenabled() and gc.get_freeze_count() > 1e5\n{signals}"

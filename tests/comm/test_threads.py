@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from shardwright.comm import launch as launching
 from shardwright.comm.launch import launch, run_on_threads
 from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
@@ -199,6 +201,31 @@ def test_an_interruption_from_the_keyboard_ends_every_rank():
             on_threads(3, work)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ends_soon")
+def test_ranks_that_compute_on_after_an_interruption_end_with_the_process_and_do_not_abort_it(monkeypatch):
+    """Python's end would end their threads inside of native code, which aborts."""
+    goes_on, codes = threading.Event(), []
+    monkeypatch.setattr(launching, "_END_S", 0.1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    def work(world):
+        _thread.interrupt_main()
+        goes_on.wait()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_threads(1, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    launching._end_left()
+    goes_on.set()
+    for thread in launching._LEFT:
+        thread.join()
+    launching._end_left()
+    assert codes == [130]
 
 
 # ---- ranks that leave, and ranks that wait for each other

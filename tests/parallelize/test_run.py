@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -479,3 +483,28 @@ def test_evaluation_between_steps_changes_no_step():
 
     with_it, without = (on_ranks(gpt(), "dp2 tp2", lambda run, b=b: work(run, b)) for b in (True, False))
     assert with_it == without
+
+
+# ---- a loop of a person's own that is told to stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_loop_that_asks_whether_to_stop_ends_at_a_signal_on_all_ranks_after_the_same_step(number):
+    before, model = signal.signal(number, signal.default_int_handler), nn.Linear(2, 2)
+
+    def work(world):
+        run = parallelize(model, "dp3", world)
+        steps = 0
+        while not run.stop_requested():
+            steps += 1
+            if steps == 3 and world.rank == 1:
+                while signal.getsignal(number) is signal.default_int_handler:  # until the main thread has its own
+                    time.sleep(0.01)
+                os.kill(os.getpid(), number)
+        return steps
+
+    try:
+        assert len({*launch(work, 3, ranks="threads")}) == 1
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
 from itertools import count as counter
@@ -21,6 +22,7 @@ from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
+from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError, LayoutError, PlanError, RankDifferenceError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
@@ -171,6 +173,24 @@ def test_a_run_resumed_on_a_full_disk_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "write_run", full)
     assert train(config(), out, resume=True, ranks="threads")["steps"] == 5
     assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_run_that_begins_on_a_full_disk_is_refused_on_every_rank(tmp_path, line):
+    with small_files(200), pytest.raises(PlanError, match=r"cannot write to '.*/run'\n +given: +File too large"):
+        train(config(layout=line), tmp_path / "run", ranks="threads")
+
+
+def test_ranks_that_cannot_meet_since_the_temporary_folder_is_full_are_refused(tmp_path, monkeypatch):
+    """Where a file takes a part of what a rank writes into it, torch would read it for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with small_files(200), pytest.raises(PlanError, match=r"(?s)ranks cannot meet: .* no room.*File too large"):
+        launch(print, 2)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(PlanError, match="there is no folder for temporary files"):
+        launch(print, 2)
 
 
 # ---- an error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,28 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_made(tmp_path, mo
     with pytest.raises(RankFailedError, match="of the work"):
         train(config("dp2"), tmp_path / "run", ranks="threads")
     assert names_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_was_removed_before_a_rank_is_gone_is_written_anew_with_its_options(
+    tmp_path, monkeypatch, capsys, rank
+):
+    plain, out = Run.step, tmp_path / "run"
+
+    def step(self, *given, **named):
+        if self.num_steps == 3 and self.world.rank == rank:
+            shutil.rmtree(out)
+            raise GoneError
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(RankFailedError, match="GoneError"):
+        train(config("dp2"), out, ranks="threads")
+    monkeypatch.undo()
+    assert f"is saved by rank {1 - rank}" in (said := capsys.readouterr().err)
+    assert f"'{out}' was removed, and is written anew without its metrics" in said
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "run.json"]
+    assert train(config("tp2"), out, resume=True, ranks="threads")["steps"] == 5
 
 
 @pytest.mark.parametrize("where", ["a part", "the meeting"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.optimizer_trial import check_steps
+from shardwright.checkpoint.optimizer_trial import check_options, check_steps
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
@@ -231,6 +231,7 @@ def _fill_optimizer(
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
         every.append({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        check_options(optimizer, group, every[-1])
         if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
         check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in held.items()})

@@ -1,8 +1,9 @@
-"""Checks, before a run takes an optimizer's saved state, that the optimizer can step with it."""
+"""Checks, before a run takes an optimizer's saved options and state, that the optimizer can step with them."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,37 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.saving import is_elementwise
 from shardwright.runtime.optimizer_step import step_without_hooks
+
+
+def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError if the optimizer's constructor would refuse the saved options of a param group.
+
+    Only the constructor checks them, which says what each of torch's optimizers allows: an ``eps`` from 0, ``betas``
+    below 1. ``group`` has the present options, ``options`` the saved ones. Of a class of a user's own, the constructor
+    of torch's class that it is made from is called, since the user's may do anything.
+
+    >>> adam = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    >>> check_options(adam, adam.param_groups[0], {"eps": -1e-8})
+    Traceback (most recent call last):
+    ValueError: AdamW refuses the options of a param group: Invalid epsilon value: -1e-08
+    """
+    kinds = (each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.optim."))
+    kind = next(kinds, torch.optim.Optimizer)
+    if kind is torch.optim.Optimizer:
+        return
+    failure = _refusal(kind, {**group, **options})
+    if failure is not None and _refusal(kind, group) is None:  # else it refuses what the user has set
+        raise ValueError(f"{kind.__name__} refuses the options of a param group: {failure}") from failure
+
+
+def _refusal(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Exception | None:
+    """Returns the error with which a constructor refuses options, or None; it is given only those that it takes."""
+    taken = inspect.signature(kind).parameters.keys() - {"params"}
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **{key: value for key, value in options.items() if key in taken})
+    except Exception as failure:  # any error: betas that are a number cannot be indexed
+        return failure
+    return None
 
 
 def check_steps(

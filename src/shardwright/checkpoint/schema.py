@@ -28,7 +28,7 @@ def check_schema(found: Any) -> None:
 
     It must have exactly a manifest's entries but for the checksum, with values of the right types. The stored parts of
     each tensor must lie inside its shape and add up to its size, and must fit into their files. The optimizer's options
-    must not be NaN, nor its learning rates negative or infinite.
+    must not be NaN, its learning rates not below 0, and these, ``eps`` and ``weight_decay`` not infinite.
 
     >>> check_schema({"format": "x"})
     Traceback (most recent call last):
@@ -105,9 +105,10 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         _need(fits, "the options of a param group are no plain values")
         nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
-        rate = options.get("lr")  # torch checks a rate only where it is given to a new optimizer
-        fits = rate is None or (isinstance(rate, int | float) and 0 <= rate < inf)
-        _need(fits, f"the learning rate of a param group is {rate!r:.80}")
+        rate = options.get("lr")  # load asks torch for the rest, which refuses no infinity
+        _need(rate is None or (isinstance(rate, int | float) and rate >= 0), f"the learning rate is {rate!r:.80}")
+        for key in ("lr", "eps", "weight_decay"):
+            _need(inf not in tree_leaves(options.get(key)), f"the option '{key}' of a param group is infinite")
 
 
 def _need(holds: bool, what: str) -> None:

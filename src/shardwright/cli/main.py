@@ -14,7 +14,7 @@ import typer
 # Only modules that `import shardwright` loads anyway stand here. A command imports train and report when it runs,
 # because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
-from shardwright import command_start
+from shardwright import command_signals, command_start
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.calibrating import calibrate
@@ -27,7 +27,7 @@ from shardwright.cli.starting import init
 from shardwright.cli.weights import export
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
-from shardwright.command_start import INTERRUPTED
+from shardwright.command_signals import INTERRUPTED
 from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
@@ -478,4 +478,4 @@ def main() -> None:
     try:
         app()
     finally:
-        command_start.ending()
+        command_signals.ending()

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from shardwright.comm.limits import Ranks
-from shardwright.command_start import INTERRUPTED
+from shardwright.command_signals import INTERRUPTED
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError, explain
 from shardwright.formatting import json_text
 

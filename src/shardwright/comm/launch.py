@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -10,17 +12,25 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardwright.comm import failures
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.threads import StoppedError, ThreadTransport, ThreadWorld
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.started_world import is_started
+from shardwright.comm.stop import Stop
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 
 T = TypeVar("T")
+
+_END_S = 5.0
+"""Seconds that a launch which was interrupted waits for each of its threads."""
+
+_LEFT: list[threading.Thread] = []
+"""Threads that such a launch has left computing."""
 
 
 class HasRanks(Protocol):
@@ -60,7 +70,8 @@ def launch(
         library itself is raised as it is (with threads, one such as PlanError only if every rank raised), and so is any
         error of ``work`` in a process that is already a rank. LayoutError: ``torchrun`` started another number of
         ranks, this machine cannot start as many, or a line is no layout. PlanError: the ranks' devices or the options
-        do not fit. KeyboardInterrupt: the run was told to stop.
+        do not fit. KeyboardInterrupt: the run was told to stop, and ``work`` did not ask for it by
+        :meth:`~shardwright.Run.stop_requested`.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]
@@ -114,14 +125,14 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     Raises: RankFailedError: a rank raised, with its traceback. A CommunicationError is raised as it is, and so is a
         ValueError (such as LayoutError) if every rank raised an error.
     """
-    hub, place = ThreadWorld(num_ranks), torch.device(device)
+    hub, place, stop = ThreadWorld(num_ranks), torch.device(device), Stop()
     results: dict[int, T] = {}
     texts: dict[int, str] = {}
 
     def run(rank: int) -> None:
         recorder = Recorder()
         transport = ThreadTransport(hub, rank, recorder)
-        world = World(rank, num_ranks, place, transport, recorder)
+        world = World(rank, num_ranks, place, transport, recorder, stop=stop)
         try:
             # by default one thread runs all backwards of an accelerator, and ranks that wait there would block it
             with torch.autograd.set_multithreading_enabled(place.type == "cpu"):
@@ -140,23 +151,41 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(timeout=0.5)  # short, so that Ctrl-C is seen
+                if stop.wanted:
+                    stop.want()  # here, in the main thread
     except BaseException as interruption:  # as Ctrl-C
         hub.fail(-1, interruption)
         for thread in threads:
-            thread.join(timeout=5)
+            if thread.is_alive():  # which it is not if it has not begun
+                thread.join(timeout=_END_S)
+        _LEFT.extend(thread for thread in threads if thread.is_alive())
         raise
+    finally:
+        stop.restore()
     if (failure := hub.failure) is not None:
         if isinstance(failure, CommunicationError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
             raise failure  # an error of the user, not of one rank: every rank raises the same text
         assert hub.failed_rank is not None
         raise RankFailedError(f"rank {hub.failed_rank} failed\n\n{texts[hub.failed_rank]}") from failure
     return [results[rank] for rank in range(num_ranks)]
+
+
+@atexit.register
+def _end_left() -> None:
+    """Ends the process at once if ranks of an interrupted launch still compute.
+
+    Python's own end would abort the process where such a thread is in native code: exit code 134, and a message of C++.
+    """
+    if any(thread.is_alive() for thread in _LEFT):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failures.INTERRUPTED)
 
 
 def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T], *, device: torch.device | str = "cpu") -> list[T]:

@@ -14,6 +14,7 @@ import torch
 from shardwright.comm.axis import Axis, Channel, Pending
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
+from shardwright.comm.stop import Stop
 from shardwright.mesh import Mesh
 
 WRITERS_S = 3.0
@@ -80,6 +81,9 @@ class World:
 
     Empty if one process has started all ranks, on one node, and in a world around a process group that the user made.
     """
+
+    stop: Stop = field(default_factory=Stop, compare=False)
+    """Requests to stop the run, which signals make once :meth:`~shardwright.Run.stop_requested` was called."""
 
     def join_writers(self) -> None:
         """Waits up to three seconds for the threads that write this rank's part of a checkpoint; sends no messages.

@@ -626,6 +626,29 @@ class Run:
             else fill_parts(self, state, strict=strict)
         )
 
+    def stop_requested(self) -> bool:
+        """Returns True on every rank once any of them was told to stop: then save, and leave the loop.
+
+        All ranks call it, after the same steps. From its first call until the ranks' work ends, SIGINT (Ctrl-C),
+        SIGTERM and SIGHUP no longer end the run, and SIGUSR1 has no effect; ``launch`` returns as usual. Ranks that are
+        processes are killed if they have not ended ``grace_s`` seconds after the signal.
+
+        Traffic: an all-reduce of a byte.
+
+        >>> from shardwright import launch, parallelize
+        >>> def work(world, model):
+        ...     run = parallelize(model, "dp2", world)
+        ...     before = run.stop_requested()
+        ...     if world.rank == 1:
+        ...         world.stop.request()                # what the signal does
+        ...     return before, run.stop_requested()
+        >>> launch(work, 2, torch.nn.Linear(2, 2), ranks="threads")
+        [(False, True), (False, True)]
+        """
+        self.world.stop.want()
+        here = torch.tensor([self.world.stop.requested], dtype=torch.uint8, device=self.world.device)
+        return bool(self.axes["world"].for_strategy("progress").all_reduce(here, "max"))
+
     def wait_saves(self) -> None:
         """Waits until all saves begun by ``save(..., wait=False)`` are complete. All ranks call it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, OtherRunError
 from shardwright.train.progress import say
+from shardwright.train.run_file import RUN_FILE
 
 _LARGE = 2**16
 """The elements from which a buffer is copied only where its version says that it was written, as masks are not."""
@@ -31,7 +33,8 @@ class EmergencyCheckpoint:
     running statistics of BatchNorm: :meth:`save` compares the buffers with copies from the end of the last complete
     step. An fp16 loss scale is set back to that of this step. Every rank constructs such an object while all ranks can
     communicate, because the constructor gathers from all ranks what a later save needs. Checkpoints are in the folder
-    "checkpoints" of ``out``, the run's folder. ``keep``, if not 0, is how many stay there, and ``most_s`` is how many
+    "checkpoints" of ``out``, the run's folder, which has its ``run.json`` by then; each rank remembers that file, to
+    write it anew if the folder is removed. ``keep``, if not 0, is how many stay there, and ``most_s`` is how many
     seconds a rank waits for the parts of the others.
     """
 
@@ -42,6 +45,9 @@ class EmergencyCheckpoint:
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}  # the buffer, its version, and a copy of it
         self._scale: LossScale | None = None
         self._why_not = ""
+        self._run_file = b""
+        with suppress(OSError):  # a resumed run goes on without it
+            self._run_file = (out / RUN_FILE).read_bytes()
         self.know_folder()
 
     def know_folder(self) -> None:
@@ -72,9 +78,10 @@ class EmergencyCheckpoint:
         that was killed, are not needed if nothing is theirs alone. One rank says on standard error what was saved, or
         why nothing was. Nothing is saved, or said, if no step is complete or if the step has a checkpoint already.
         After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an OtherRunError the
-        folder is another run's: nothing is saved then either. An error while saving is printed and not raised.
+        folder is another run's: nothing is saved then either. If the folder was removed, it is made again with its
+        ``run.json``, since no run is resumed without that file. An error while saving is printed and not raised.
         """
-        now = self._lock_now()
+        now, is_gone = self._lock_now(), not (self.out / RUN_FILE).exists()
         if isinstance(failure, OtherRunError) or (now is not None and now != self._lock):
             self.run.world.transport.abandon(failure)
             return
@@ -85,6 +92,8 @@ class EmergencyCheckpoint:
                 keep=self.keep, failure=failure, most_s=min(self.most_s, _MOST_S) if lost else self.most_s,
                 settle=self._settle,
             )  # fmt: skip
+        if said and is_gone and (self.out / RUN_FILE).exists():
+            said += f"; '{self.out}' was removed, and is written anew without its metrics"
         if said:
             say(said)
 
@@ -97,9 +106,16 @@ class EmergencyCheckpoint:
         return SurvivorState(step=self._step, why_not=why_not, forbids=forbids)
 
     def _settle(self) -> None:
-        """Sets back what a step changes before it updates parameters."""
+        """Sets back what a step changes before it updates parameters, and writes ``run.json`` if it is gone."""
         if self._scale is not None:
             vars(self.run.loss_scale).update(vars(self._scale))
+
+        path, rank = self.out / RUN_FILE, self.run.world.rank
+        partial = path.with_name(f".{path.name}-{rank}")
+        with suppress(OSError):  # a checkpoint is worth more
+            if self._run_file and not path.exists():
+                partial.write_bytes(self._run_file)
+                partial.replace(path)
 
     def _lock_now(self) -> tuple[int, int] | None:
         """Returns the device and number of the file that locks the run's folder; None if it is gone."""

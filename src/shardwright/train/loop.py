@@ -19,10 +19,11 @@ from shardwright import devices
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, find_on_all, read, steps_in
 from shardwright.checkpoint.saving import save
-from shardwright.comm.agreement import gather_json
+from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
+from shardwright.comm.stop import Stop
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.file_locks import lock
@@ -41,11 +42,19 @@ from shardwright.train.opening import inputs_of, num_tokens, opened, other_split
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
-from shardwright.train.run_file import RUN_FILE, RunPart, command_line, noted_data, options_of, parts_before, write_run
+from shardwright.train.run_file import (
+    RUN_FILE,
+    RunPart,
+    command_line,
+    noted_data,
+    options_of,
+    parts_before,
+    started_again,
+    write_run,
+)
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_schedule
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
-from shardwright.train.stop import Stop, started_again
 from shardwright.weights.loading import load_weights
 from shardwright.weights.stores import open_store
 
@@ -215,22 +224,31 @@ class _Training:
         elif config.weights:
             load_weights(self.run, config.weights, names=config.weights_prefix)
         self.first_step = self.run.num_steps
-        self.emergency = EmergencyCheckpoint(self.run, self.optimizer, out, keep=config.keep, most_s=config.grace_s)
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
         self.recording = StepRecording(self.run, self.optimizer, self._num_left)
-        if world.rank == 0:
-            self.data_noted = fingerprint(config.data)
-            self.parts = parts_before(out, self.first_step) if resume else []
-            try:
+        problem = self._begin_files(resume=resume) if world.rank == 0 else ""
+        if found := first_problem(self.everyone, problem):  # the other ranks would wait for the first one
+            raise PlanError(found[1])
+        # it reads run.json, which is there now
+        self.emergency = EmergencyCheckpoint(self.run, self.optimizer, out, keep=config.keep, most_s=config.grace_s)
+
+    def _begin_files(self, *, resume: bool) -> str:
+        """Writes ``run.json`` and cuts the metrics of steps to come; returns the error of a new run that cannot."""
+        self.data_noted = fingerprint(self.config.data)
+        self.parts = parts_before(self.out, self.first_step) if resume else []
+        try:
+            with writing(self.out):
                 self._write_run()
-                if num_damaged := cut_metrics(out, self.first_step):
-                    say(f"warning: {num_damaged} damaged rows of '{out / METRICS_FILE}' were removed; the run goes on")
-            except OSError as failure:  # a run that goes on needs neither
-                if not resume:
-                    raise
-                say(f"warning: cannot write to '{out}': {failure.strerror}")
+                if num_damaged := cut_metrics(self.out, self.first_step):
+                    file = self.out / METRICS_FILE
+                    say(f"warning: {num_damaged} damaged rows of '{file}' were removed; the run goes on")
+        except PlanError as failure:
+            if not resume:
+                return str(failure)
+            say(f"warning: cannot write to '{self.out}': {failure.given}")  # a run that goes on needs neither
+        return ""
 
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary of the run."""

@@ -235,3 +235,15 @@ def run_name_in(out: Path) -> str | None:
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
+
+
+def started_again(out: Path) -> bool:
+    """Returns whether ``torchrun`` has restarted the run in ``out``, as it does after a rank or machine was lost.
+
+    That is so if ``torchrun`` counts a restart of this process, or if the run in ``out`` was begun by the same job of
+    ``torchrun`` (``--rdzv-id``): on a machine that lost no rank, no restart is counted.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none" and run_name_in(out) == name:
+        return True
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

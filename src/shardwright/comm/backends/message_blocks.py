@@ -41,9 +41,17 @@ def folder_for_sockets() -> str:
 
     It is Python's folder for temporary files if that will do, or else ``/tmp`` or ``/var/tmp``.
 
-    Raises: PlanError: none of them will do.
+    Raises: PlanError: none of them will do, or there is none that can be written.
     """
-    usual = tempfile.gettempdir()
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError as failure:
+        raise PlanError(
+            "there is no folder for temporary files",
+            given=str(failure.strerror),
+            allowed="a folder that can be written, with room",
+            fix="free space there, or set TMPDIR to another folder",
+        ) from failure
     for folder in (usual, "/tmp", "/var/tmp"):
         if len(os.fsencode(folder)) <= _LONGEST_FOLDER and os.access(folder, os.W_OK | os.X_OK):
             return folder

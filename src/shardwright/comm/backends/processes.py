@@ -98,6 +98,8 @@ def run_here(
         if isinstance(failure, CommunicationError):
             time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise
+    finally:
+        world.stop.restore()
     transport.close()
     _end_together(rank, [place.index] if backend in NATIVE else None)
     transport.disconnect()

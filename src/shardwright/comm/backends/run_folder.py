@@ -15,12 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwright.comm.backends.message_blocks import folder_for_sockets
+from shardwright.errors import PlanError
 from shardwright.file_locks import lock
 
 SAVES = ".saves"
 """The end of the name of a file in the run's folder, after the rank's number, while that rank saves after a failure."""
 
 _PREFIX = "shardwright-run-"
+_ROOM_BYTES = 2**20
 
 
 @contextmanager
@@ -29,7 +31,8 @@ def run_folder() -> Iterator[Path]:
 
     At its start it also removes the folders of this user's runs that were killed.
 
-    Raises: PlanError: as :func:`~shardwright.comm.backends.message_blocks.folder_for_sockets`.
+    Raises: PlanError: as :func:`~shardwright.comm.backends.message_blocks.folder_for_sockets`, or the folder cannot be
+        made there, or not have a file of a mebibyte.
 
     >>> with run_folder() as folder:
     ...     oct(folder.stat().st_mode & 0o777)
@@ -38,12 +41,39 @@ def run_folder() -> Iterator[Path]:
     base = Path(folder_for_sockets())
     for path in base.glob(f"{_PREFIX}*"):
         _remove_if_dead(path)
-    folder, handle = _owned(base)
     try:
+        folder, handle = _owned(base)
+    except OSError as failure:
+        raise _no_room(base, failure) from failure
+    try:
+        _check_room(folder)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def _check_room(folder: Path) -> None:
+    """Raises PlanError if the folder has no room for the file by which ranks meet.
+
+    A rank of 8 writes some hundred bytes into it. Where a part of them has no room, torch (2.13) reads for ever, in
+    native code and with the file's lock, which neither a time limit nor the rank that could not write then ends.
+    """
+    path = folder / "room"
+    try:
+        path.write_bytes(bytes(_ROOM_BYTES))
+        path.unlink()
+    except OSError as failure:
+        raise _no_room(folder.parent, failure) from failure
+
+
+def _no_room(base: Path, failure: OSError) -> PlanError:
+    return PlanError(
+        "ranks cannot meet: the folder for temporary files has no room",
+        given=f"'{base}': {failure.strerror}",
+        allowed="a folder that can be written, with a mebibyte of room, and no smaller limit of a file (ulimit -f)",
+        fix="free space there, or set TMPDIR to another folder",
+    )
 
 
 def _owned(base: Path) -> tuple[Path, int]:

@@ -1,17 +1,13 @@
-"""Turns signals into requests to stop a run or to save a checkpoint, and finds out if ``torchrun`` has restarted it."""
+"""Turns signals into requests to stop a run, or to save a checkpoint, after the step under way."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-from shardwright.train.run_file import run_name_in
 
 
 class Stop:
@@ -25,6 +21,10 @@ class Stop:
         self.requested = False  # without a lock, because a second signal may interrupt the handler of the first
         self.signal = 0
         self.num_saves_requested = 0
+        self.wanted = False
+        """Whether the work of a rank asks for requests, so that signals are to make them: see :meth:`want`."""
+        self._handled = contextlib.ExitStack()
+        self._is_handled = False
 
     def request(self, number: int = 0, *_: Any) -> None:
         """Requests that the run stops after the current step; as a signal handler it gets the signal's ``number``."""
@@ -33,6 +33,21 @@ class Stop:
     def request_save(self, *_: Any) -> None:
         """Requests a checkpoint after the current step, after which the run continues: the handler of SIGUSR1."""
         self.num_saves_requested += 1
+
+    def want(self) -> None:
+        """Makes signals request the stop from now until :meth:`restore`, as in :meth:`on_signals`.
+
+        If ranks are threads, their launcher calls it in the main thread too, once a rank has.
+        """
+        self.wanted = True
+        if not self._is_handled and threading.current_thread() is threading.main_thread():
+            self._is_handled = True
+            self._handled.enter_context(self.on_signals())
+
+    def restore(self) -> None:
+        """Restores the handlers that :meth:`want` has replaced; the main thread calls it when the work has ended."""
+        self._handled.close()
+        self._is_handled = False
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -55,15 +70,3 @@ class Stop:
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
-
-
-def started_again(out: Path) -> bool:
-    """Returns whether ``torchrun`` has restarted the run in ``out``, as it does after a rank or machine was lost.
-
-    That is so if ``torchrun`` counts a restart of this process, or if the run in ``out`` was begun by the same job of
-    ``torchrun`` (``--rdzv-id``): on a machine that lost no rank, no restart is counted.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if name != "none" and run_name_in(out) == name:
-        return True
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
