@@ -229,8 +229,8 @@ class _Training:
         self._num_saves_requested = stop.num_saves_requested
         self.recording = StepRecording(self.run, self.optimizer, self._num_left)
         problem = self._begin_files(resume=resume) if world.rank == 0 else ""
-        if found := first_problem(self.everyone, problem):  # the other ranks would wait for the first one
-            raise PlanError(found[1])
+        if wrong := first_problem(self.everyone, problem):  # the other ranks would wait for the first one
+            raise PlanError(wrong[1])
         # it reads run.json, which is there now
         self.emergency = EmergencyCheckpoint(self.run, self.optimizer, out, keep=config.keep, most_s=config.grace_s)
 
