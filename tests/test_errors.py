@@ -63,6 +63,7 @@ WHOLE = {
     ("parallelize/filling.py", "CheckpointError(found[1])"): RELAYED,
     ("weights/saving.py", "CheckpointError(found[1])"): RELAYED,
     ("train/out_folder.py", "PlanError(found[1])"): RELAYED,
+    ("train/loop.py", "PlanError(wrong[1])"): RELAYED,
     ("comm/backends/threads.py", "CommunicationError(str(self.failure))"): RELAYED,
     ("comm/backends/threads.py", "StoppedError(f'rank {self.failed_rank} failed: {self.failure!r}')"): "never shown: "
     "it ends a rank's thread, and the launcher raises the other rank's failure",
