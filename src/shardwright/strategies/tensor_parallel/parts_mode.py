@@ -26,7 +26,7 @@ from shardwright.analysis.meta_values import ValueReadError
 from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
-from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
+from shardwright.sharding.tensor_part import ALL, TensorPart, held, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
     CallPlan,
     NotOnPartsError,
@@ -79,7 +79,7 @@ class PartsMode(TorchFunctionMode):
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
-    >>> from shardwright.sharding.tensor_part import part_of
+    >>> from shardwright.sharding.tensor_part import part_of, tag
     >>> def work(axes):
     ...     rank, x = axes["tp"].index, torch.ones(1, 2)
     ...     up, down = torch.ones(2, 2), torch.ones(2, 2)  # of layers 2 -> 4 -> 2

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.comm.autograd import partial_to_whole
 from shardwright.comm.axis import Axis
-from shardwright.sharding.tensor_part import TensorPart, tag, tagged
+from shardwright.sharding.tensor_part import tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import COPIED, CallPlan, OperandChange, OperatorStep, Slot
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
@@ -216,5 +216,3 @@ def _is_fixed(tree: Any) -> bool:
     if isinstance(tree, tuple):
         return type(tree) is not Slot and all(map(_is_fixed, tree))
     return not isinstance(tree, list | dict)
-
-
