@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.events_chunked import EventsChunked
@@ -33,6 +33,12 @@ from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
+# torch's stubs declare properties of C as plain attributes
+_FACTS = frozenset(
+    each.__get__  # type: ignore[attr-defined]
+    for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
+)
+"""The getters of what a ghost has as its tensor has it; they make no tensor."""
 
 
 class ChunkStoppedError(Exception):
@@ -99,7 +105,7 @@ class GhostMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._inside:
+        if self._inside or func in _FACTS:
             return func(*args, **kwargs) if kwargs else func(*args)
         given = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
         takes = self._takes(given)
@@ -198,7 +204,7 @@ class GhostMode(TorchFunctionMode):
             self._inside = False
 
     def _popped(self) -> AbstractContextManager[Any]:
-        return _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext()
+        return _Popped() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Returns the real tensor that a ghost stands for; a tensor that is no ghost is returned as it is."""
@@ -248,7 +254,8 @@ class GhostMode(TorchFunctionMode):
         ghosts = {leaf.name: leaf.ghost() for leaf in event.results if isinstance(leaf, GhostSpec)}
         for place, spec in event.written:
             tag_value(given[place], spec.name)
-        return tree_unflatten([result(leaf) for leaf in event.results], event.tree)
+        leaves = [result(leaf) for leaf in event.results]
+        return leaves[0] if event.is_leaf else tree_unflatten(leaves, event.tree)
 
     def _where(self) -> str:
         after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"
@@ -263,6 +270,16 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take the same path for all values, or leave out pp",
         )
+
+
+class _Popped:
+    """A context without the innermost function mode; torch's own costs several times as much."""
+
+    def __enter__(self) -> None:
+        self._mode = _pop_mode()
+
+    def __exit__(self, *error: object) -> None:
+        _push_mode(self._mode)
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
