@@ -18,7 +18,7 @@ from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import Slot
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
-from shardwright.strategies.tensor_parallel.planned_calls import filling, signature_of
+from shardwright.strategies.tensor_parallel.ready_calls import filling, signature_of
 
 X = (4, 6, 8)
 

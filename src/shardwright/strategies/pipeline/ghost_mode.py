@@ -35,7 +35,7 @@ from shardwright.errors import PlanError
 _DEVICE = Tensor.device.__get__
 # torch's stubs declare properties of C as plain attributes
 _FACTS = frozenset(
-    each.__get__  # type: ignore[attr-defined]
+    each.__get__  # type: ignore[union-attr]
     for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
 )
 """The getters of what a ghost has as its tensor has it; they make no tensor."""
@@ -204,7 +204,7 @@ class GhostMode(TorchFunctionMode):
             self._inside = False
 
     def _popped(self) -> AbstractContextManager[Any]:
-        return _Popped() if _get_current_function_mode() is self else nullcontext()
+        return _NativeContext() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Returns the real tensor that a ghost stands for; a tensor that is no ghost is returned as it is."""
@@ -272,7 +272,7 @@ class GhostMode(TorchFunctionMode):
         )
 
 
-class _Popped:
+class _NativeContext:
     """A context without the innermost function mode; torch's own costs several times as much."""
 
     def __enter__(self) -> None:

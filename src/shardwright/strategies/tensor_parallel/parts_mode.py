@@ -36,7 +36,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     like,
     plan_call,
 )
-from shardwright.strategies.tensor_parallel.planned_calls import PlannedCall, has_part, signature_of
+from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
 
 NUM_COPIES = 4
 """The number of recent tensors whose summed gradient is shared, so that q, k and v layers need one all-reduce."""
@@ -98,7 +98,7 @@ class PartsMode(TorchFunctionMode):
         self.gathered: Counter[str] = Counter()
         self.num_planned = 0
         self.depth = 0
-        self._plans: dict[Any, PlannedCall] = {}
+        self._plans: dict[Any, ReadyCall] = {}
         self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
         self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
 
@@ -155,7 +155,7 @@ class PartsMode(TorchFunctionMode):
         except TypeError:  # an argument that cannot be compared
             key, planned = (), None
         if planned is None:
-            planned = PlannedCall(self._planned(func, args, named))
+            planned = ReadyCall(self._planned(func, args, named))
             if len(self._plans) >= MOST_PLANS:  # arguments that change with every step
                 self._plans.clear()
             if key:

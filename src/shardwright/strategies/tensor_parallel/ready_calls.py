@@ -83,7 +83,7 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
                 _read(leaves, key, tensors)
 
 
-class Changing(Protocol):
+class CallHost(Protocol):
     """The mode that runs planned calls: it changes operands, refuses writes to copies, and runs on gathered tensors."""
 
     axis: Axis
@@ -98,7 +98,7 @@ class Changing(Protocol):
         """Returns the error for a write to a tensor that would be a view on one device, and is a copy here."""
 
 
-class PlannedCall:
+class ReadyCall:
     """One plan of a call, made ready to run: with shards of the shapes that it was planned for.
 
     ``plan`` is None for a call that cannot run on shards, and runs on whole tensors.
@@ -106,7 +106,7 @@ class PlannedCall:
 
     __slots__ = ("_given", "_made", "_num_slots", "_results", "_steps", "run", "runs_as_is")
 
-    run: Callable[[Changing, Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Any]
+    run: Callable[[CallHost, Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Any]
     """Runs the call: of a mode, the function, its arguments, and the tensors among these."""
 
     def __init__(self, plan: CallPlan | None) -> None:
@@ -120,10 +120,10 @@ class PlannedCall:
             return
         self.run = self._run_steps
         self._given, self._num_slots = plan.given, plan.num_slots
-        self._steps, self._results = [_Step(step) for step in plan.steps], filling(plan.results)
+        self._steps, self._results = [_ReadyStep(step) for step in plan.steps], filling(plan.results)
 
     def _run_as_is(
-        self, mode: Changing, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
+        self, mode: CallHost, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
         results = func(*args, **named)
         for result, (_, part) in zip((results,) if isinstance(results, Tensor) else results, self._made, strict=True):
@@ -131,7 +131,7 @@ class PlannedCall:
         return results
 
     def _run_steps(
-        self, mode: Changing, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
+        self, mode: CallHost, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
         values: list[Any] = [None] * self._num_slots
         for slot, tensor in zip(self._given, tensors, strict=True):
@@ -144,12 +144,12 @@ class PlannedCall:
 
 
 def _run_on_whole(
-    mode: Changing, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
+    mode: CallHost, func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
     return mode.on_whole(func, args, named)
 
 
-class _Step:
+class _ReadyStep:
     """One operator of a plan, made ready to run."""
 
     __slots__ = ("addend", "addend_dim", "args", "changes", "function", "named", "results", "summed", "written")
@@ -163,7 +163,7 @@ class _Step:
         self.results, self.written, self.summed = step.results, step.written, step.summed
         self.addend, self.addend_dim = step.addend, step.addend_dim
 
-    def run(self, mode: Changing, values: list[Any]) -> None:
+    def run(self, mode: CallHost, values: list[Any]) -> None:
         """Runs the operator on the tensors in ``values``, and puts its results there."""
         for slot in self.written:
             if COPIED in values[slot].__dict__:
