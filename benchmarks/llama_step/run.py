@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient
+from shardwright.mesh import Mesh
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 
@@ -37,7 +39,7 @@ CONFIG = sized(
 )  # fmt: skip
 BATCH, SEQ, MICROBATCHES = 8, sized(128, 16), 4
 PIPELINE = f"pp2/1f1b mb{MICROBATCHES}"
-OURS, SILENT = ("tp2", PIPELINE), "tp2 silent"
+OURS, SILENT, BY_HAND = ("tp2", PIPELINE), "tp2 silent", "tp2 by hand"
 PEERS = {"tp2 transformers": lambda: transformers_tp(plain(), batch_of()),
          "pp2 torch 1F1B": lambda: torch_pipeline(plain(), batch_of(), MICROBATCHES, adamw)}  # fmt: skip
 
@@ -74,18 +76,71 @@ def alone(world):
     return step
 
 
+def half_of(world):
+    """The model with this rank's half of the heads, inner features and rows of the head, with values of the whole."""
+    heads, inner = CONFIG["num_attention_heads"], CONFIG["intermediate_size"]
+    size, whole = CONFIG["hidden_size"] // heads, plain()
+    model = plain(num_attention_heads=heads // 2, head_dim=size, intermediate_size=inner // 2)
+    model.lm_head = torch.nn.Linear(CONFIG["hidden_size"], CONFIG["vocab_size"] // 2, bias=False)
+    with torch.no_grad():
+        for name, mine in model.named_parameters():
+            value = whole.get_parameter(name)
+            for dim, size in enumerate(mine.shape):
+                if size < value.shape[dim]:
+                    value = value.narrow(dim, world.rank * size, size)
+            mine.copy_(value)
+    return model
+
+
 def silent(world):
     """Half of the heads, inner features and rows of the head, in plain torch, nothing sent: a rank's least work."""
-    heads, inner = CONFIG["num_attention_heads"], CONFIG["intermediate_size"]
-    size = CONFIG["hidden_size"] // heads
-    model, batch = plain(num_attention_heads=heads // 2, head_dim=size, intermediate_size=inner // 2), batch_of()
-    model.lm_head = torch.nn.Linear(CONFIG["hidden_size"], CONFIG["vocab_size"] // 2, bias=False)
+    model, batch = half_of(world), batch_of()
     optimizer, targets = adamw(model.parameters()), batch[1] % (CONFIG["vocab_size"] // 2)
 
     def step():
         optimizer.zero_grad()
         cross_entropy(model(batch[0]).logits, targets).backward()
         optimizer.step()
+
+    return step
+
+
+def by_hand(world):
+    """The same with the messages of Megatron's scheme, written into the model's modules by hand: what they cost."""
+    model, batch, tp = half_of(world), batch_of(), world.axes(Mesh(tp=2))["tp"]
+
+    def around(module, sums):
+        forward = module.forward
+
+        def call(*args, **named):
+            if args:
+                args = (sum_gradient(args[0], tp, overwrite=True), *args[1:])
+            else:
+                named["hidden_states"] = sum_gradient(named["hidden_states"], tp, overwrite=True)
+            found = forward(*args, **named)
+            if not sums:
+                return found
+            return (
+                (partial_to_whole(found[0], tp), *found[1:])
+                if isinstance(found, tuple)
+                else partial_to_whole(found, tp)
+            )
+
+        module.forward = call
+
+    for layer in model.model.layers:
+        around(layer.self_attn, True)
+        around(layer.mlp, True)
+    around(model.lm_head, False)
+    optimizer = adamw(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        logits = cut_to_whole(model(batch[0]).logits, tp, 2, [CONFIG["vocab_size"] // 2] * 2)
+        loss = cross_entropy(logits, batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
 
     return step
 
@@ -113,7 +168,7 @@ def ours(world, line):
 
 def variants(world, lines, peers):
     """The step of every variant; and of the peers that cannot run here, why."""
-    builders = {"limit": alone, SILENT: silent, **{line: partial(ours, line=line) for line in lines}}
+    builders = {"limit": alone, SILENT: silent, BY_HAND: by_hand, **{line: partial(ours, line=line) for line in lines}}
     builders |= {name: lambda _, build=build: build() for name, build in PEERS.items() if peers}
     found, left_out, wanted = {}, {}, None
     for name, build in builders.items():

@@ -105,6 +105,13 @@ def test_all_gather_is_the_concatenation(given, later):
         assert torch.equal(found, expected)
 
 
+def test_what_is_gathered_along_a_later_dim_is_contiguous():
+    def work(axis):
+        return axis.all_gather(torch.ones(3, 2 + axis.index, 4), 1, [2, 3]).is_contiguous()
+
+    assert on_every(2, work) == [True, True]
+
+
 @given(contributions(cut=True), st.booleans())
 @settings(max_examples=60)
 def test_reduce_scatter_is_a_slice_of_the_sum(given, later):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,11 @@ class ForwardEvent:
     written: tuple[tuple[int, GhostSpec], ...]
     reads: frozenset[str]
     cost: Cost
+
+    @cached_property
+    def is_leaf(self) -> bool:
+        """Whether the call returns its one result itself, not in a tuple or dict."""
+        return self.tree.is_leaf()
 
     def __str__(self) -> str:
         return f"a call of {self.name}" if self.number is None else f"call {self.number} of '{self.name}'"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -192,6 +193,12 @@ def _in_place(tensor: Tensor, start: Callable[[Tensor], Pending[Any]]) -> Pendin
     return Pending(finish)
 
 
+def _of_sizes(shape: torch.Size, dim: int, sizes: Sequence[int]) -> list[list[int]]:
+    """Returns the shape once for each of ``sizes``, with that size in place of the size of dim ``dim``."""
+    before = dim % len(shape)
+    return [[*shape[:before], size, *shape[before + 1 :]] for size in sizes]
+
+
 @dataclass(frozen=True)
 class Axis:
     """A rank's process group along one direction of the mesh: ``size``, ``index``, collectives and p2p messages.
@@ -293,8 +300,11 @@ class Axis:
         """Starts :meth:`all_gather`; ``wait`` of the returned :class:`Pending` gives the joined tensor."""
         if self.size == 1:
             return done(tensor)
+        sizes = self._sizes("all_gather", sizes, tensor.shape[dim])
+        if prod(tensor.shape[: dim % tensor.dim()]) > 1:  # parts with gaps between them in the joined tensor
+            parts, came = self.gather_parts_async(tensor, _of_sizes(tensor.shape, dim, sizes))
+            return Pending(lambda: (came.wait(), torch.cat(parts, dim))[1])
         mine = tensor.detach().movedim(dim, 0).contiguous()
-        sizes = self._sizes("all_gather", sizes, mine.shape[0])
         whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
         whole.split(list(sizes))[self.index].copy_(mine)
         pending = self.all_gather_into_async(whole, sizes)

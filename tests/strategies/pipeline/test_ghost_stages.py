@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -73,6 +74,49 @@ def test_the_layers_are_cut_evenly_and_one_value_crosses():
         ("layers.2", "layers.3"),
     ]
     assert [len(edge.values) for edge in stages.chunked.edges] == [1]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) + x
+
+
+class Residuals(Layers):
+    def __init__(self, num: int = 4):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(num))
+
+    def step(self, layer, x):
+        return layer(x)
+
+
+@pytest.mark.parametrize(
+    ("num", "opened", "first"),
+    [
+        (4, ("",), ("layers.0", "layers.1")),
+        (3, ("", "layers.1"), ("layers.0", "layers.1.up")),
+    ],
+)
+def test_a_block_is_one_event_unless_a_stage_begins_inside(num, opened, first):
+    model = model_of(Residuals, num=num)
+    stages = plan_of(model, "pp2").stages
+    assert stages.opened == opened
+    assert stages.chunked.calls_of(0) == first
+    assert verify(model, "pp2/1f1b mb4", batches()).equal
+
+
+def test_a_block_with_a_hook_inside_stays_open_so_that_the_hook_runs_on_every_stage():
+    model, seen = model_of(Residuals), []
+    model.layers[0].up.register_forward_hook(lambda *_: seen.append(threading.current_thread()))
+    assert plan_of(model, "pp2").stages.opened == ("", "layers.0")
+    assert verify(model, "pp2 mb2", batches()[:1]).equal
+    counts = Counter(thread for thread in seen if thread is not threading.main_thread())
+    assert len(counts) == 2
+    assert len({*counts.values()}) == 1  # the stage without the block ran it on ghosts, as often
 
 
 class ReadsActivations(Layers):

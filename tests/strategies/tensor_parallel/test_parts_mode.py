@@ -16,7 +16,9 @@ from shardwright.mesh import Mesh
 from shardwright.models import CrossEntropy
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
+from shardwright.strategies.tensor_parallel.call_plans import Slot
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.strategies.tensor_parallel.ready_calls import filling, signature_of
 
 X = (4, 6, 8)
 
@@ -200,6 +202,19 @@ def test_a_repeated_call_is_not_planned_again():
         return mode.num_planned
 
     assert run_on_threads(Mesh(tp=2), work) == [2, 2]
+
+
+def test_a_call_with_one_tensor_twice_has_a_plan_of_its_own():
+    x, y = torch.ones(2), torch.ones(2)
+    assert signature_of(torch.mul, (x, y), {})[0] == signature_of(torch.mul, (y, x), {})[0]
+    assert signature_of(torch.mul, (x, x), {})[0] != signature_of(torch.mul, (x, y), {})[0]
+
+
+def test_lists_in_the_results_of_a_planned_call_are_new_each_time():
+    fill = filling((Slot(0), [1, 2], {"a": Slot(1)}))
+    first, second = fill("xy"), fill("xy")
+    assert first == second == ("x", [1, 2], {"a": "y"})
+    assert first[1] is not second[1]
 
 
 def test_the_gradient_of_what_every_rank_holds_is_not_added_up():

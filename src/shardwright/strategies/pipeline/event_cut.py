@@ -8,6 +8,7 @@ small part of a chunk's share is opened: the calls that its code makes are event
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -78,7 +79,8 @@ def cut_events(
     >>> stages.chunked.calls_of(0), stages.chunked.calls_of(1), stages.chunked.edges[0].values
     (('up',), ('down',), ('1.0',))
     """
-    closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
+    hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
+    closed = {*closed, *hooked}
     record, inputs = _recorded(model, example, ())
     closed |= record.selecting  # only the stage that runs it knows what it selects
     best: EventStages | None = None
@@ -95,7 +97,7 @@ def cut_events(
             break
     if best is None:
         raise failures[0]
-    return best
+    return _closed_again(best, record, inputs, closed, hooked)
 
 
 def _unevenness(stages: EventStages) -> float:
@@ -242,6 +244,65 @@ def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:
         for scope in record.scopes
         if scope.path not in opened and scope.caller >= 0 and record.scopes[scope.caller].path in opened
     }
+
+
+# ---- units again, as large as the chunks allow
+
+
+def _closed_again(
+    stages: EventStages, whole: ForwardRecord, inputs: Any, closed: Collection[str], hooked: Collection[str]
+) -> EventStages:
+    """Returns the same cut with each opened module a unit again whose calls lie within one chunk each.
+
+    Other stages then make one ghost for the whole module, and its own stage compares one event. ``whole`` is the record
+    in which every module is opened. A module stays open that depends on the inputs alone, that contains one of the
+    modules ``hooked``, on which the user has put hooks, since these run on ghosts, or whose code decides by inputs or
+    keeps a tensor for code outside of it.
+    """
+    model, fine = stages.model, stages.chunked
+    spans = [scope for scope in fine.record.scopes if scope.path in stages.opened]
+    inside = {
+        scope.path
+        for scope in spans
+        if any(scope.first < start < scope.stop for start in fine.bounds) or scope.is_free or scope.first == scope.stop
+    }
+    inside |= {path for path in stages.opened for each in hooked if each.startswith(f"{path}.")}
+    opened = {"", *inside}
+    while len(opened) < len(stages.opened):
+        units = _units(whole, opened)
+        starts = [_start_of(fine, start, units) for start in fine.bounds[1:-1]]
+        try:
+            record, _ = _recorded(model, inputs, units)
+            found = EventsChunked(record, (_site(record, 0), *starts), fine.names)
+            names = {record.events[number].name for number in record.escaping | record.deciding} & {*stages.opened}
+            if not names - {*closed}:
+                _check_together(found)
+                same = _shapes_sent(found) == _shapes_sent(fine)
+                wider = replace(stages, chunked=found, units=frozenset(units), opened=tuple(sorted(opened)))
+                return wider if same else stages
+        except LayoutError:
+            return stages
+        opened |= names - {*closed}
+    return stages
+
+
+def _start_of(fine: EventsChunked, start: int, units: Collection[str]) -> CallSite:
+    """Returns the call of a unit that begins at an event of a finer record, in which the unit may be opened."""
+    record = fine.record
+    number = next((n for n, s in enumerate(record.scopes) if s.first == start < s.stop and s.path in units), None)
+    if number is None:
+        return _site(record, start)
+    path = record.scopes[number].path
+    before = sum(scope.path == path for scope in record.scopes[:number])
+    calls = [call for call, unit in enumerate(record.calls[path]) if unit is None]  # others are made inside of units
+    return CallSite(path, calls[before])
+
+
+def _shapes_sent(chunked: EventsChunked) -> list[Any]:
+    return [
+        (edge, sorted((spec.shape, str(spec.dtype), learns) for spec, learns in values))
+        for edge, values in chunked.crossing
+    ]
 
 
 # ---- the cut

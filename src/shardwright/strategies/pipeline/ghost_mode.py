@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.events_chunked import EventsChunked
@@ -33,6 +33,12 @@ from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
+# torch's stubs declare properties of C as plain attributes
+_FACTS = frozenset(
+    each.__get__  # type: ignore[union-attr]
+    for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)
+)
+"""The getters of what a ghost has as its tensor has it; they make no tensor."""
 
 
 class ChunkStoppedError(Exception):
@@ -43,7 +49,7 @@ class GhostMode(TorchFunctionMode):
     """A context that runs one chunk's calls of the forward for one microbatch; other chunks' calls return meta tensors.
 
     ``chunk`` is the number of the chunk; with None no call is run, and the forward is only compared with the record.
-    ``plain`` is the model that was recorded, with the user's hooks alone, and ``names`` finds the names of parameters.
+    ``plain`` are the recorded modules by path, with the user's hooks alone, and ``names`` finds names of parameters.
     ``received`` are the values that other chunks have sent, by name, and ``device`` is the one on which this chunk
     computes. ``made`` collects this chunk's values that other chunks take. ``before`` is called with the number of each
     of this chunk's recorded calls before the call runs.
@@ -53,7 +59,7 @@ class GhostMode(TorchFunctionMode):
     """Tells ``KeyedDraws`` to leave the call of a random function to this mode, so that it is one event as recorded."""
 
     def __init__(
-        self, chunked: EventsChunked, chunk: int | None, plain: nn.Module, names: ParameterIndex,
+        self, chunked: EventsChunked, chunk: int | None, plain: Mapping[str, nn.Module], names: ParameterIndex,
         received: Mapping[ValueName, Tensor], device: torch.device, before: Callable[[int], None],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -91,26 +97,28 @@ class GhostMode(TorchFunctionMode):
             return None  # no event is left for the chunks that follow
         if not self._is_last or self._at != len(self._events):
             raise self._differs("the end of the forward")
-        return None if self._chunk is None else tree_map_only(Tensor, self._value, outputs)
+        if self._chunk is None:
+            return None
+        is_own = all(self._value(tensor) is tensor for tensor in tensors_of(outputs))
+        return outputs if is_own else tree_map_only(Tensor, self._value, outputs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
-        if self._inside:
-            return func(*args, **named)
-        given = tensors_of((args, named))
+        if self._inside or func in _FACTS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        given = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
         takes = self._takes(given)
-        if all(name is None for name in takes):
-            return func(*args, **named)
-        name = function_name(func)
+        if not any(takes):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        named, name = dict(kwargs or {}), function_name(func)
         event = self._events[self._at] if self._at < len(self._events) else None
         if event is None or event.number is not None or event.name != name:
             return self._look(func, name, args, named, given)
         return self._event(event, takes, given, func, args, named)
 
     def _takes(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tuple(value_name(tensor) or self._names.of(tensor) for tensor in given)
+        return tuple([value_name(tensor) or self._names.of(tensor) for tensor in given])
 
     def _look(self, func: Any, name: str, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
         """Runs a function that makes no tensor, such as one that reads a tensor's size."""
@@ -154,7 +162,7 @@ class GhostMode(TorchFunctionMode):
 
     def _run_hooks(self, path: str, module: nn.Module, args: Any, named: Any, results: Any) -> None:
         """Runs the user's own hooks on the ghosts of a module's results: they may collect them for other code."""
-        plain = self._plain.get_submodule(path)
+        plain = self._plain[path]
         for number, hook in list(plain._forward_hooks.items()):
             with self._natively():
                 hook(module, args, *([named] if number in plain._forward_hooks_with_kwargs else []), results)
@@ -170,16 +178,16 @@ class GhostMode(TorchFunctionMode):
         if not self._first <= number < self._stop:
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
-            with self._popped():
+            with below_functions():
                 return self._ghosts(event, given)
         self._before(number)
-        if any(name is not None for name in takes):
-            with self._popped():  # or what is asked of each tensor here would be a call of this mode
+        if any(takes):
+            with below_functions():  # or what is asked of each tensor here would be a call of this mode
                 args, named = map_tensors((args, named), self._value)
                 given = [self._value(tensor) for tensor in given]
-        with self._natively():
-            results = call(*args, **named)
         with self._popped():
+            with self._natively():
+                results = call(*args, **named)
             results = self._marked(event, given, results)
         if self._at == self._stop and not self._is_last:
             raise ChunkStoppedError
@@ -196,7 +204,7 @@ class GhostMode(TorchFunctionMode):
             self._inside = False
 
     def _popped(self) -> AbstractContextManager[Any]:
-        return _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext()
+        return _NativeContext() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Returns the real tensor that a ghost stands for; a tensor that is no ghost is returned as it is."""
@@ -246,7 +254,8 @@ class GhostMode(TorchFunctionMode):
         ghosts = {leaf.name: leaf.ghost() for leaf in event.results if isinstance(leaf, GhostSpec)}
         for place, spec in event.written:
             tag_value(given[place], spec.name)
-        return tree_unflatten([result(leaf) for leaf in event.results], event.tree)
+        leaves = [result(leaf) for leaf in event.results]
+        return leaves[0] if event.is_leaf else tree_unflatten(leaves, event.tree)
 
     def _where(self) -> str:
         after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"
@@ -261,6 +270,16 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take the same path for all values, or leave out pp",
         )
+
+
+class _NativeContext:
+    """A context without the innermost function mode; torch's own costs several times as much."""
+
+    def __enter__(self) -> None:
+        self._mode = _pop_mode()
+
+    def __exit__(self, *error: object) -> None:
+        _push_mode(self._mode)
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

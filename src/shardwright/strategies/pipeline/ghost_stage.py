@@ -47,6 +47,7 @@ class GhostStage(PipelineStage[EventStages]):
     _routes: dict[object, list[ChunkRoute]] = field(default_factory=dict)
     _places: GhostParameters | None = None
     _units: Mapping[nn.Module, str] = field(default_factory=dict)
+    _plain: Mapping[str, nn.Module] = field(default_factory=dict)
     _names: ParameterIndex | None = None
     _edges: tuple[Edge, ...] = ()
 
@@ -109,6 +110,7 @@ class GhostStage(PipelineStage[EventStages]):
         if self._places is None:
             self._places = GhostParameters(self.model, self.stages)
             self._units = {self.model.get_submodule(path): path for path in self.stages.units}
+            self._plain = {path: self.stages.model.get_submodule(path) for path in self.stages.units}
             with self._places.standing_in({}):
                 self._names = ParameterIndex(self.model)
 
@@ -143,7 +145,7 @@ class GhostStage(PipelineStage[EventStages]):
         if self.rng is None:
             return True
         self.rng.samples = microbatch.samples  # each forward counts its draws anew
-        mode = GhostMode(chunked, None, self.stages.model, self._names, {}, self.p2p.axis.device, lambda _: None)
+        mode = GhostMode(chunked, None, self._plain, self._names, {}, self.p2p.axis.device, lambda _: None)
         try:
             with self._places.standing_in({}):
                 mode.run(self.model, self._units, self._places.opened, microbatch.inputs)
@@ -169,7 +171,7 @@ class GhostStage(PipelineStage[EventStages]):
                 self.repeat(path, times, len(chunked.record.calls[path]))
             places.fetch(chunked.record.events[event])
 
-        mode = GhostMode(chunked, chunk, self.stages.model, names, received, self.p2p.axis.device, before)
+        mode = GhostMode(chunked, chunk, self._plain, names, received, self.p2p.axis.device, before)
         learning = chunked.record.learning
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)

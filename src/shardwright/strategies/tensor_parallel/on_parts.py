@@ -301,6 +301,8 @@ def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, 
     @wraps(forward)
     def on_parts(*args: Any, **named: Any) -> Any:
         tag_all(tags)
+        if not stored and not is_model and (mode is None or mode.depth):
+            return forward(*args, **named)
         before = [(each, fetch, each.store[each.name]) for each, fetch in stored]
         for each, fetch, tensor in before:
             each.store[each.name] = fetched = fetch(tensor)

@@ -11,43 +11,38 @@ A call is planned once for each signature: the function, the parts and shapes of
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from types import MethodWrapperType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.meta_values import ValueReadError
-from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient, whole_to_cut
+from shardwright.comm.autograd import cut_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
-from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
+from shardwright.sharding.tensor_part import ALL, TensorPart, held, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
-    COPIED,
     CallPlan,
     NotOnPartsError,
     OperandChange,
-    OperatorStep,
     PartUse,
-    Slot,
     WriteToPartError,
     like,
     plan_call,
 )
+from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
 
 NUM_COPIES = 4
 """The number of recent tensors whose summed gradient is shared, so that q, k and v layers need one all-reduce."""
 
 MOST_PLANS = 20_000
 """The number of planned calls that are cached; when it is reached the cache is emptied."""
-
-_NEW = CallPlan((), None, {}, 0, (), (), runs_as_is=False)
-"""A placeholder for a call without a plan so far; None is the plan of a call that runs on whole tensors."""
 
 # torch's stubs declare properties of C as plain attributes
 _SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorPart], Any]] = {
@@ -70,6 +65,7 @@ _OF_PARTS = frozenset(
      Tensor.retain_grad, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex)
 )  # fmt: skip
 """The functions that give for a shard the same answer as for the whole, or concern the shard itself."""
+_ANSWERED = frozenset((*_SIZES_OF_WHOLE, Tensor.size, *_READS, *_OF_PARTS))
 
 
 class PartsMode(TorchFunctionMode):
@@ -83,7 +79,7 @@ class PartsMode(TorchFunctionMode):
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
-    >>> from shardwright.sharding.tensor_part import part_of
+    >>> from shardwright.sharding.tensor_part import part_of, tag
     >>> def work(axes):
     ...     rank, x = axes["tp"].index, torch.ones(1, 2)
     ...     up, down = torch.ones(2, 2), torch.ones(2, 2)  # of layers 2 -> 4 -> 2
@@ -102,7 +98,7 @@ class PartsMode(TorchFunctionMode):
         self.gathered: Counter[str] = Counter()
         self.num_planned = 0
         self.depth = 0
-        self._plans: dict[Any, CallPlan | None] = {}
+        self._plans: dict[Any, ReadyCall] = {}
         self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
         self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
 
@@ -120,11 +116,21 @@ class PartsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named: dict[str, Any] = dict(kwargs) if kwargs else {}
-        if not _has_part(args) and not (named and _has_part(tuple(named.values()))):
+        if not has_part(args) and not (kwargs and has_part(kwargs.values())):
             if self._gathered and _writes(func):
                 self._check_write(func, args[0])
-            return func(*args, **named)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        named: dict[str, Any] = dict(kwargs) if kwargs else {}
+        if func in _ANSWERED:
+            return self._answer(func, args, named)
+        if type(func) is MethodWrapperType:  # .dtype, .device, .requires_grad; views such as .T are planned
+            result = func(*args, **named)
+            if not isinstance(result, Tensor) or result is args[0]:
+                return result
+        return self._call(func, args, named)
+
+    def _answer(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Answers a question about a tensor: its size, what is the same of a shard, or its values."""
         part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if part is not None:
             size = _SIZES_OF_WHOLE.get(func)
@@ -140,34 +146,24 @@ class PartsMode(TorchFunctionMode):
         if func in _READS:
             args, named = tree_map_only(Tensor, self.whole, (args, named))
             return func(*args, **named)
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):
-            result = func(*args, **named)  # .dtype, .device, .requires_grad; views such as .T are planned
-            if not isinstance(result, Tensor) or result is args[0]:
-                return result
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         key, tensors = signature_of(func, args, named)
         try:
-            plan = self._plans.get(key, _NEW)
+            planned = self._plans.get(key)
         except TypeError:  # an argument that cannot be compared
-            key, plan = (), _NEW
-        if plan is _NEW:
-            plan = self._planned(func, args, named)
+            key, planned = (), None
+        if planned is None:
+            planned = ReadyCall(self._planned(func, args, named))
             if len(self._plans) >= MOST_PLANS:  # arguments that change with every step
                 self._plans.clear()
             if key:
-                self._plans[key] = plan
-        if plan is None:
-            return self._on_whole(func, args, named)
-        if not plan.runs_as_is:
-            return self._run(plan, tensors)
-        results = func(*args, **named)
-        for result, slot in zip((results,) if isinstance(results, Tensor) else results, plan.made, strict=True):
-            tag(result, plan.parts[slot])
-        return results
+                self._plans[key] = planned
+        return planned.run(self, func, args, named, tensors)
 
-    def _on_whole(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def on_whole(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Runs a call that cannot run on shards on tensors that are all-gathered first."""
         name = getattr(func, "__name__", str(func))
         if _writes(func):
             raise _no_write(name)
@@ -205,40 +201,15 @@ class PartsMode(TorchFunctionMode):
         except WriteToPartError as name:
             raise _no_write(str(name)) from None
 
-    def _run(self, plan: CallPlan, tensors: Sequence[Tensor]) -> Any:
-        values: list[Any] = [None] * plan.num_slots
-        for slot, tensor in zip(plan.given, tensors, strict=True):
-            values[slot] = tensor
-        for step in plan.steps:
-            self._step(step, values)
-        for slot in plan.made:
-            tag(values[slot], plan.parts[slot])
-        return _filled(plan.results, values)
+    def refuse_write(self, function: Any) -> PlanError:
+        """Returns the error for an operator that writes to a tensor that needs to be whole."""
+        return _no_write(getattr(function, "__name__", str(function)))
 
-    def _step(self, step: OperatorStep, values: list[Any]) -> None:
-        for slot in step.written:
-            if COPIED in values[slot].__dict__:
-                raise _no_write(getattr(step.function, "__name__", str(step.function)))
-        own = values
-        if step.changes:
-            own = [*values]
-            for change in step.changes:
-                # a linear layer's backward makes a new tensor for this gradient, so the all-reduce may overwrite it
-                is_new = step.function is functional.linear and step.args[0] == Slot(change.slot)
-                own[change.slot] = self._changed(own[change.slot], change, is_new)
-        results = step.function(*_filled(step.args, own), **_filled(step.named, own))
-        found = [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-        if step.summed:
-            found = [partial_to_whole(x, self.axis) for x in found]
-            if step.addend is not None:
-                addend = own[step.addend.number]
-                if step.addend_dim >= 0:
-                    addend = addend.view(-1, *(1,) * (found[0].dim() - 1 - step.addend_dim))
-                found[0] = found[0] + addend
-        for slot, x in zip(step.results, found, strict=True):
-            values[slot] = x
+    def changed(self, x: Tensor, change: OperandChange, gradient_is_new: bool) -> Tensor:
+        """Returns an operand as a planned operator needs it: gathered, sliced, or with its gradients summed.
 
-    def _changed(self, x: Tensor, change: OperandChange, gradient_is_new: bool) -> Tensor:
+        ``gradient_is_new`` tells that the operator's backward makes a new tensor for the gradient of this operand.
+        """
         if change.kind == "gather":
             whole = self._gather(x, change.dim, change.cut)
             self._gathered.append(whole.untyped_storage())  # the result may be a view of it
@@ -343,68 +314,3 @@ def _inverse(order: Sequence[int], device: torch.device) -> Tensor:
     for at, index in enumerate(order):
         inverse[index] = at
     return torch.tensor(inverse, device=device)
-
-
-def _has_part(args: tuple[Any, ...]) -> bool:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if tagged(arg) is not None:
-                return True
-        elif isinstance(arg, list | tuple) and _has_part(tuple(arg)):
-            return True
-    return False
-
-
-def signature_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Returns the key under which a call's plan is cached, and the tensors among the call's arguments, in order.
-
-    The key has all that the plan depends on. It cannot be hashed if one of the arguments cannot.
-
-    >>> signature_of(torch.add, (torch.ones(2), 1), {})[0][2:]
-    (torch.Size([2]), (1,), torch.float32, False, 0, <class 'int'>, 1, ())
-    """
-    key: list[Any] = [func, torch.is_grad_enabled()]
-    tensors: list[Tensor] = []
-    _read(args, key, tensors)
-    key.append((*named,))
-    if named:
-        _read(named.values(), key, tensors)
-    return tuple(key), tensors
-
-
-def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
-    for x in values:
-        kind = type(x)
-        if isinstance(x, Tensor):
-            part = tagged(x)
-            same = next((number for number, other in enumerate(tensors) if other is x), len(tensors))
-            key += (x.shape if part is None else part, x.stride(), x.dtype, x.requires_grad, same)
-            tensors.append(x)
-        elif kind in _ATOMS:
-            key += (kind, x)
-        elif kind is tuple or kind is list:
-            key += (kind, len(x))
-            _read(x, key, tensors)
-        elif kind is slice:
-            key += (kind, x.start, x.stop, x.step)
-        else:
-            leaves, spec = tree_flatten(x)
-            if len(leaves) == 1 and leaves[0] is x:
-                key += (kind, x)
-            else:
-                key.append(spec)
-                _read(leaves, key, tensors)
-
-
-_ATOMS = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device, torch.Size))
-
-
-def _filled(tree: Any, values: Sequence[Any]) -> Any:
-    """Returns a tree of arguments or results with tensors in place of its slots."""
-    kind = type(tree)
-    if kind is Slot:
-        return values[tree.number]
-    if isinstance(tree, tuple | list):
-        made = [_filled(each, values) for each in tree]
-        return kind(*made) if hasattr(tree, "_fields") else kind(made)
-    return {key: _filled(each, values) for key, each in tree.items()} if kind is dict else tree
