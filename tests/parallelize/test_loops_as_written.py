@@ -408,3 +408,51 @@ def test_a_kind_of_model_of_which_some_shift_their_labels_and_some_do_not_is_ask
     model.loss_type = kind
     assert sw.ModelLoss().for_model(model).shifted is shifted
     assert sw.ModelLoss(shifted=True).for_model(model).shifted is True
+
+
+SCHEDULES = torch.optim.lr_scheduler
+
+
+def in_sequence(optimizer):
+    warm = SCHEDULES.LinearLR(optimizer, 0.1, total_iters=2)
+    return SCHEDULES.SequentialLR(optimizer, [warm, SCHEDULES.CosineAnnealingLR(optimizer, 2)], [2])
+
+
+LOOPS = {
+    "a sequence of schedules": {"schedule": in_sequence},
+    "one cycle": {"schedule": lambda optimizer: SCHEDULES.OneCycleLR(optimizer, 0.1, total_steps=5)},
+    "a plateau": {"schedule": lambda optimizer: SCHEDULES.ReduceLROnPlateau(optimizer, patience=0)},
+    "groups": {"decay": lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0}},
+    "frozen": {"frozen": ("0.weight", "0.bias", "4.bias")},
+    "clipped": {"clip": 0.1},
+}
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2", "dp2/zero3"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_schedules_groups_freezing_and_clipping_train_as_on_one_device(line, loop):
+    options = LOOPS[loop]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    for name in options.get("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
+    batches = [(torch.randn(6, 6), torch.randint(4, (6,))) for _ in range(4)]
+
+    def work(world, line):
+        run = sw.parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, parameters=options.get("decay"), lr=0.01, eps=1e-3)
+        schedule = options.get("schedule", lambda optimizer: None)(optimizer)
+        found = []
+        for batch in run.shard(batches):
+            loss = run.step(batch)
+            if "clip" in options:
+                found.append(run.clip_grad_norm_(options["clip"]).item())
+            optimizer.step()
+            if schedule is not None:
+                schedule.step(*([loss] if loop == "a plateau" else []))
+            found += [loss.item(), *(group["lr"] for group in optimizer.param_groups[:1])]
+        return found
+
+    (expected,) = sw.launch(work, "single", "single", ranks="threads")
+    for found in sw.launch(work, line, line, ranks="threads"):
+        assert found == pytest.approx(expected, abs=1e-5)

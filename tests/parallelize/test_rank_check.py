@@ -259,3 +259,22 @@ def test_a_loader_that_each_rank_shuffles_by_itself_is_told_with_the_line_to_wri
     for text in launch(work, line, ranks="threads"):
         assert "one seed" in text
         assert "DataLoader(data, batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))" in text
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "dp2 tp2", "pp2 mb2 dp2"])
+def test_ranks_that_evaluate_different_batches_are_told_and_equal_ones_give_the_loss_of_one_device(line):
+    model = plain()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        found = run.evaluate_all(run.shard([(X, Y), (X[:3], Y[:3])])).item()
+        own = X + 0.1 * (run.coord["dp"] == 1)
+        with pytest.raises(PlanError, match="ranks evaluate different global batches"):
+            run.evaluate(next(run.shard([(own, Y)])))
+        unchecked = parallelize(model, line, world, check_every=0)
+        assert unchecked.evaluate(next(unchecked.shard([(own, Y)]))) > 0
+        return found
+
+    both = torch.cat([X, X[:3]]), torch.cat([Y, Y[:3]])
+    expected = nn.functional.cross_entropy(model(both[0]), both[1]).item()
+    assert launch(work, line, ranks="threads") == pytest.approx([expected] * Layout.parse(line).num_ranks, abs=1e-6)

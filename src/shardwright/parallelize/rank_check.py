@@ -43,8 +43,8 @@ _LOADER = "write DataLoader(data, batch_size, shuffle=True, generator=torch.Gene
 _FIXES = {
     "the step": "let every rank take the same steps, on global batches of as many samples",
     "the updates": "let every rank call optimizer.step() after each step, and set the same rates",
-    "the batch": f"give every rank the same global batches, in the same order, from one seed: {_LOADER}",
-    GLOBAL_BATCH: f"let all ranks load equal global batches, shuffled from one seed: {_LOADER}; "
+    "the batch": f"give every rank the same global batches: the same order of the samples, from one seed: {_LOADER}",
+    GLOBAL_BATCH: f"let all ranks load equal global batches, shuffled by a generator with one seed: {_LOADER}; "
     "or let each load its own samples, run.part(inputs, targets, num_global) of run.share(num_global)",
     PARAMETERS: "write to parameters on every rank alike, or load a checkpoint on all ranks",
 }
@@ -115,6 +115,33 @@ def check_ranks(
         if each.axes[0] in mesh_axes("operators") and each.what == PARAMETERS:
             every = _beyond_rounding(every, axes, parameters, each)
         _check_lines(plan, each, every, number)
+
+
+def batch_number(batch: Microbatch) -> int:
+    """Returns a number from 1 to 2**16 - 1 that tells global batches apart; 0 if they are not to be compared.
+
+    Sums of its square over 1,024 ranks, times these, are whole in float64.
+    """
+    if not batch.of_global or any(each.is_meta for each in batch.of_global):
+        return 0
+    text = f"{batch.num_global} {[tensor_digest(each) for each in batch.of_global]}"
+    return 1 + text_digest(text) % (2**16 - 1)
+
+
+def check_one_batch(sums: Sequence[float], size: int, plan: Plan) -> None:
+    """Raises RankDifferenceError unless ``size`` ranks have one :func:`batch_number`.
+
+    ``sums`` has the sum of the numbers, and that of their squares, over the ranks, all of
+    which raise.
+    """
+    total, squares = sums
+    if total * total != size * squares:
+        raise RankDifferenceError(
+            "ranks evaluate different global batches",
+            given=f"batches that are not equal on {size} ranks, under {plan.layout}",
+            allowed="the global batch alike on ranks that share its samples",
+            fix=_FIXES[GLOBAL_BATCH],
+        )
 
 
 def some_elements(batch: Any) -> tuple[Tensor, ...]:

@@ -306,8 +306,9 @@ class Run:
         All ranks call it. The batch runs through the model at once or, with a pipeline or the option
         ``own-statistics``, in microbatches.
 
-        Traffic: that of the forwards, and one all-reduce of (sum, count) over the axes that cut the loss.
-        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`.
+        Traffic: that of the forwards, and one all-reduce over the axes that cut the loss, of (sum, count) and, if the
+            batch is from :meth:`shard` and ranks are compared, two numbers that tell global batches apart.
+        Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, or ranks have different global batches.
         """
         check_part("evaluate", batch)
         return self._step.evaluate(batch)[0]

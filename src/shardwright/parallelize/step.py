@@ -23,6 +23,7 @@ from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_trains
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
+from shardwright.parallelize.rank_check import batch_number, check_one_batch
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
@@ -116,8 +117,8 @@ class TrainStep:
         self._begin(batch.num_tokens)
         with eval_mode(self._executor.model):
             self._forward(pieces_of(batch, self.plan.layout.num_microbatches if split else 1), last)
-        mean, _, num_targets = self._mean(last.sums)
-        return mean, num_targets
+        total = self._total(last.sums, batch_number(batch))
+        return mean_of(total[0], total[1])[0], total[1]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -154,12 +155,25 @@ class TrainStep:
 
     def _mean(self, sums: Sequence[Tensor]) -> Mean:
         """Returns the mean loss over all ranks, its divisor and the number of targets, from this rank's sums."""
+        total = self._total(sums)
+        return *mean_of(total[0], total[1]), total[1]
+
+    def _total(self, sums: Sequence[Tensor], number: int = 0) -> Tensor:
+        """Returns the sum of the loss and the number of targets over all ranks.
+
+        ``number``, if not 0, is that of the global batch, and is compared in the same all-reduce, which then also has
+        its sum and the sum of its squares: of equal numbers alone, these fit together.
+        """
         device = self._everyone.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-        if self.plan.loss_axes:
-            joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
-            total = self.axes[joined].for_strategy("loss").all_reduce(total)
-        return *mean_of(total[0], total[1]), total[1]
+        if not self.plan.loss_axes:
+            return total
+        own = torch.tensor([number, number**2] if number else [], dtype=total.dtype, device=device)
+        axis = self.axes["+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))]
+        total = axis.for_strategy("loss").all_reduce(torch.cat([total, own]))
+        if number:
+            check_one_batch(total[2:].tolist(), axis.size, self.plan)
+        return total[:2]
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
