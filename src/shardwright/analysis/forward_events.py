@@ -8,9 +8,11 @@ it. So each value is known by the event that made it, and each event by the valu
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.tracer import REENTRANT
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
@@ -129,6 +132,8 @@ class _ForwardRecorder(TorchFunctionMode):
         self._reads: set[str] = set()
         self._scope = -1
         self._made: dict[ValueName, Any] = {}
+        self._code_of_call: CodeType | None = None
+        self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}  # of each: who calls it, and what it calls
 
     def _name(self, tensor: Tensor) -> ValueName | str | None:
         return value_name(tensor) or self.names.of(tensor)
@@ -163,6 +168,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 tag_value(tensor, inside)
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
+            self._note_checkpoint(sys._getframe(1), self._running[-1][0], "")
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
@@ -235,6 +241,15 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record.specs[name] = spec
         return spec
 
+    def _note_checkpoint(self, frame: FrameType | None, caller: str, called: str) -> None:
+        """Notes a call that ``caller`` makes by ``torch.utils.checkpoint``: of a module, or of a function ("")."""
+        while frame is not None and frame.f_code is not self._code_of_call:
+            self.record.is_reentrant |= frame.f_code.co_qualname == REENTRANT
+            if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
+                return
+            frame = frame.f_back
+
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
         original: Callable[..., Any] = module._call_impl
@@ -244,6 +259,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self._numbers[path] += 1
             is_unit = self._unit is None and path in self._units
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
+            if self._unit is None and self._running:
+                self._note_checkpoint(sys._getframe(1), self._running[-1][0], path)
             self._running.append((path, number))
             try:
                 if is_unit:
@@ -252,6 +269,7 @@ class _ForwardRecorder(TorchFunctionMode):
             finally:
                 self._running.pop()
 
+        self._code_of_call = call.__code__  # of every module the same
         return call
 
     def _call_opened(self, path: str, original: Any, args: Any, named: Any) -> Any:
@@ -296,6 +314,9 @@ class _ForwardRecorder(TorchFunctionMode):
                 name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient
             )
         self.record.learning = frozenset(learning)
+        for caller, called in self._checkpoints.values():
+            self.record.checkpointed.add(called[0] if len(called) == 1 and called[0] else caller)
+        self._checkpoints.clear()
         return self.record
 
 

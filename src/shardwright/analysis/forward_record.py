@@ -113,7 +113,9 @@ class ForwardRecord:
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
     values. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
     ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
-    code selects by a condition on values of events, as a mixture of experts does.
+    code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
+    outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``;
+    ``is_reentrant`` says that one does so with ``use_reentrant=True``.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -129,6 +131,8 @@ class ForwardRecord:
     is_one_path: bool = True
     deciding: set[int] = field(default_factory=set)
     selecting: set[str] = field(default_factory=set)
+    checkpointed: set[str] = field(default_factory=set)
+    is_reentrant: bool = False
     draws: bool = False
 
 

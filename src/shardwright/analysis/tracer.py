@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -30,7 +31,8 @@ class _Proxy(fx.Proxy):
 class Tracer(fx.proxy.GraphAppendingTracer):
     """An fx tracer whose nodes say in their ``meta`` whether the call was made under ``no_grad``.
 
-    Raises: RuntimeError: a call under ``torch.autocast``, which a graph does not show.
+    Raises: RuntimeError: a call under ``torch.autocast``, or under ``torch.utils.checkpoint`` with
+        ``use_reentrant=True``, which switches gradients off: a graph shows neither.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -40,14 +42,26 @@ class Tracer(fx.proxy.GraphAppendingTracer):
     def create_node(self, *args: Any, **named: Any) -> fx.Node:
         """Appends a node to the graph, notes in its ``meta`` whether gradients are off, and returns it.
 
-        Raises: RuntimeError: the code runs under ``torch.autocast``.
+        Raises: RuntimeError: the code runs under ``torch.autocast``, or under a reentrant checkpoint.
         """
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", devices.accelerator()}):
             raise RuntimeError("a part of the code runs under autocast")
+        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            raise RuntimeError("a part of the code runs under torch.utils.checkpoint with use_reentrant=True")
         node = super().create_node(*args, **named)
         node.meta[NO_GRADIENT] = not torch.is_grad_enabled()
         return node
 
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_qualname != REENTRANT:
+        frame = frame.f_back
+    return frame.f_code.co_qualname == REENTRANT
+
+
+REENTRANT = "CheckpointFunction.forward"
+"""The code of torch that runs what the user's code checkpoints with ``use_reentrant=True``."""
 
 ATTRIBUTES = "attributes"
 """A key of the output node's ``meta``: the plain module attributes that the code read, as (module path, attribute)."""

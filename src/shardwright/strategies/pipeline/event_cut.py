@@ -81,6 +81,9 @@ def cut_events(
     closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
     record, inputs = _recorded(model, example, ())
     closed |= record.selecting  # only the stage that runs it knows what it selects
+    closed |= record.checkpointed  # the backward runs such a module again, as a whole
+    if record.is_reentrant or "" in record.checkpointed:
+        raise _no_checkpoint(model, record.is_reentrant)
     best: EventStages | None = None
     failures: list[LayoutError] = []
     for finest in FINEST[:1] if names or seconds else FINEST:
@@ -196,6 +199,16 @@ def _counts(attribute: str) -> LayoutError:
         given="an attribute that is another one after each forward, as a count of calls is",
         allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
         fix="move the count into a module with parameters, which one stage calls, or into the training loop",
+    )
+
+
+def _no_checkpoint(model: nn.Module, is_reentrant: bool) -> LayoutError:
+    several = "for several modules at a time, or for functions of its own"
+    return LayoutError(
+        f"stages cannot be cut from what the code of {type(model).__name__} checkpoints",
+        given=f"torch.utils.checkpoint, called {'with use_reentrant=True' if is_reentrant else several}",
+        allowed="torch.utils.checkpoint with use_reentrant=False, of one module in each call or inside of a block",
+        fix="checkpoint each block so, or leave it out and write recompute:... in the layout",
     )
 
 

@@ -178,7 +178,10 @@ class GhostMode(TorchFunctionMode):
                 args, named = map_tensors((args, named), self._value)
                 given = [self._value(tensor) for tensor in given]
         with self._natively():
-            results = call(*args, **named)
+            if event.name in self._chunked.record.checkpointed and event.number is not None:
+                results = _checkpointed(call, args, named)
+            else:
+                results = call(*args, **named)
         with self._popped():
             results = self._marked(event, given, results)
         if self._at == self._stop and not self._is_last:
@@ -219,7 +222,7 @@ class GhostMode(TorchFunctionMode):
                 self._keep(leaf, spec)
             elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor):
                 name, operand = event.takes[spec.operand], given[spec.operand]
-                if spec.operand not in overwritten and not _is_same(leaf, operand):
+                if not (spec.operand in overwritten or _is_same(leaf, operand) or self._is_copy(event, name)):
                     raise self._differs(f"{event} with a result of its own, where an operand was returned")
                 tag_value(leaf, name if isinstance(name, tuple) else None)  # what was received has no mark
                 written[spec.operand] = leaf  # a layer that writes in place on one device may not do so here
@@ -229,6 +232,11 @@ class GhostMode(TorchFunctionMode):
             self._keep(written[place], spec)
             self._real[spec.name] = written[place]
         return leaves[0] if tree is None else tree_unflatten(leaves, tree)
+
+    def _is_copy(self, event: ForwardEvent, name: Any) -> bool:
+        """Whether an event copies a value with other strides than in the record, and no event writes to that value."""
+        written = (each.takes[place] for each in self._events for place, _ in each.written)
+        return event.name == "contiguous" and all(each != name for each in written)
 
     def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:
         if tuple(tensor.shape) != spec.shape:
@@ -261,6 +269,17 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take the same path for all values, or leave out pp",
         )
+
+
+def _checkpointed(call: Callable[..., Any], args: Any, named: Any) -> Any:
+    """Calls a module under activation checkpointing, as the user's code asks for it, which knows ghosts as arguments.
+
+    The user's own call would run the module again on those. Of its hooks on saved tensors none sees what is saved here.
+    """
+    from torch.utils.checkpoint import checkpoint  # imported by the user's code: it brings torch's compiler
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        return checkpoint(call, *args, use_reentrant=False, **named)
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -37,11 +37,13 @@ _FEATURES = {
 class GraphCuts:
     """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
-    A module that asks for the shape of a parameter counts as one that reads it.
+    A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
+    code holds directly, such as the list in which a recurrent layer keeps its weights: these stay whole.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -66,9 +68,8 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
     {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
-    # what other code holds directly is read whole: a closure, or the list in which a recurrent layer keeps its weights
     held = tensors_outside(model)
-    kept = {name for name, parameter in model.named_parameters() if id(parameter) in held}
+    kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
     cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
     found = {}
     for name, use in {**recording.parameters, **recording.buffers}.items():
@@ -80,7 +81,7 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    return GraphCuts(found, readers)
+    return GraphCuts(found, readers, kept)
 
 
 def mixing_functions(recording: Recording) -> frozenset[str]:

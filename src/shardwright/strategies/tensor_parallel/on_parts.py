@@ -222,7 +222,7 @@ def _store_parts(
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
         free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
-        if len(layout.shape) < 2 or not free:
+        if len(layout.shape) < 2 or not free or name in cuts.held:
             continue  # every rank holds a copy, and the gradient is summed
         dim = max(free, key=lambda each: layout.shape[each])
         pieces, sizes = [(0, layout.shape[dim])], []
