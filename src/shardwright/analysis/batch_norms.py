@@ -64,6 +64,19 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def derived_batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the name and the module of every subclass of torch's BatchNorms, which may have a forward of its own.
+
+    >>> class NormAndRelu(nn.BatchNorm1d):
+    ...     def forward(self, input): return super().forward(input).relu()
+    >>> [path for path, _ in derived_batch_norms(nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2)))]
+    ['1']
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and kind_of(module) not in BATCH_NORMS:
+            yield path, module
+
+
 def uses_batch(module: nn.Module) -> bool:
     """Returns whether a BatchNorm normalizes by the statistics of the current batch, not by its running statistics.
 

@@ -41,7 +41,7 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
-from shardwright.analysis.tracer import REENTRANT
+from shardwright.analysis.tracer import is_autograd_function
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
@@ -168,7 +168,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 tag_value(tensor, inside)
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
-            self._note_checkpoint(sys._getframe(1), self._running[-1][0], "")
+            self._note_callers(sys._getframe(1), self._running[-1][0], "")
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
@@ -241,13 +241,16 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record.specs[name] = spec
         return spec
 
-    def _note_checkpoint(self, frame: FrameType | None, caller: str, called: str) -> None:
-        """Notes a call that ``caller`` makes by ``torch.utils.checkpoint``: of a module, or of a function ("")."""
+    def _note_callers(self, frame: FrameType | None, caller: str, called: str) -> None:
+        """Notes a call that ``caller``'s code makes inside an autograd function, or inside ``torch.utils.checkpoint``.
+
+        ``called`` is a module, or "" for a function. ``frame`` is the one that makes the call.
+        """
         while frame is not None and frame.f_code is not self._code_of_call:
-            self.record.is_reentrant |= frame.f_code.co_qualname == REENTRANT
-            if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            if is_autograd_function(frame):
+                self.record.own_backward.add(caller)
+            elif frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
-                return
             frame = frame.f_back
 
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
@@ -260,7 +263,7 @@ class _ForwardRecorder(TorchFunctionMode):
             is_unit = self._unit is None and path in self._units
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
-                self._note_checkpoint(sys._getframe(1), self._running[-1][0], path)
+                self._note_callers(sys._getframe(1), self._running[-1][0], path)
             self._running.append((path, number))
             try:
                 if is_unit:

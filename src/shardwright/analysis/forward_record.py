@@ -114,8 +114,9 @@ class ForwardRecord:
     values. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
     ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
     code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
-    outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``;
-    ``is_reentrant`` says that one does so with ``use_reentrant=True``.
+    outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
+    ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
+    and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -132,7 +133,7 @@ class ForwardRecord:
     deciding: set[int] = field(default_factory=set)
     selecting: set[str] = field(default_factory=set)
     checkpointed: set[str] = field(default_factory=set)
-    is_reentrant: bool = False
+    own_backward: set[str] = field(default_factory=set)
     draws: bool = False
 
 

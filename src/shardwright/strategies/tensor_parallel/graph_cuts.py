@@ -19,7 +19,6 @@ from math import prod
 from torch import nn
 
 from shardwright.analysis.dim_letters import Role
-from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
@@ -82,19 +81,6 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
     return GraphCuts(found, readers, kept)
-
-
-def mixing_functions(recording: Recording) -> frozenset[str]:
-    """Returns the names of custom autograd functions in the model whose backward cannot run on tensor shards.
-
-    These are the functions whose backward does more than elementwise work.
-    """
-    return frozenset(name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
-
-
-def _mixes(call: RecordedCall) -> bool:
-    """Returns whether an operator does more than elementwise work."""
-    return any(role is not Role.SAME for role in relation_of(call).letters.roles)
 
 
 def _balanced(num_elements: int, size: int) -> bytes:
