@@ -180,7 +180,7 @@ def test_a_tensor_that_float32_does_not_touch_keeps_its_tolerance():
 @pytest.mark.parametrize("error", [1e30, float("inf"), float("nan")])
 def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(monkeypatch, error):
     def measured(*args):
-        return DeviceDifference(torch.float32, error, dict.fromkeys(NAMES, error), dict.fromkeys(NAMES, error), {})
+        return DeviceDifference(torch.float32, error, dict.fromkeys(NAMES, error), dict.fromkeys(NAMES, error))
 
     monkeypatch.setattr(sys.modules["shardwright.verify"], "own_errors", measured)
     verdict = rounded("dp2", scaled("last.bias", 1.01))
@@ -189,7 +189,7 @@ def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(mo
 
 
 def test_a_loss_whose_roundings_cancel_in_one_comparison_is_still_allowed_a_rounding():
-    own = DeviceDifference(torch.float32, 9e-11, {"x": 1e-7, "y": 1e-12}, {}, {})
+    own = DeviceDifference(torch.float32, 9e-11, {"x": 1e-7, "y": 1e-12}, {})
     allowed, largest = sys.modules["shardwright.verify"]._allowed(own, 1e-10)
     assert largest == 1e-7
     assert 1e-8 < allowed("loss", "") < 2e-7

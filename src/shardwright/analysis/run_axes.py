@@ -297,7 +297,8 @@ def axes_of(recording: Recording) -> RunAxes:
     """Returns which dims of the tensors in a recorded run must be sharded alike, according to its operators.
 
     Those of the backwards of the user's own autograd functions count too: no rank may have a part of what they sum or
-    need whole. Constants are left out: one table of positions that two layers share would tie the dims of both layers together.
+    need whole. Constants are left out: one table of positions that two layers share would tie the dims of both layers
+    together.
 
     >>> import torch
     >>> from torch import nn

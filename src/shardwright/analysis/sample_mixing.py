@@ -20,7 +20,12 @@ _SUMS = (
 because masks use it. A maximum is not either, because it may serve precision alone; :meth:`Draws.check` warns of it.
 """
 
-BATCH_NORM_CALLS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "batch_norm")
+BATCH_NORM_CALLS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "batch_norm",
+)
 """The operators that compute a batch norm."""
 
 

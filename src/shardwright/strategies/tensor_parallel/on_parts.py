@@ -273,8 +273,8 @@ def apply_on_parts(
             continue
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
-        norms = kind_of(module) in BATCH_NORMS
-        around = partial(_norm_on_parts, mode, held) if norms and mode else partial(_on_parts, mode, held, path == "")
+        is_norm = kind_of(module) in BATCH_NORMS
+        around = partial(_norm_on_parts, mode, held) if is_norm and mode else partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     if stages is None:
         return None

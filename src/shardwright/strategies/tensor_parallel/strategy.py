@@ -38,7 +38,6 @@ from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 
-
 SOME = 1e-9
 """A share of the parameter bytes that any cut exceeds."""
 
