@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tests.contract.cases import Pictures, check_traffic
@@ -205,6 +207,39 @@ def test_a_function_between_stages_is_refused_and_not_run_without_its_backward()
 
     with pytest.raises(LayoutError, match="as a whole, so it cannot be cut into stages"):
         verify(Adversarial(), "pp2 mb2", [rows()], loss=CrossEntropy())
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * x * x * x)))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # models of others have such functions all the same
+    scripted_gelu = torch.jit.script(gelu)
+
+
+class Scripted(Mlp):
+    def forward(self, x):
+        assert x.shape[-1] == WIDTH
+        return x + self.down(scripted_gelu(self.up(x)))
+
+
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scripted, self.plain = Scripted(), nn.ModuleList([Mlp(), Mlp()])
+
+    def forward(self, x):
+        x = self.scripted(x)
+        for each in self.plain:
+            x = each(x)
+        return x
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d", "pp2 mb2 dp2 tp2"])
+def test_values_of_scripted_code_stay_whole_and_on_one_stage(line):
+    torch.manual_seed(0)
+    check_equal(Language(Beside), line, tokens())
 
 
 # ---- norms and layers

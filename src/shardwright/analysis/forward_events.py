@@ -143,6 +143,9 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         given = tensors_of((args, named))
+        if isinstance(func, torch._ops.OpOverload) and self._unit is None:
+            # no function called it: a script did, of which a real run shows no function mode anything
+            self.record.own_backward.add(self._running[-1][0])
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))

@@ -52,7 +52,8 @@ class RecordedCall:
     """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
 
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
-    running, and ``number`` says in which of its calls, counted from 0.
+    running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no torch function called
+    the operator: it ran inside code that ``torch.jit.script`` has compiled, which no function mode sees.
     """
 
     function: Callable[..., Any]
@@ -61,6 +62,7 @@ class RecordedCall:
     results: tuple[TensorUse, ...]
     module: str = ""
     number: int = 0
+    is_hidden: bool = False
 
     @property
     def name(self) -> str:
@@ -133,6 +135,7 @@ class Recorded(MetaValues):
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
+        self.depth = 0  # of torch functions that are running
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
@@ -192,7 +195,8 @@ class Recorded(MetaValues):
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
                 written.kind = "" if written.kind == "constant" else written.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
-        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where()))
+        hidden = self.depth == 0
+        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -232,12 +236,16 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
-        if func not in WHOLE_CALLS:
-            return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
-        with self._recorded.quiet():
-            results = func(*args, **named)
-        self._recorded.ran(func, args, named, results, random=False)
-        return results
+        self._recorded.depth += 1
+        try:
+            if func not in WHOLE_CALLS:
+                return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+            with self._recorded.quiet():
+                results = func(*args, **named)
+            self._recorded.ran(func, args, named, results, random=False)
+            return results
+        finally:
+            self._recorded.depth -= 1
 
 
 class _RecordedParameters(dict[str, Any]):

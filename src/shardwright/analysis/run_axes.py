@@ -324,7 +324,11 @@ def axes_of(recording: Recording) -> RunAxes:
                     if axis.size > 1:
                         unify(axis, _axis(dim, axes))
         for axis, role in zip(axes, relation.letters.roles, strict=True):
-            if role is Role.WHOLE or (role is not Role.SAME and id(call) in backward):
+            if (
+                role is Role.WHOLE
+                or (call.is_hidden and id(call) not in backward)
+                or (role is not Role.SAME and id(call) in backward)
+            ):
                 _need_whole(axis, call.name)  # in a backward of the user's own, nothing sums over ranks
             elif role is not Role.SAME:
                 found.uses.append(AxisUse(call, axis, role))
