@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
@@ -122,8 +122,9 @@ def apply_in_turn(
 def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError if a layer mixes the samples of a batch, which ``factor`` cuts, in an unsupported way.
 
-    torch's own BatchNorms are supported: their statistics are combined over ranks. Errors are subclasses of them, and
-    those with a replaced ``forward``; InstanceNorms that track running statistics; and embedding tables that
+    torch's own BatchNorms are supported: their statistics are combined over ranks. So are subclasses of them, if a
+    ``graph`` of the model shows that each call computes one batch norm. Errors are other subclasses of them, and those
+    with a replaced ``forward``; InstanceNorms that track running statistics; and embedding tables that
     renormalize rows or scale gradients by the tokens in the batch, because a rank has only its own tokens. With a
     ``graph`` of the model, the code between layers, and in layers that are not registered as submodules, is checked
     too.
@@ -142,7 +143,8 @@ def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None 
         mixes = isinstance(module, nn.modules.batchnorm._NormBase)
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             mixes = module.track_running_stats  # it keeps a mean over the samples
-        if mixes and (type(module) not in BATCH_NORMS or "forward" in vars(module)):
+        is_known = type(module) in BATCH_NORMS or (graph is not None and graph.normalises_once(name))
+        if mixes and (not is_known or "forward" in vars(module)):
             raise LayoutError(
                 f"'{name}' computes statistics over the batch, which '{factor}' cuts",
                 given=f"{type(module).__name__} on {factor}",
@@ -150,7 +152,8 @@ def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None 
                 fix="use one of these as it is, or GroupNorm, or LayerNorm",
             )
     if graph is not None:
-        check_own_code(graph, factor, [path for path, _ in batch_norms(model)])
+        norms = (*batch_norms(model), *derived_batch_norms(model))
+        check_own_code(graph, factor, [path for path, _ in norms])
 
 
 def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ()) -> None:

@@ -13,7 +13,7 @@ from shardwright.analysis.model_graph import ModelGraph
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.planning import StepTraffic, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
-from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts, mixing_functions
+from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
@@ -259,4 +259,3 @@ def test_layers_around_an_activation_with_a_backward_of_its_own_are_cut():
     run = ModelGraph(model, torch.empty(2, 6)).run
     cuts = graph_cuts(model, run.recording, run.axes, 2)
     assert set(cuts.parts) == {"0.weight", "0.bias", "1.weight"}
-    assert not mixing_functions(run.recording), "its backward is elementwise"

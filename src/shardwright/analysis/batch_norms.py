@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
@@ -64,6 +66,19 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def derived_batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the name and the module of every subclass of torch's BatchNorms, which may have a forward of its own.
+
+    >>> class NormAndRelu(nn.BatchNorm1d):
+    ...     def forward(self, input): return super().forward(input).relu()
+    >>> [path for path, _ in derived_batch_norms(nn.Sequential(nn.BatchNorm1d(2), NormAndRelu(2)))]
+    ['1']
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and kind_of(module) not in BATCH_NORMS:
+            yield path, module
+
+
 def uses_batch(module: nn.Module) -> bool:
     """Returns whether a BatchNorm normalizes by the statistics of the current batch, not by its running statistics.
 
@@ -77,7 +92,8 @@ def ignore_batch_statistics(model: nn.Module) -> None:
     """Replaces the forwards of a model's BatchNorms, so that a batch of one sample, or of none, raises no error.
 
     It is for models on the meta device: the new forwards return results of the right shape, and neither compute nor
-    update statistics. The model is changed in place. The BatchNorms are those that :func:`batch_norms` yields.
+    update statistics. The model is changed in place. The BatchNorms are those that :func:`batch_norms` yields; the
+    code of subclasses runs as it is, except for its calls of ``functional.batch_norm``.
 
     >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
@@ -87,6 +103,8 @@ def ignore_batch_statistics(model: nn.Module) -> None:
     """
     for _, module in batch_norms(model):
         module.forward = partial(_normalized_by_zeros, module)
+    for _, module in derived_batch_norms(model):
+        module.forward = partial(_without_statistics, module.forward)
 
 
 @contextmanager
@@ -104,7 +122,8 @@ def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
     >>> "forward" in vars(model)
     False
     """
-    before = [(vars(norm), vars(norm).get("forward")) for _, norm in batch_norms(model)]
+    norms = (*batch_norms(model), *derived_batch_norms(model))
+    before = [(vars(norm), vars(norm).get("forward")) for _, norm in norms]
     ignore_batch_statistics(model)
     try:
         yield
@@ -117,3 +136,21 @@ def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
 def _normalized_by_zeros(module: Any, input: Tensor) -> Tensor:
     zeros_C = input.new_zeros(input.shape[1])
     return functional.batch_norm(input, zeros_C, zeros_C, module.weight, module.bias)
+
+
+def _without_statistics(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    with _IgnoresStatistics():
+        return forward(*args, **named)
+
+
+class _IgnoresStatistics(TorchFunctionMode):
+    """Computes batch norms as in evaluation, of a result of the right shape."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.batch_norm:
+            bound = signature(functional.batch_norm).bind(*args, **(kwargs or {})).arguments
+            zeros_C = bound["input"].new_zeros(bound["input"].shape[1])
+            return func(bound["input"], zeros_C, zeros_C, bound.get("weight"), bound.get("bias"))
+        return func(*args, **(kwargs or {}))

@@ -8,9 +8,11 @@ it. So each value is known by the event that made it, and each event by the valu
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.tracer import is_autograd_function
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
@@ -129,6 +132,8 @@ class _ForwardRecorder(TorchFunctionMode):
         self._reads: set[str] = set()
         self._scope = -1
         self._made: dict[ValueName, Any] = {}
+        self._code_of_call: CodeType | None = None
+        self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}  # of each: who calls it, and what it calls
 
     def _name(self, tensor: Tensor) -> ValueName | str | None:
         return value_name(tensor) or self.names.of(tensor)
@@ -138,6 +143,9 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         given = tensors_of((args, named))
+        if isinstance(func, torch._ops.OpOverload) and self._unit is None:
+            # no function called it: a script did, of which a real run shows no function mode anything
+            self.record.own_backward.add(self._running[-1][0])
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
@@ -163,6 +171,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 tag_value(tensor, inside)
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
+            self._note_callers(sys._getframe(1), self._running[-1][0], "")
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
@@ -235,6 +244,18 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record.specs[name] = spec
         return spec
 
+    def _note_callers(self, frame: FrameType | None, caller: str, called: str) -> None:
+        """Notes a call that ``caller``'s code makes inside an autograd function, or inside ``torch.utils.checkpoint``.
+
+        ``called`` is a module, or "" for a function. ``frame`` is the one that makes the call.
+        """
+        while frame is not None and frame.f_code is not self._code_of_call:
+            if is_autograd_function(frame):
+                self.record.own_backward.add(caller)
+            elif frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
+            frame = frame.f_back
+
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
         original: Callable[..., Any] = module._call_impl
@@ -244,6 +265,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self._numbers[path] += 1
             is_unit = self._unit is None and path in self._units
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
+            if self._unit is None and self._running:
+                self._note_callers(sys._getframe(1), self._running[-1][0], path)
             self._running.append((path, number))
             try:
                 if is_unit:
@@ -252,6 +275,7 @@ class _ForwardRecorder(TorchFunctionMode):
             finally:
                 self._running.pop()
 
+        self._code_of_call = call.__code__  # of every module the same
         return call
 
     def _call_opened(self, path: str, original: Any, args: Any, named: Any) -> Any:
@@ -296,6 +320,9 @@ class _ForwardRecorder(TorchFunctionMode):
                 name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient
             )
         self.record.learning = frozenset(learning)
+        for caller, called in self._checkpoints.values():
+            self.record.checkpointed.add(called[0] if len(called) == 1 and called[0] else caller)
+        self._checkpoints.clear()
         return self.record
 
 

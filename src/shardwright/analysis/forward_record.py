@@ -119,7 +119,10 @@ class ForwardRecord:
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
     values. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
     ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
-    code selects by a condition on values of events, as a mixture of experts does.
+    code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
+    outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
+    ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
+    and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -135,6 +138,8 @@ class ForwardRecord:
     is_one_path: bool = True
     deciding: set[int] = field(default_factory=set)
     selecting: set[str] = field(default_factory=set)
+    checkpointed: set[str] = field(default_factory=set)
+    own_backward: set[str] = field(default_factory=set)
     draws: bool = False
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwright.analysis.structure import ELEMENTWISE_FUNCTIONS, LayerChain, is_elementwise_module, is_exactly, runs_as
-from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.models.attention import Attention, Rotary
 from shardwright.rng import with_names
 
@@ -23,7 +22,7 @@ def without_branches(model: nn.Module) -> Iterator[None]:
     """Returns a context in which torch's transformers run on the meta device.
 
     Inside it they do not read a mask's values to find out whether the mask is causal. Unlike the replacements in
-    ``KNOWN_LOOPS``, torch's own code runs, including what it allocates once for all layers.
+    ``torch_loops.py``, torch's own code runs, including what it allocates once for all layers.
 
     >>> import torch
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False).to("meta")
@@ -32,7 +31,8 @@ def without_branches(model: nn.Module) -> Iterator[None]:
     ...     model(x, mask).shape
     torch.Size([3, 1, 4])
     """
-    transformers = [module for module in model.modules() if any(runs_as(module, kind) for kind in KNOWN_LOOPS)]
+    kinds = (nn.TransformerEncoder, nn.TransformerDecoder)
+    transformers = [module for module in model.modules() if any(runs_as(module, kind) for kind in kinds)]
     for module in transformers:
         forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
         module.forward = partial(forward, module)

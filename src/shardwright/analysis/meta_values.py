@@ -120,10 +120,13 @@ class MetaValues(DispatchMode):
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.
 
+        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known.
         A list of numbers that is a range becomes the copy of a slice, of which more is known. A scalar that is too
         large becomes the last index once everything was selected: a loop over the experts of a mixture may then come
         to one more than there are, since a mask may have a row that no sample chooses (as DBRX's has).
         """
+        if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
+            return _formatted, args
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args
@@ -256,6 +259,10 @@ def _slice_of(index: Any) -> slice | None:
     if index != list(range(first, first + len(index))) or first < 0 <= last:
         return None
     return slice(first, None if last == -1 else last + 1)
+
+
+def _formatted(x: Tensor, spec: str) -> str:
+    return format(x.item(), spec)
 
 
 def _copied_slice(x: Tensor, index: tuple[Any, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
-from shardwright.analysis.sample_mixing import mixing_call
+from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
 from shardwright.errors import PlanError
 
 
@@ -114,6 +114,16 @@ class ModelGraph:
         """
         found = self._of_own_code
         return None if found is None else mixing_call(found.recording, found.axes, shared)
+
+    def normalises_once(self, path: str) -> bool:
+        """Returns whether the recorded forward calls a module, and each of these calls computes one batch norm itself.
+
+        A module of which every call does so may have more code of its own around it, such as an activation.
+        """
+        found = self._of_own_code
+        calls = [] if found is None else [each for each in found.recording.calls if each.module == path]
+        norms = [each.number for each in calls if each.name in BATCH_NORM_CALLS]
+        return bool(calls) and sorted(norms) == sorted({each.number for each in calls})
 
     @property
     def _of_own_code(self) -> RecordedRun | None:

@@ -185,6 +185,14 @@ _rule("topk")(_along(2))
 # ---- norms
 
 
+@_rule("_weight_norm_interface")
+def _weight_norm(call: RecordedCall, a: DimLetters) -> Any:
+    own = call.argument(2, "dim", 0)
+    v = tuple(a.new(n, Role.SAME if d == own else Role.WHOLE) for d, n in enumerate(call.operands[0].shape))
+    g = tuple(dim if d == own else () for d, dim in enumerate(v))
+    return [v, g], [v, g]
+
+
 @_rule("native_layer_norm", "_fused_rms_norm")
 def _layer_norm(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape

@@ -52,7 +52,8 @@ class RecordedCall:
     """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
 
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
-    running, and ``number`` says in which of its calls, counted from 0.
+    running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no torch function called
+    the operator: it ran inside code that ``torch.jit.script`` has compiled, which no function mode sees.
     """
 
     function: Callable[..., Any]
@@ -61,6 +62,7 @@ class RecordedCall:
     results: tuple[TensorUse, ...]
     module: str = ""
     number: int = 0
+    is_hidden: bool = False
 
     @property
     def name(self) -> str:
@@ -94,7 +96,9 @@ class Recording:
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
 
-    The keys are the names of the backward's nodes: ``SquareBackward`` for a class ``Square``."""
+    The keys are the names of the backward's nodes: ``SquareBackward`` for a class ``Square``. A gradient has the
+    :class:`TensorUse` of the function's result that it belongs to, and what the backward returns is copied to the
+    function's operand."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
@@ -131,6 +135,7 @@ class Recorded(MetaValues):
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
+        self.depth = 0  # of torch functions that are running
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
@@ -151,6 +156,15 @@ class Recorded(MetaValues):
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)
             self._kept.append(tensor)
         return self._uses[key]
+
+    def treat_as(self, gradient: Tensor, tensor: Tensor) -> None:
+        """Notes that the dims of ``gradient`` are those of ``tensor``, whose gradient it is."""
+        self._uses[view_key(gradient)] = self.use(tensor)
+        self._kept.append(gradient)
+
+    def kept(self) -> Sequence[Tensor]:
+        """Returns the tensors that the run has seen so far."""
+        return tuple(self._kept)
 
     def selected(self) -> None:
         """Notes that the running module's code selects by a condition on values, as a mixture of experts does."""
@@ -181,7 +195,8 @@ class Recorded(MetaValues):
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
                 written.kind = "" if written.kind == "constant" else written.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
-        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where()))
+        hidden = self.depth == 0
+        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -221,12 +236,16 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
-        if func not in WHOLE_CALLS:
-            return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
-        with self._recorded.quiet():
-            results = func(*args, **named)
-        self._recorded.ran(func, args, named, results, random=False)
-        return results
+        self._recorded.depth += 1
+        try:
+            if func not in WHOLE_CALLS:
+                return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+            with self._recorded.quiet():
+                results = func(*args, **named)
+            self._recorded.ran(func, args, named, results, random=False)
+            return results
+        finally:
+            self._recorded.depth -= 1
 
 
 class _RecordedParameters(dict[str, Any]):
@@ -292,28 +311,46 @@ def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[s
             module._parameters = parameters
 
 
-def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
-    """Returns the operators in the backward of each user-defined autograd function that leads to the outputs."""
+def _own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> dict[str, list[RecordedCall]]:
+    """Returns the operators in the backward of each user-defined autograd function that leads to the outputs.
+
+    ``recorded`` has recorded the forward. It knows the tensors that the functions have saved.
+    """
     found: dict[str, list[RecordedCall]] = {}
-    recorded = Recorded()
-    for node in nodes_behind(outputs):
-        if isinstance(node, BackwardCFunction):
-            calls = found.setdefault(type(node).__name__, [])
-            node.register_prehook(partial(_begin, recorded))
-            node.register_hook(partial(_end, recorded, calls))
-    if found:
-        learning = [output for output in outputs if output.requires_grad]
-        with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
-            torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
+    nodes = [node for node in nodes_behind(outputs) if isinstance(node, BackwardCFunction)]
+    if not nodes:
+        return found
+    forward, recorded.recording = recorded.recording, Recording()
+    made = {(each.grad_fn, each.output_nr): each for each in recorded.kept() if each.grad_fn is not None}
+    for node in nodes:
+        calls = found.setdefault(type(node).__name__, [])
+        node.register_prehook(partial(_begin, recorded, node, made))
+        node.register_hook(partial(_end, recorded, node, made, calls))
+    learning = [output for output in outputs if output.requires_grad]
+    with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
+        torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
+    recorded.recording = forward
     return found
 
 
-def _begin(recorded: Recorded, gradients: Any) -> None:
+_Made = Mapping[tuple[Any, int], Tensor]
+"""Tensors of a forward by the autograd node that made each, and its place among that node's results."""
+
+
+def _begin(recorded: Recorded, node: Any, made: _Made, gradients: Any) -> None:
     recorded.recording.calls.clear()
+    for place, gradient in enumerate(gradients):
+        if gradient is not None and (node, place) in made:
+            recorded.treat_as(gradient, made[node, place])
 
 
-def _end(recorded: Recorded, calls: list[RecordedCall], *gradients: Any) -> None:
+def _end(recorded: Recorded, node: Any, made: _Made, calls: list[RecordedCall], gradients: Any, _: Any) -> None:
     calls += recorded.recording.calls
+    for gradient, (before, place) in zip(gradients, node.next_functions, strict=True):
+        operand = getattr(before, "variable", None) if (before, place) not in made else made[before, place]
+        if gradient is not None and operand is not None and operand.shape == gradient.shape:
+            copy = recorded.use(gradient), recorded.use(operand.detach())
+            calls.append(RecordedCall(torch.ops.aten.clone.default, copy[:1], {}, copy[1:]))
 
 
 def record_forward(
@@ -364,5 +401,5 @@ def _record(
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]
-    recording.functions = _own_functions(tensors)
+    recording.functions = _own_functions(tensors, recorded)
     return recording, recorded.num_guessed

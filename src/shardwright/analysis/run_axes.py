@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import gcd, prod
 
 from shardwright.analysis.dim_letters import Concat, Dim, Role
@@ -295,7 +296,9 @@ class RunAxes:
 def axes_of(recording: Recording) -> RunAxes:
     """Returns which dims of the tensors in a recorded run must be sharded alike, according to its operators.
 
-    Constants are left out: one table of positions that two layers share would tie the dims of both layers together.
+    Those of the backwards of the user's own autograd functions count too: no rank may have a part of what they sum or
+    need whole. Constants are left out: one table of positions that two layers share would tie the dims of both layers
+    together.
 
     >>> import torch
     >>> from torch import nn
@@ -308,7 +311,8 @@ def axes_of(recording: Recording) -> RunAxes:
     (True, False)
     """
     found = RunAxes()
-    for call in recording.calls:
+    backward = {id(call) for calls in recording.functions.values() for call in calls}
+    for call in chain(recording.calls, *recording.functions.values()):
         tensors = (*call.operands, *call.results)
         if all(tensor.kind == "constant" for tensor in tensors):
             continue
@@ -320,8 +324,12 @@ def axes_of(recording: Recording) -> RunAxes:
                     if axis.size > 1:
                         unify(axis, _axis(dim, axes))
         for axis, role in zip(axes, relation.letters.roles, strict=True):
-            if role is Role.WHOLE:
-                _need_whole(axis, call.name)
+            if (
+                role is Role.WHOLE
+                or (call.is_hidden and id(call) not in backward)
+                or (role is not Role.SAME and id(call) in backward)
+            ):
+                _need_whole(axis, call.name)  # in a backward of the user's own, nothing sums over ranks
             elif role is not Role.SAME:
                 found.uses.append(AxisUse(call, axis, role))
     return found

@@ -20,7 +20,13 @@ _SUMS = (
 because masks use it. A maximum is not either, because it may serve precision alone; :meth:`Draws.check` warns of it.
 """
 
-_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "batch_norm")
+BATCH_NORM_CALLS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "batch_norm",
+)
+"""The operators that compute a batch norm."""
 
 
 def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) -> RecordedCall | None:
@@ -52,7 +58,7 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     for call in recording.calls:
         operands = [use for use in call.operands if _has_values(use)]
         results = [use for use in call.results if _has_values(use)]
-        if call.name in _BATCH_NORMS and call.module not in shared and _normalises_samples(call, axes, samples):
+        if call.name in BATCH_NORM_CALLS and call.module not in shared and _normalises_samples(call, axes, samples):
             return call
         origin = next((sums[use] for use in operands if use in sums and not has_samples(use)), None)
         if origin is None and call.name in _SUMS and any(map(has_samples, operands)):

@@ -37,9 +37,23 @@ def _decoder(
     return tgt if decoder.norm is None else decoder.norm(tgt)
 
 
+def _both(
+    model: nn.Transformer, src: Any, tgt: Any, src_mask: Any = None, tgt_mask: Any = None, memory_mask: Any = None,
+    src_key_padding_mask: Any = None, tgt_key_padding_mask: Any = None, memory_key_padding_mask: Any = None,
+    src_is_causal: Any = None, tgt_is_causal: Any = None, memory_is_causal: Any = False,
+) -> Any:  # fmt: skip
+    memory = model.encoder(src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal)
+    return model.decoder(
+        tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
+        memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
+        memory_is_causal=memory_is_causal,
+    )  # fmt: skip
+
+
 KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoder: _decoder,
+    nn.Transformer: _both,
 }
 """Maps torch's transformer encoder and decoder classes to functions that replace their forwards in a trace.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +32,8 @@ class _Proxy(fx.Proxy):
 class Tracer(fx.proxy.GraphAppendingTracer):
     """An fx tracer whose nodes say in their ``meta`` whether the call was made under ``no_grad``.
 
-    Raises: RuntimeError: a call under ``torch.autocast``, which a graph does not show.
+    Raises: RuntimeError: a call under ``torch.autocast``, or inside an autograd function of the user's own, or of
+        ``torch.utils.checkpoint`` with ``use_reentrant=True``: a graph shows none of these.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -40,13 +43,27 @@ class Tracer(fx.proxy.GraphAppendingTracer):
     def create_node(self, *args: Any, **named: Any) -> fx.Node:
         """Appends a node to the graph, notes in its ``meta`` whether gradients are off, and returns it.
 
-        Raises: RuntimeError: the code runs under ``torch.autocast``.
+        Raises: RuntimeError: the code runs under ``torch.autocast``, or inside an autograd function.
         """
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", devices.accelerator()}):
             raise RuntimeError("a part of the code runs under autocast")
+        if not torch.is_grad_enabled() and _in_autograd_function():
+            raise RuntimeError("a part of the code is an autograd function with a backward of its own")
         node = super().create_node(*args, **named)
         node.meta[NO_GRADIENT] = not torch.is_grad_enabled()
         return node
+
+
+def is_autograd_function(frame: FrameType) -> bool:
+    """Returns whether a frame is that of ``torch.autograd.Function.apply``."""
+    return frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function"
+
+
+def _in_autograd_function() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_autograd_function(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 ATTRIBUTES = "attributes"

@@ -8,7 +8,7 @@ N samples, C channels (dim 1), S all other dims; A members of an axis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.batch_norms import uses_batch
+from shardwright.analysis.structure import BATCH_NORMS, kind_of
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.sharding.tensor_part import tag, tagged
 
 
 def _broadcast(values_C: Tensor, x: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ class _SharedForward:
         if not uses_batch(module):
             return functional.batch_norm(input, mean_C, var_C, w_C, b_C, False, 0.0, module.eps)
         y, count, batch_mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=module.eps, axes=self.axes)
-        self._check_count(input, count)
+        _check_count(input, count)
         if module.training and module.track_running_stats and mean_C is not None and var_C is not None:
             weight = self._count_batch()
             with torch.no_grad():
@@ -179,15 +182,65 @@ class _SharedForward:
             return float(self.module.momentum)
         return 1.0 / float(tracked) if tracked is not None and tracked.device.type != "meta" else 0.0
 
-    def _check_count(self, input: Tensor, count: Tensor) -> None:
-        """Raises PlanError if the global batch has only one value for each channel; members have equal counts."""
-        if input.numel() <= input.shape[1] and count.device.type != "meta" and float(count) == 1:
-            raise PlanError(
-                "BatchNorm needs more than one value of each channel",
-                given=f"a batch of one sample, {list(input.shape)} on this rank",
-                allowed="two samples or more, or channels of more than one pixel",
-                fix="use a larger batch, or LayerNorm",
-            )
+
+def _check_count(input: Tensor, count: Tensor) -> None:
+    """Raises PlanError if the global batch has only one value for each channel; members have equal counts."""
+    if input.numel() <= input.shape[1] and count.device.type != "meta" and float(count) == 1:
+        raise PlanError(
+            "BatchNorm needs more than one value of each channel",
+            given=f"a batch of one sample, {list(input.shape)} on this rank",
+            allowed="two samples or more, or channels of more than one pixel",
+            fix="use a larger batch, or LayerNorm",
+        )
+
+
+@dataclass
+class _SharedInside:
+    """The forward of a subclass of a BatchNorm: its own code, whose batch norm takes statistics over ``axes``."""
+
+    inner: Forward
+    axes: tuple[Axis, ...]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        with _BatchNormMode(self.axes):
+            return self.inner(*args, **named)
+
+
+class _BatchNormMode(TorchFunctionMode):
+    """Computes each ``functional.batch_norm`` with statistics over ``axes``; shards of channels have their own."""
+
+    def __init__(self, axes: tuple[Axis, ...]) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return self._normed(*args, **(kwargs or {}))
+
+    def _normed(
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        wide = torch.promote_types(input.dtype, torch.float32)
+        w_C, b_C = (None if each is None else each.to(wide) for each in (weight, bias))
+        part = tagged(input)
+        if training:
+            y, count, mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=eps, axes=self.axes)
+            _check_count(input, count)
+            if running_mean is not None and running_var is not None:
+                with torch.no_grad():
+                    running_mean.lerp_(mean_C.to(running_mean.dtype), momentum)
+                    running_var.lerp_((m2_C / (count - 1)).to(running_var.dtype), momentum)
+        else:
+            y = functional.batch_norm(input, running_mean, running_var, w_C, b_C, False, 0.0, eps)
+        if part is not None:
+            assert all(cut is None for dim, cut in enumerate(part.cuts) if dim != 1), "statistics are of whole channels"
+            tag(y, part)
+        return y
 
 
 def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
@@ -203,6 +256,11 @@ def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: 
     return _SharedForward(module, (*added, *shared)) if replaces else inner
 
 
+def _sharing_inside(axes: Sequence[Axis], inner: Forward) -> Forward:
+    before, own = (inner.axes, inner.inner) if isinstance(inner, _SharedInside) else ((), inner)
+    return _SharedInside(own, (*before, *(axis for axis in axes if axis.size > 1)))
+
+
 def share_statistics(
     modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False, by: str = "core"
 ) -> None:
@@ -210,7 +268,8 @@ def share_statistics(
 
     ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm that refuses reads of its
     parameters, or whose weights have a narrower dtype than its statistics. ``nn.SyncBatchNorm`` is always replaced,
-    because it would use every process of the run. ``by`` is the name of the strategy, for ``run.explain``. The new
+    because it would use every process of the run. The code of a subclass runs as it is, except for its call of
+    ``functional.batch_norm``. ``by`` is the name of the strategy, for ``run.explain``. The new
     forward raises PlanError if it takes statistics of a global batch with only one value for each channel.
 
     >>> from shardwright import Mesh, run_on_threads
@@ -226,6 +285,10 @@ def share_statistics(
     shared = [axis.name for axis in axes if axis.size > 1]
     what = f"statistics over {' '.join(shared)}" if shared else "statistics of this rank's samples and channels"
     for module in modules:
+        if kind_of(module) not in BATCH_NORMS:
+            if shared or always:
+                wrap(module, Rung.STATISTICS, what, by=by, around=partial(_sharing_inside, axes))
+            continue
         is_shared = isinstance(vars(module).get("forward"), _SharedForward)
         if shared or (not is_shared and (always or isinstance(module, nn.SyncBatchNorm))):
             around = partial(sharing, module, axes=axes, always=always)

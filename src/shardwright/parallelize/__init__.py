@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.draws import Draws
 from shardwright.axes import layout_axes, mesh_axes
@@ -221,7 +221,8 @@ def _run_of(
     key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens)
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
-        share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
+        norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
+        share_statistics((norm for _, norm in norms), (), always=True)
     support_empty_batches(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)

@@ -72,8 +72,14 @@ def place_parameters(
             module._parameters[key] = placed[name]
             if _notes_assignments(module):
                 setattr(module, key, placed[name])  # nn.LSTM keeps its weights in a list as well
-    for module in model.modules():
+    for path, module in model.named_modules():
         _tie(module, tied)  # modules of other stages too: a tied buffer is one tensor under one name
+        for key, before in module.named_buffers(recurse=False):
+            layout = layouts.get(f"{path}.{key}".lstrip("."))
+            if id(before) not in tied and layout is not None and layout.pieces(coord):
+                # a module of another stage, whose buffer functions on this stage may read
+                module._buffers[key] = now = _local_part(before, layout, coord)
+                tied[id(before)], tied[id(now)] = (before, now), (now, now)
     held = tensors_outside(model)
     for old, new in (*((given[name], now) for name, now in placed.items()), *tied.values()):
         if id(old) in held and old is not new:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.analysis.batch_norms import batch_norms, uses_batch
+from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import owners
@@ -307,7 +307,8 @@ class Plan:
         stored = {name: p.dtype for name, p in job.model.named_parameters()}
         dtypes = {name: compute_dtype(dtype, layout) for name, dtype in stored.items()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
-        statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
+        norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
+        statistics = tuple(path for path, module in norms if uses_batch(module))
         return Plan(
             layout, layout.mesh, compute, state, uses, {}, split_into_param_groups(job.model), frozen=frozen,
             compute_dtypes=dtypes, stored_dtypes=stored, statistics=statistics,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
@@ -123,7 +123,8 @@ class DataParallel:
         The sums of gradients are derived from the plan and need no change to the model.
         """
         over = [axes[name] for name in _factor(plan).mesh_axes]
-        share_statistics((norm for _, norm in batch_norms(job.model)), over, by=self.name)
+        norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
+        share_statistics((norm for _, norm in norms), over, by=self.name)
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns one step's all-reduces of gradients, and all-gathers and all-reduces of BatchNorm statistics."""

@@ -335,10 +335,13 @@ def _compare(
     expected: TrainingOutcome,
     found: Sequence[TrainingOutcome],
     dtype: torch.dtype,
-    measure: Callable[[], DeviceDifference | None],
+    measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference | None],
     cuts: Sequence[CutShare],
 ) -> Verdict:
-    """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors."""
+    """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors.
+
+    It gets the errors, by kind and name, of the tensors that differ.
+    """
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     mesh, exact = plan.mesh, narrow == torch.float64
@@ -361,7 +364,10 @@ def _compare(
     )
     later = parameters | buffers
     differs = not all(error <= tolerance for error in (loss_error, *gradients.values(), *later.values()))
-    own = measure() if differs and narrow == dtype else None
+    kinds = {"gradients": gradients, "later": later}
+    every = ((kind, name, error) for kind, errors in kinds.items() for name, error in errors.items())
+    differing = {(kind, name): error for kind, name, error in every if not error <= tolerance}
+    own = measure(differing) if differs and narrow == dtype else None
     allowed, own_error = _allowed(own, tolerance)
     errors = {
         name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters
@@ -396,7 +402,7 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
     """Returns a function of (kind, name) for the largest allowed error, and the largest of one device's own errors."""
     if own is None:
         return lambda kind, name: tolerance, 0.0
-    kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.parameters | own.buffers}
+    kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.later}
     rounding = torch.finfo(own.narrowest).eps
     largest = max(error for errors in kinds.values() for error in errors.values())
 

@@ -51,7 +51,13 @@ _NUM_PAIRS = 3
 So one pair that moves a number across a kink of the model counts for nothing.
 """
 
+_MOST_PAIRS = 10
+"""The most pairs that are run where the first ones have shown no rounding of a tensor that differs on the ranks."""
+
 Batch = tuple[Any, Any]
+_Key = tuple[str, str]
+"""The kind of a tensor ("gradients", or "later" for parameters and buffers after the steps) and its name."""
+
 Named = dict[str, Tensor]
 
 
@@ -241,37 +247,52 @@ class DeviceDifference:
     narrowest: torch.dtype
     loss: float
     gradients: dict[str, float]
-    parameters: dict[str, float]
-    buffers: dict[str, float]
+    later: dict[str, float]
+    """Of parameters and of buffers after the steps."""
 
 
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
-    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome,
+    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, differing: Mapping[_Key, float],
 ) -> DeviceDifference | None:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
-    The result is None if no operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result
-    of :func:`reference` for the same arguments; this function calls :func:`reference` several times more.
+    ``differing`` are the errors, by kind and name, of the tensors that differ on the ranks. More runs are compared if
+    the first ones show no rounding of one of these, and it differs by less than a rounding. The result is None if no
+    operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result of :func:`reference` for
+    the same arguments; this function calls :func:`reference` several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
     if recorder.narrowest == dtype:
         return None
     h = torch.finfo(recorder.narrowest).eps
-    shifts = [(partial(_shift, h, number), partial(_shift, -h, number)) for number in range(_NUM_PAIRS)]
     shifted = partial(reference, plain, loss, batches, seed, plan, draws, eps=expected.eps)
-    pairs = [(shifted(shift=up), shifted(shift=down)) for up, down in shifts]
     changed = {name: expected.buffers[name] for name in expected.changed}
+    small = {key: error for key, error in differing.items() if error <= h}
+    pairs: list[tuple[TrainingOutcome, TrainingOutcome]] = []
+    found: list[dict[_Key, float]] = []
+    while len(pairs) < _NUM_PAIRS or (
+        len(pairs) < _MOST_PAIRS
+        and any(max(each.get(key, 0.0) for each in found) < error for key, error in small.items())
+    ):
+        up, down = (shifted(shift=partial(_shift, step, len(pairs))) for step in (h, -h))
+        pairs.append((up, down))
+        of = {
+            "gradients": _second(up.gradients, down.gradients, expected.gradients),
+            "later": _second(up.parameters, down.parameters, expected.parameters)
+            | _second(up.buffers, down.buffers, changed),
+        }
+        found.append({(kind, name): error for kind, errors in of.items() for name, error in errors.items()})
+    own = _medians(h, found)
     every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]
     losses = [max(abs(a + b - 2 * c) / max(abs(c), 1e-30) for a, b, c in each) for each in every]
     of_loss = torch.finfo(expected.loss_dtype).eps  # a number of few digits, which two runs often round alike
     return DeviceDifference(
         recorder.narrowest,
         max(median(losses) / 3**0.5, of_loss),
-        _medians(_second(up.gradients, down.gradients, expected.gradients) for up, down in pairs),
-        _medians(_second(up.parameters, down.parameters, expected.parameters) for up, down in pairs),
-        _medians(_second(up.buffers, down.buffers, changed) for up, down in pairs),
+        {name: error for (kind, name), error in own.items() if kind == "gradients"},
+        {name: error for (kind, name), error in own.items() if kind == "later"},
     )
 
 
@@ -295,6 +316,11 @@ def _second(
     return errors
 
 
-def _medians(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    every = tuple(found)
-    return {name: median(each.get(name, 0.0) for each in every) for name in every[0]}
+def _medians(rounding: float, found: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
+    """Returns each tensor's median error, or its largest error where that is less than a third of one rounding.
+
+    A gradient that comes from one rounded number has no second difference where that number moved up as far in one run
+    as down in the other. So its median may be 0 by chance, although it rounds.
+    """
+    values = {name: [each.get(name, 0.0) for each in found] for name in found[0]}
+    return {name: max(median(each), min(max(each), rounding / 3)) for name, each in values.items()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.batch_norms import derived_batch_norms
 from shardwright.analysis.call_graph import CallSite, weights_by_module
 from shardwright.analysis.costs import Cost, measured, total
 from shardwright.analysis.draw_calls import DrawCall
@@ -81,8 +82,12 @@ def cut_events(
     """
     hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
     closed = {*closed, *hooked}
+    closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
     record, inputs = _recorded(model, example, ())
     closed |= record.selecting  # only the stage that runs it knows what it selects
+    closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
+    if "" in closed:
+        raise _own_backward(model)
     best: EventStages | None = None
     failures: list[LayoutError] = []
     for finest in FINEST[:1] if names or seconds else FINEST:
@@ -201,6 +206,17 @@ def _counts(attribute: str) -> LayoutError:
     )
 
 
+def _own_backward(model: nn.Module) -> LayoutError:
+    return LayoutError(
+        f"the backward runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
+        given="an autograd function, torch.utils.checkpoint with use_reentrant=True, a checkpoint of several modules, "
+        "or a function of torch.jit.script, which the model's own code calls",
+        allowed="autograd functions and checkpoints in the code of a module inside, as a block; in the model's own, "
+        "torch.utils.checkpoint with use_reentrant=False, of one module in each call",
+        fix="move the call into a module inside, or write recompute:... in the layout in place of a checkpoint",
+    )
+
+
 def _escapes(path: str) -> LayoutError:
     return LayoutError(
         f"code outside of '{path}' reads a tensor that '{path}' makes and does not return",
@@ -233,9 +249,13 @@ def _opened(
 
 
 def _from_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch's layers, which stay one event."""
+    """Whether a module is one of torch's layers, which stay one event; those that only call others are cut inside."""
     lists = isinstance(module, nn.Sequential | nn.ModuleList)
-    return type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS and not lists
+    return type(module).__module__.startswith("torch.nn.") and type(module) not in _OF_LAYERS and not lists
+
+
+_OF_LAYERS = (*KNOWN_LOOPS, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""The modules of torch that call several layers with weights, one after the other."""
 
 
 def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:

@@ -136,7 +136,7 @@ class GhostMode(TorchFunctionMode):
                 allowed="code between modules whose calls do not depend on values",
                 fix="move what depends on values into a module of its own",
             ) from failure
-        if tensors_of(result) or versions != [tensor._version for tensor in given]:
+        if (tensors_of(result) and name != "grad.__get__") or versions != [tensor._version for tensor in given]:
             raise self._differs(f"a call of {name}")
         return result
 
@@ -187,7 +187,10 @@ class GhostMode(TorchFunctionMode):
                 given = [self._value(tensor) for tensor in given]
         with self._popped():
             with self._natively():
-                results = call(*args, **named)
+                if event.name in self._chunked.record.checkpointed and event.number is not None:
+                    results = _checkpointed(call, args, named)
+                else:
+                    results = call(*args, **named)
             results = self._marked(event, given, results)
         if self._at == self._stop and not self._is_last:
             raise ChunkStoppedError
@@ -227,7 +230,7 @@ class GhostMode(TorchFunctionMode):
                 self._keep(leaf, spec)
             elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor):
                 name, operand = event.takes[spec.operand], given[spec.operand]
-                if spec.operand not in overwritten and not _is_same(leaf, operand):
+                if not (spec.operand in overwritten or _is_same(leaf, operand) or self._is_copy(event, name)):
                     raise self._differs(f"{event} with a result of its own, where an operand was returned")
                 tag_value(leaf, name if isinstance(name, tuple) else None)  # what was received has no mark
                 written[spec.operand] = leaf  # a layer that writes in place on one device may not do so here
@@ -237,6 +240,11 @@ class GhostMode(TorchFunctionMode):
             self._keep(written[place], spec)
             self._real[spec.name] = written[place]
         return leaves[0] if tree is None else tree_unflatten(leaves, tree)
+
+    def _is_copy(self, event: ForwardEvent, name: Any) -> bool:
+        """Whether an event copies a value with other strides than in the record, and no event writes to that value."""
+        written = (each.takes[place] for each in self._events for place, _ in each.written)
+        return event.name == "contiguous" and all(each != name for each in written)
 
     def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:
         if tuple(tensor.shape) != spec.shape:
@@ -280,6 +288,17 @@ class _NativeContext:
 
     def __exit__(self, *error: object) -> None:
         _push_mode(self._mode)
+
+
+def _checkpointed(call: Callable[..., Any], args: Any, named: Any) -> Any:
+    """Calls a module under activation checkpointing, as the user's code asks for it, which knows ghosts as arguments.
+
+    The user's own call would run the module again on those. Of its hooks on saved tensors none sees what is saved here.
+    """
+    from torch.utils.checkpoint import checkpoint  # imported by the user's code: it brings torch's compiler
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        return checkpoint(call, *args, use_reentrant=False, **named)
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -19,7 +19,6 @@ from math import prod
 from torch import nn
 
 from shardwright.analysis.dim_letters import Role
-from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
@@ -37,11 +36,13 @@ _FEATURES = {
 class GraphCuts:
     """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
-    A module that asks for the shape of a parameter counts as one that reads it.
+    A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
+    code holds directly, such as the list in which a recurrent layer keeps its weights: these stay whole.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -66,9 +67,8 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
     {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
-    # what other code holds directly is read whole: a closure, or the list in which a recurrent layer keeps its weights
     held = tensors_outside(model)
-    kept = {name for name, parameter in model.named_parameters() if id(parameter) in held}
+    kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
     cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
     found = {}
     for name, use in {**recording.parameters, **recording.buffers}.items():
@@ -80,20 +80,7 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    return GraphCuts(found, readers)
-
-
-def mixing_functions(recording: Recording) -> frozenset[str]:
-    """Returns the names of custom autograd functions in the model whose backward cannot run on tensor shards.
-
-    These are the functions whose backward does more than elementwise work.
-    """
-    return frozenset(name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
-
-
-def _mixes(call: RecordedCall) -> bool:
-    """Returns whether an operator does more than elementwise work."""
-    return any(role is not Role.SAME for role in relation_of(call).letters.roles)
+    return GraphCuts(found, readers, kept)
 
 
 def _balanced(num_elements: int, size: int) -> bytes:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.structure import owners
+from shardwright.analysis.structure import BATCH_NORMS, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
@@ -48,7 +48,7 @@ from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
-from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts, mixing_functions
+from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
@@ -120,8 +120,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
 
     It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
     recorded, the layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one
-    axis cuts features, it is None for a model with backward hooks, or with autograd functions whose backward does more
-    than elementwise work. If an axis cuts samples, it is None for a model that selects experts by values.
+    axis cuts features, it is None for a model with backward hooks, or with autograd functions that it calls for some
+    numbers of samples alone. If an axis cuts samples, it is None for a model that selects experts by values.
 
     ``known`` is the plan that cuts only layers of known classes. If it would cut a weight that other code reads too,
     such as an embedding table that code uses as the output head, the share :data:`LEAST_SHARE` is enough.
@@ -139,7 +139,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     try:
         run = job.graph.run
-        functions = [name for each in job.graph.every_run for name in mixing_functions(each.recording)]
+        functions = {name for each in job.graph.every_run for name in each.recording.functions}
+        functions -= run.recording.functions.keys()  # of which nothing is known where samples are many
         cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
         return None
@@ -148,7 +149,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     if mode.row_axes and run.recording.selecting:
         return None  # ranks whose samples select other experts would gather other weights
     if mode.row_axes:
-        check_samples_apart(job.model, str(plan.layout.factor("tp")))
+        check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)
         plan = cut_rows(plan, mode)
     plan, parts = (plan, {}) if name is None else _cut_parts(plan, cuts.parts, name)
     own = _owners_of(job.model)
@@ -222,7 +223,7 @@ def _store_parts(
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
         free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
-        if len(layout.shape) < 2 or not free:
+        if len(layout.shape) < 2 or not free or name in cuts.held:
             continue  # every rank holds a copy, and the gradient is summed
         dim = max(free, key=lambda each: layout.shape[each])
         pieces, sizes = [(0, layout.shape[dim])], []
@@ -250,7 +251,8 @@ def apply_on_parts(
     returned.
     """
     if note.rows:
-        share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)
+        norms = (*batch_norms(model), *derived_batch_norms(model))
+        share_statistics((norm for _, norm in norms), [axes[name] for name in note.rows], by=by)
     mode = PartsMode(axes[note.axis]) if note.axis is not None else None
     own: dict[str, list[HeldPart]] = {}
     for path, module, name, whole in owners(model):
@@ -271,8 +273,8 @@ def apply_on_parts(
             continue
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
-        norms = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        around = partial(_norm_on_parts, mode, held) if norms and mode else partial(_on_parts, mode, held, path == "")
+        is_norm = kind_of(module) in BATCH_NORMS
+        around = partial(_norm_on_parts, mode, held) if is_norm and mode else partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     if stages is None:
         return None

@@ -38,6 +38,9 @@ from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 
+SOME = 1e-9
+"""A share of the parameter bytes that any cut exceeds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
@@ -104,8 +107,8 @@ class TensorParallel:
         return with_hints(job.model, self._placed(job, plan, mode), [a.name for a in mode.axes if a.stream != "T"])
 
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
-        if job.recorded:
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
+        if job.recorded:  # layers that are known could not be cut into stages
+            on_parts = place_on_parts(job, plan, mode, SOME)
             if on_parts is not None:
                 return on_parts
         try:
