@@ -70,7 +70,11 @@ def ending() -> None:
     """Sets SIGUSR1 to be ignored until the process ends, if this module's handler for it is still set.
 
     Python's shutdown takes time and resets handlers that are Python functions; the signal would then kill the process.
+    What was imported may be collected again: extensions built with nanobind, such as triton's, would else name on
+    stderr each function that outlived the interpreter.
     """
+    if _IS_COMMAND:
+        gc.unfreeze()
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is _pass:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
