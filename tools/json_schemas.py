@@ -1,9 +1,9 @@
 """Writes the JSON schemas of what commands print with --json, from real outputs: python tools/json_schemas.py
 
-The schemas are in src/shardwright/cli/schemas, one for each command, and one for ``plan --replay``. A key
-that every output of a command has is required;
-new keys may come, so programs that read the output should pass over keys that they do not know. The test
-tests/cli/test_schemas.py holds every command to its schema.
+The schemas are in src/shardwright/cli/schemas, one for each command, and one each for ``plan --replay`` and
+``plan --ranks``, which print something else. A key that every output of a command has is required; new keys may come,
+so programs that read the output should pass over keys that they do not know. The test tests/cli/test_schemas.py holds
+every command to its schema.
 """
 
 from __future__ import annotations
@@ -25,22 +25,29 @@ THREADS = ["--ranks", "threads"]
 
 MEANINGS = {
     "accuracy": "the share of targets that the likeliest class equals; null if the targets are no classes",
+    "all_reduce_s": "seconds of an all-reduce between two ranks, by its bytes",
     "allowed": "the tolerance of each tensor that is allowed more than the usual one",
+    "by_ranks": "an output of plan for each number of ranks",
     "bytes": "of all files",
     "checkpoint": "the path of the last checkpoint; null if there is none",
     "diverged": "the number of the step whose loss or gradient norm was not finite; null if there was none",
+    "devices": "the names of accelerators",
     "equal": "whether the layout's result is that of one device",
     "file": "the path of what was written; null if nothing was",
     "files": "paths",
     "first_loss": "of the first step of this call; null without a step",
     "last_loss": "of the last step of this call; null without a step",
+    "fit": "the number of layouts whose memory fits",
     "layout": "the layout line, in its canonical form",
-    "loss": "the mean over all samples that were read",
+    "loss": "the mean over all targets of the samples that were read; ignored targets do not count",
+    "missing": "what parts of the library lack on this machine, and what to type",
     "parameters": "of the plain model: their number, or one entry each",
     "parts": "of each start of the run that was measured: its predicted and measured figures, and how far off they are",
     "peak_memory_bytes": "of each rank, in the order of ranks",
     "predictions": "of each sample the likeliest class, or of each token of it; or the model's output",
+    "rejected": "why layouts were left out, how many for each reason, and the first of them",
     "report": "the path of the report page, or why it was not written",
+    "runner_up": "the layout line of the second best that fits; null if there is none",
     "step": "the number of training steps taken",
     "steps": "the number of training steps taken",
     "step_ms_median": "milliseconds; null with too few steps",
@@ -60,6 +67,9 @@ MEANINGS = {
 TYPES = {"trace": "string", "diverged": "integer", "file": "string", "texts": "array"}
 """The types of keys that are null in all outputs here."""
 
+DEPTHS = {"plan": 2, "doctor": 2}
+"""How many levels of objects a schema describes key by key; 1 where a name is not listed."""
+
 
 def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yields command lines whose outputs the schemas describe, by the name of the schema; later ones need earlier."""
@@ -70,8 +80,11 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield "verify", ["verify", "--layout", "dp2", *TINY]
     yield "show", ["show", "--layout", "pp2 mb2 dp2 tp2", "--memory", "--nodes", "2x4", "--explain", "token", *TINY]
     yield "show", ["show", "--layout", "single", *TINY]
-    yield "plan", ["plan", "--layout", "dp2 bf16", "--cluster", "a100-80gb:1x2", "--explain", "dp2", *TINY]
-    yield "plan", ["plan", "--layout", "dp2 bf16", "--cluster", "a100-80gb:1x2", *TINY]
+    plan = ["plan", "--cluster", "a100-80gb:1x2", *TINY]
+    yield "plan", [*plan, "--layout", "dp2 bf16", "--explain", "dp2", "--explain", "dp3"]
+    yield "plan", [*plan, "--layout", "dp2 bf16"]
+    yield "plan", [*plan, "--most-priced", "2"]
+    yield "plan-ranks", [*plan, "--ranks", "1,2", "--most-priced", "1"]
     yield "plan-replay", ["plan", "--replay", f"{run}2"]
     yield "plan-replay", ["plan", "--replay", f"{run}2", "--cluster", "a100-80gb"]
     yield "sample", ["sample", "--from", run, "--num", "3"]
@@ -127,7 +140,7 @@ def main() -> None:
             print(name, file=sys.stderr)
     SCHEMAS.mkdir(exist_ok=True)
     for name, values in outputs.items():
-        schema = merged(values, 1)
+        schema = merged(values, DEPTHS.get(name, 1))
         for key, value in schema["properties"].items():
             if key in MEANINGS:
                 value["description"] = MEANINGS[key]

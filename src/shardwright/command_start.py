@@ -38,6 +38,17 @@ def imported() -> None:
     command_signals.imported()
 
 
+def ending() -> None:
+    """Ends what holds for the time of a command; the command calls it last.
+
+    What was imported may be collected again: extensions built with nanobind, such as triton's, would else name on
+    stderr each function that outlived the interpreter. SIGUSR1 is ignored from now on.
+    """
+    if command_signals.IS_COMMAND:
+        gc.unfreeze()
+    command_signals.ending()
+
+
 def _trains_here() -> bool:
     """Returns whether this command is a ``shardwright train`` that will start ranks on this machine."""
     words = [*sys.orig_argv]

@@ -14,7 +14,7 @@ import typer
 # Only modules that `import shardwright` loads anyway stand here. A command imports train and report when it runs,
 # because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
-from shardwright import command_signals, command_start
+from shardwright import command_start
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.calibrating import calibrate
@@ -478,4 +478,4 @@ def main() -> None:
     try:
         app()
     finally:
-        command_signals.ending()
+        command_start.ending()

@@ -45,7 +45,7 @@ def write_run_page(path: Path, run: TrainingRun) -> Path:
     last = run.last
     under = " &middot; ".join(
         [f"<code>{escape(str(last.options[key]))}</code>" for key in ("model", "data") if last.options.get(key)]
-        + [escape(str(part.facts["started"])) for part in run.parts[:1] if part.facts.get("started")]
+        + [_started(part) for part in run.parts[:1] if part.facts.get("started")]
     )
     title = f"{last.options.get('model', 'A run')} under {run.layouts}" if run.layouts else run.name
     return write_html(path, title=title, under=under, sections=sections, parts=("chart", "timeline"))
@@ -90,6 +90,7 @@ def _summary(run: TrainingRun) -> str:
     times = [value for _, value in points_of(last.rows, "step_ms")]
     peaks = [max(peaks_of(part.rows)) for part in run.shown if peaks_of(part.rows)]
     several = len(run.shown) > 1
+    median_of = f"median of {last.steps}" if several else "median"
     wanted = last.options.get("steps")
     done = rows[-1]["step"] if rows else 0
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted != done else ""
@@ -99,12 +100,8 @@ def _summary(run: TrainingRun) -> str:
         ("steps", f"{done:,}{of}", format_duration(run.seconds) if run.seconds else ""),
         ("loss", _arrow(losses), "of training, first and last"),
         ("evaluation loss", _arrow(evaluated), "first and last"),
-        (
-            f"{unit}/s",
-            format_count(median(speeds)) if speeds else "",
-            f"median of {last.steps}" if several else "median",
-        ),
-        ("step time", format_duration(median(times) / 1000) if times else "", "median" + " there" * several),
+        (f"{unit}/s", format_count(median(speeds)) if speeds else "", median_of),
+        ("step time", format_duration(median(times) / 1000) if times else "", median_of),
         ("peak memory", format_bytes(max(peaks)) if peaks else "", "on the rank that holds most"),
     ]
     return f"<section>\n{fact_list(facts)}\n</section>"
@@ -113,6 +110,11 @@ def _summary(run: TrainingRun) -> str:
 def _ranks(run: TrainingRun) -> str:
     sizes = [str(part.facts["world_size"]) for part in run.shown if part.facts.get("world_size")]
     return ", then ".join(size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1])
+
+
+def _started(part: TrainingPart) -> str:
+    """Returns when a part was started, such as "2026-11-25 22:22:15 UTC", as text of HTML; "" if it does not say."""
+    return escape(str(part.facts.get("started", "")).replace("T", " ").replace("+00:00", " UTC"))
 
 
 def _arrow(losses: Sequence[float]) -> str:
@@ -133,21 +135,13 @@ def _parts(run: TrainingRun) -> Iterator[str]:
         times = [value for _, value in points_of(part.rows, "step_ms")]
         peaks = peaks_of(part.rows)
         body.append([
-            escape(part.steps.removeprefix("steps ").removeprefix("step ")), f"<code>{escape(part.layout)}</code>",
+            escape(part.steps), f"<code>{escape(part.layout)}</code>",
             escape(str(part.facts.get("world_size", ""))), _arrow(losses),
             format_duration(median(times) / 1000) if times else "", format_count(median(speeds)) if speeds else "",
-            format_bytes(max(peaks)) if peaks else "", escape(str(part.facts.get("started", ""))),
+            format_bytes(max(peaks)) if peaks else "", _started(part),
         ])  # fmt: skip
-    heads = [
-        "steps",
-        "layout",
-        "ranks",
-        "loss",
-        "step, median",
-        f"{throughput_unit(run.rows)}/s",
-        "peak memory",
-        "started",
-    ]
+    rate = f"{throughput_unit(run.rows)}/s"
+    heads = ["part", "layout", "ranks", "loss", "step, median", rate, "peak memory", "started"]
     yield section("The parts of this run", html_table(heads, body, stacked=True), name="parts")
 
 
