@@ -67,7 +67,7 @@ LINES += ["pp2/1f1b mb5 tp2x2/2d recompute:full"]  # a block's messages are unde
 
 @pytest.mark.parametrize("line", LINES)
 def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger(line):
-    layout, job, batch, records = recorded(line, 6)
+    layout, job, batch, records = recorded(line, 6 if "2d" not in line else 8)
     price = Pricing(plan_cluster(layout)).price(layout, records)
     assert not records.note, "extended from few blocks"
     plan, strategies = make_plan(job, layout)

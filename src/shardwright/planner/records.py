@@ -39,8 +39,8 @@ alternates forwards and backwards. Where messages of a backward are under way af
 microbatch, it is one microbatch more: only the third is like those that follow."""
 
 FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
-"""The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that differ in what
-they hold where they are the first or the last, the third for layouts that unshard parameters at each use
+"""The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that
+differ in what they hold where they are the first or the last, the third for layouts that unshard parameters at each use
 (``dp2/zero3``)."""
 
 Held = tuple[int, ...]
@@ -275,8 +275,7 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
         found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
     fewer, more = _both_records(shape, found)
     if found[0][0].plan.plan.recomputed and not found[0][0].plan.plan.unsharded_on_use and _differ(fewer, more):
-        with suppress(NotAlikeError):
-            fewer, more = _both_records(shape, _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED))
+        fewer, more = _both_records(shape, _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED))
     kinds = [kind_of(stage, schedule.num_stages, few_stages) for stage in range(schedule.num_stages)]
     numbers = tuple(tuple(chunks[chunk][0] for chunk in schedule.chunks_of(stage)) for stage in range(len(kinds)))
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
