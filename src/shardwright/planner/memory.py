@@ -96,9 +96,9 @@ def _moments(fewer: Sequence[Held], more: Sequence[Held], span: Span) -> Iterato
     """Yields what an action holds beyond what was held before it, at the moments of which one is the peak.
 
     Until the second block ends as much happens with all blocks as with more, but for the first moment, at which
-    gradients of all blocks may be freed. After the last block what is held is affine in their number. The last block with more
-    blocks has one before it, so that messages of that one may be under way. It stands for the second block of all and
-    for the last; those between hold no more than one of the two.
+    gradients of all blocks may be freed. After the last block what is held is affine in their number. The last block
+    with more blocks has one before it, so that messages of that one may be under way. It stands for the second block of
+    all and for the last; those between hold no more than one of the two.
     """
     low, high, at = span
     front, one_block = front_of(fewer, more)[0], len(more) - len(fewer)
