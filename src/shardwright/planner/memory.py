@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardwright.ledger.tracking import KINDS
 from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
 from shardwright.planner.moments import front_of
-from shardwright.planner.places import Place
+from shardwright.planner.places import ActionClass
 from shardwright.planner.records import Held, LayoutRecords
 
 
@@ -82,7 +82,7 @@ def _base(records: LayoutRecords, stage: int) -> Held:
     return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])
 
 
-def _most(records: LayoutRecords, stage: int, place: Place | None) -> tuple[Held, Held]:
+def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[Held, Held]:
     """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind."""
     fewer, *others = shapes_of(records.stages[stage], place)
     if not others:

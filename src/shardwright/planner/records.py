@@ -29,7 +29,15 @@ from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.moments import front_of
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
-from shardwright.planner.places import Place, has_all_actions, kind_of, places, representative, sample_chunks, stage_of
+from shardwright.planner.places import (
+    ActionClass,
+    has_all_actions,
+    kind_of,
+    places,
+    representative,
+    sample_chunks,
+    stage_of,
+)
 from shardwright.planner.rehearse import P2P, ActionRecord, MessageRecord, RankRecord, Record, WaitRecord, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
@@ -75,7 +83,7 @@ class StageRecord(NamedTuple):
     num_blocks: tuple[int, ...]
     num_microbatches: int
     base: Held
-    actions: Mapping[Place, ActionShape]
+    actions: Mapping[ActionClass, ActionShape]
     update: ActionShape
     beside: Mapping[str, int]
     offloaded_bytes: int = 0
@@ -108,8 +116,8 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
-    def places(self) -> tuple[Mapping[Action, Place], ...]:
-        """For each stage, the class (:class:`Place`) of each of its actions, by which like actions are looked up."""
+    def places(self) -> tuple[Mapping[Action, ActionClass], ...]:
+        """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
 
@@ -371,7 +379,7 @@ def _stage_records(ranks: Iterable[RankRecord], schedule: Schedule, blocks: Sequ
 
 def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks: tuple[int, ...]) -> StageRecord:
     base = held = record.by_action["begin"].moments[-1]
-    actions: dict[Place, ActionShape] = {}
+    actions: dict[ActionClass, ActionShape] = {}
     where = places(schedule, stage)
     for action in schedule.actions[stage]:
         done = record.by_action.get(str(action), ActionRecord())
