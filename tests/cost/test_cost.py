@@ -112,3 +112,18 @@ def test_rings_between_nodes_share_the_links_of_a_node():
 def test_a_product_of_no_rows_or_its_weight_gradient_takes_the_time_of_its_bytes(dims):
     record = OperatorRecord("matmul", 0, 64.0, "bf16", dims)
     assert 0 < operator_s(record, profile("a100-80gb"), Constants()) < 1e-9
+
+
+def test_a_cluster_without_nodes_is_told_how_its_own_option_is_written():
+    with pytest.raises(LayoutError) as caught:
+        Cluster.parse("a100-80gb:8")
+    assert "write a100-80gb:1x8" in str(caught.value)
+    assert "--nodes" not in str(caught.value)
+
+
+def test_a_peak_that_a_file_does_not_give_is_that_of_its_profile_and_errors_name_the_file():
+    cluster = Cluster.of_table("mine.toml", {"profile": "a100-80gb", "peak_TFLOP_per_s": {"bf16": 200}})
+    assert cluster.device.name == "a100-80gb"
+    assert (cluster.device.peak("bf16"), cluster.device.peak("fp32")) == (200e12, profile("a100-80gb").peak("fp32"))
+    with pytest.raises(PlanError, match=r"mine\.toml"):
+        Cluster.of_table("mine.toml", {"profile": "a100-80gb", "peak_TFLOP_per_s": {"bf16": "fast"}})

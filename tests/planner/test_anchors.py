@@ -45,6 +45,11 @@ def test_an_anchor_without_seconds_is_refused(text):
         parse_anchor(text)
 
 
+def test_an_anchor_faster_than_the_peak_of_the_device_is_refused():
+    with pytest.raises(PlanError, match="no step can take as few seconds"):
+        plans(anchors={"dp2": 1e-15})
+
+
 def test_an_anchor_that_cannot_be_on_the_cluster_is_refused():
     with pytest.raises(LayoutError, match="another number of ranks"):
         plans(anchors={"dp4": 1.0})

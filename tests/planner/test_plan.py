@@ -21,6 +21,7 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
+from shardwright.planner.memory import memory_by_stage
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_of_stage
 from shardwright.planner.records import record_layout
@@ -61,11 +62,12 @@ def ledger_bytes(job, layout, batch, stage):
 
 
 LINES = ["dp2 bf16", "dp2 bf16 recompute:full", "pp2/1f1b mb5 dp2 bf16", "pp2/1f1b/scatter mb5 tp2 bf16"]
+LINES += ["pp2/1f1b mb5 tp2x2/2d recompute:full"]  # a block's messages are under way while the next is recomputed
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger(line):
-    layout, job, batch, records = recorded(line, 6)
+    layout, job, batch, records = recorded(line, 6 if "2d" not in line else 8)
     price = Pricing(plan_cluster(layout)).price(layout, records)
     assert not records.note, "extended from few blocks"
     plan, strategies = make_plan(job, layout)
@@ -78,6 +80,13 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
         assert dict(traffic_of_stage(records, stage)) == by_axis
         memory = sum(price.memory[stage].by_kind.values())
         assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
+
+
+@pytest.mark.parametrize("line", ["mb5 dp2/zero2", "pp2/zb-h1 mb5 dp2/zero2 recompute:full"])
+def test_sums_that_are_under_way_after_a_backward_are_in_the_memory_of_every_later_one(line):
+    layout, job, batch, records = recorded(line, 4)
+    for stage, memory in enumerate(memory_by_stage(records)):
+        assert sum(memory.by_kind.values()) == ledger_bytes(job, layout, batch, stage)
 
 
 def plan_cluster(layout):

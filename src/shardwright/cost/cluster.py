@@ -12,7 +12,7 @@ from shardwright.comm.recorder import ring_factor
 from shardwright.cost.calibration import Calibration, calibration_in, num_hops
 from shardwright.cost.constants import Constants, Source
 from shardwright.cost.device import NUMBERS, Device, device_of, figures_of, profile, read_table
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.nodes import Nodes
 
 MOST_OVER = 1.5
@@ -55,7 +55,11 @@ class Cluster:
         is_file = name.endswith(".toml")
         found = cls.of_table(name, read_table(Path(name))) if is_file else cls(profile(name), Nodes(1, RANKS_PER_NODE))
         if nodes:
-            return replace(found, nodes=Nodes.parse(nodes))
+            try:
+                return replace(found, nodes=Nodes.parse(nodes))
+            except LayoutError as error:  # its fix names another option
+                fix = f"write {name}:1x{nodes if nodes.isdecimal() else 8}"
+                raise LayoutError(error.what, given=text, allowed="NAME:NODESxRANKS, as 2x8", fix=fix) from None
         if found.has_nodes:
             return found
         if num_ranks is None or colon:
@@ -131,7 +135,10 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
         return device_of(path, table)
     known = profile(str(base))
     figures = {"type": known.type, "source": f"{base}, changed in {path}", **figures_of(known)}
-    found = device_of(str(base), {**figures, **table})
+    peaks = table.get("peak_TFLOP_per_s", {})
+    if isinstance(peaks, Mapping):  # a peak that the file does not give is that of the profile
+        table = {**table, "peak_TFLOP_per_s": {**figures["peak_TFLOP_per_s"], **peaks}}
+    found = replace(device_of(path, {**figures, **table}), name=known.name)
     notes = [
         f"{path}: {key} = {table[key]:g} is more than {MOST_OVER} times that of {base}, {figures[key]:g}: "
         "is it with sparsity, or of both ways?"

@@ -114,7 +114,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", HOST_LINK, *NUMBERS, *KEYS}
     for key in table.keys() - known:
         raise PlanError(
-            f"the profile '{name}' has a key that means nothing",
+            f"'{name}' has a key that means nothing",
             given=key,
             allowed=", ".join(sorted(known)),
             fix=f"write {nearest(key, sorted(known))}",
@@ -154,4 +154,4 @@ def _is_positive(value: Any) -> bool:
 
 def _wrong(name: str, key: str, given: Any, allowed: str) -> PlanError:
     fix = f"write {key} into the file"
-    return PlanError(f"the profile '{name}' has no '{key}' that can be used", given=given, allowed=allowed, fix=fix)
+    return PlanError(f"'{name}' has no '{key}' that can be used", given=given, allowed=allowed, fix=fix)

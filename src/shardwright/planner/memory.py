@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import add
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add, sub
 from typing import NamedTuple
 
 from shardwright.ledger.tracking import KINDS
-from shardwright.planner.extended import at_blocks, shapes_of, span_of
+from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
+from shardwright.planner.moments import front_of
 from shardwright.planner.places import ActionClass
 from shardwright.planner.records import Held, LayoutRecords
 
@@ -82,18 +83,35 @@ def _base(records: LayoutRecords, stage: int) -> Held:
 
 
 def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[Held, Held]:
-    """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind.
-
-    Moments of the first half are matched from the start, those of the second from the end: between the two stand
-    blocks alike, of which the first or the last holds most.
-    """
+    """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind."""
     fewer, *others = shapes_of(records.stages[stage], place)
     if not others:
         return max(fewer.moments, key=sum), fewer.net
     (more,), span = others, span_of(records, stage, place)
-    half = len(fewer.moments) // 2
-    pairs = [*zip(fewer.moments[:half], more.moments[:half], strict=True)]
-    pairs += zip(fewer.moments[half:], more.moments[len(more.moments) - len(fewer.moments) + half :], strict=True)
-    moments = [at_blocks(span, pair) for pair in pairs]
-    net = at_blocks(span, (fewer.net, more.net))
-    return tuple(map(round, max(moments, key=sum))), tuple(map(round, net))
+    found = max(_moments(fewer.moments, more.moments, span), key=sum)
+    return tuple(map(round, found)), tuple(map(round, at_blocks(span, (fewer.net, more.net))))
+
+
+def _moments(fewer: Sequence[Held], more: Sequence[Held], span: Span) -> Iterator[tuple[float, ...]]:
+    """Yields what an action holds beyond what was held before it, at the moments of which one is the peak.
+
+    Until the second block ends as much happens with all blocks as with more, but for the first moment, at which
+    gradients of all blocks may be freed. After the last block what is held is affine in their number. The last block
+    with more blocks has one before it, so that messages of that one may be under way. It stands for the second block of
+    all and for the last; those between hold no more than one of the two.
+    """
+    low, high, at = span
+    front, one_block = front_of(fewer, more)[0], len(more) - len(fewer)
+    if at < high or high == low or not one_block:
+        yield from (
+            at_blocks(span, (before, more[number if number < front else number + one_block]))
+            for number, before in enumerate(fewer)
+        )
+        return
+    until = front + one_block
+    behind = [at_blocks(span, pair) for pair in zip(fewer[front:], more[until:], strict=True)]
+    ends = behind[0] if behind else at_blocks(span, (fewer[-1], more[-1]))
+    first, last = at_blocks(span, (fewer[0], more[0])), more[until if behind else -1]
+    for moments, shift in ((more[:until], map(sub, first, more[0])), (more[front:until], map(sub, ends, last))):
+        yield tuple(map(add, max(moments, key=sum), shift))
+    yield from behind

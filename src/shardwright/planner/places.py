@@ -12,8 +12,9 @@ class ActionClass(NamedTuple):
     """The class of an action in the schedule of its stage; actions of one class are taken to do the same.
 
     ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` says whether the
-    action is the first, the last or the only one of this slot and kind, or between. ``after`` names the previous action
-    of the stage by slot and kind, such as "0B", and ``before`` the next one; "" if there is none. What an action
+    action is the first, the last or the only one of this slot and kind, or between; of backwards the second is apart,
+    since sums of gradients that the first two begin are under way in all later ones. ``after`` names the previous
+    action of the stage by slot and kind, such as "0B", and ``before`` the next one; "" if there is none. What an action
     allocates and frees depends on them, since a stage begins to receive for the next action.
     """
 
@@ -35,7 +36,8 @@ def places(schedule: Schedule, stage: int) -> dict[Action, ActionClass]:
     found = {}
     for (slot, kind), actions in seen.items():
         for number, action in enumerate(actions):
-            order = "first" if number == 0 else "last" if action is actions[-1] else "between"
+            early = {0: "first", 1: "between" if kind == "F" else "second"}
+            order = "last" if number and action is actions[-1] else early.get(number, "between")
             order = "only" if len(actions) == 1 else order
             found[action] = ActionClass(slot, kind, order, *around[action])
     return found
@@ -44,20 +46,29 @@ def places(schedule: Schedule, stage: int) -> dict[Action, ActionClass]:
 def like(place: ActionClass, actions: Iterable[ActionClass]) -> ActionClass | None:
     """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
 
-    Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "between" and "last"
-    may stand for each other. Of these, the one with the most equal order and neighbours is returned.
+    Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "second", "between"
+    and "last" may stand for each other. Of these, the one with the most equal order and neighbours is returned.
     """
-    orders = {"between": ("between", "last"), "last": ("last", "between")}.get(place.order, (place.order,))
-    known = [each for each in actions if each[:2] == place[:2] and each.order in orders]
+    orders = _LATER if place.order in _LATER else (place.order,)
+    known = sorted((each for each in actions if each[:2] == place[:2] and each.order in orders), key=_is_last)
     if not known:
         return None
     own = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
+    middle = [each for each in _LATER if (each == "last") == (place.order == "last")]
 
     def likeness(each: ActionClass) -> tuple[bool, ...]:
         same = each.after == place.after, each.before == place.before
-        return (each.order == place.order, all(same), *same) if own else (all(same), *same, each.order == place.order)
+        order = each.order == place.order
+        return (order or each.order in middle, all(same), *same, order) if own else (all(same), *same, order)
 
     return max(known, key=likeness)
+
+
+_LATER = ("second", "between", "last")
+
+
+def _is_last(place: ActionClass) -> bool:
+    return place.order == "last"
 
 
 def kind_of(stage: int, num_stages: int, few: int) -> int:

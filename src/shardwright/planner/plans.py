@@ -329,7 +329,7 @@ def plan_layouts(
         return records
 
     num_samples, pricing = num_rows(batch), Pricing(cluster, model_plans.kind)
-    known = [(_priced_anchor(line, pricing, num_samples, record), s) for line, s in anchors.items()]
+    known = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
     if layout is not None:
         _check_ranks(layout, cluster)
@@ -362,12 +362,25 @@ def _rank(price: Price, limit: float) -> tuple[bool, float]:
     return not fits, price.step_s if fits else price.memory_bytes
 
 
-def _priced_anchor(line: str, pricing: Pricing, batch: int, record: Recorder) -> Price:
-    """Returns the price of a layout that has run. Raises LayoutError: it cannot be on this cluster with this batch."""
+def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: Recorder) -> Price:
+    """Returns the price of a layout that has run.
+
+    Raises: LayoutError: it cannot be on this cluster with this batch. PlanError: its step takes fewer seconds than the
+        model's FLOPs do at the device's peak.
+    """
     layout = Layout.parse(line)
     _check_ranks(layout, pricing.cluster)
     check_samples(layout, batch)
-    return pricing.price(layout, record(layout, batch))
+    price = pricing.price(layout, record(layout, batch))
+    least_s = price.flops / pricing.cluster.device.peak(layout.precision)
+    if measured_s < least_s:
+        raise PlanError(
+            "no step can take as few seconds as the anchor says",
+            given=f"{line}={measured_s:g}",
+            allowed=f"{least_s:.3g} s or more: the model's FLOPs at the peak of {pricing.cluster.device.name}",
+            fix="write the seconds of one whole step with this batch, on the accelerator that the cluster names",
+        )
+    return price
 
 
 def _check_ranks(layout: Layout, cluster: Cluster) -> None:

@@ -22,11 +22,10 @@ from shardwright.planner.extended import at_blocks, shapes_of, span_of
 from shardwright.planner.memory import StageMemory, memory_by_stage
 from shardwright.planner.places import ActionClass
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
-from shardwright.planner.rehearse import MessageRecord
+from shardwright.planner.rehearse import P2P, MessageRecord
 from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
-P2P = ("send", "receive")
 MOVED_SHARE = 1 / 3
 """The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
 the host holds two moments of its size."""

@@ -27,6 +27,7 @@ from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.planner.moments import front_of
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
 from shardwright.planner.places import (
     ActionClass,
@@ -37,16 +38,18 @@ from shardwright.planner.places import (
     sample_chunks,
     stage_of,
 )
-from shardwright.planner.rehearse import ActionRecord, MessageRecord, RankRecord, Record, rehearse
+from shardwright.planner.rehearse import P2P, ActionRecord, MessageRecord, RankRecord, Record, WaitRecord, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
 """The numbers of stages, and of microbatches on a single stage, that are rehearsed: the first, one between, the last.
 Several stages are rehearsed with at least two microbatches more than stages, if the layout has as many, so that each
-alternates forwards and backwards."""
+alternates forwards and backwards. Where messages of a backward are under way after it, as sums of gradients in each
+microbatch, it is one microbatch more: only the third is like those that follow."""
 
-FEWER_AND_MORE, WHERE_UNSHARDED = (1, 2), (4, 5)
-"""The numbers of blocks in each chunk in the two rehearsals; the second pair is for layouts that unshard parameters at
-each use (``dp2/zero3``)."""
+FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
+"""The numbers of blocks in each chunk in the two rehearsals. The second pair is for recomputed blocks that
+differ in what they hold where they are the first or the last, the third for layouts that unshard parameters at each use
+(``dp2/zero3``)."""
 
 Held = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
@@ -246,7 +249,29 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
     few = num_stages + 2 if num_stages > 1 else FEW_MICROBATCHES
     for number in dict.fromkeys(min(each, all_of_them) for each in (few, 2 * num_stages, all_of_them)):
         with suppress(LayoutError):
-            yield shape.planned(job, _with_few(shape.layout, num_stages, number))
+            planned = shape.planned(job, _with_few(shape.layout, num_stages, number))
+            if number < all_of_them and _leaves_messages(shape, planned):
+                with suppress(LayoutError):
+                    yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
+            yield planned
+
+
+def _leaves_messages(shape: _Shape, planned: _JobLayout) -> bool:
+    """Returns whether a backward before the last begins sums of sharded gradients that are under way after it."""
+    job, _, made, few = planned
+    plan = made.plan
+    if all(plan.state[name].gradient == plan.compute[name] for name in plan.state):
+        return False
+    rank = rehearse(job, made, 0, few, shape.device_type, shape.optimizer)
+    backwards = [each for each in planned.schedule.actions[0] if each.kind != "F"]
+    records = [rank.by_action.get(str(each), ActionRecord()).records for each in backwards[:-1]]
+    return any(_under_way(each) for each in records)
+
+
+def _under_way(records: Sequence[Record]) -> bool:
+    awaited = {each.began for each in records if isinstance(each, WaitRecord)}
+    began = {i for i, each in enumerate(records) if isinstance(each, MessageRecord) and each.kind not in P2P}
+    return bool(began - awaited)
 
 
 def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> LayoutRecords:
@@ -256,13 +281,27 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     found = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE)
     if found[0][0].plan.plan.unsharded_on_use:
         found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
-    fewer, more = ([*_stage_records(shape.rehearsed(planned), planned.schedule, sizes)] for planned, sizes in found)
+    fewer, more = _both_records(shape, found)
+    if found[0][0].plan.plan.recomputed and not found[0][0].plan.plan.unsharded_on_use and _differ(fewer, more):
+        fewer, more = _both_records(shape, _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED))
     kinds = [kind_of(stage, schedule.num_stages, few_stages) for stage in range(schedule.num_stages)]
     numbers = tuple(tuple(chunks[chunk][0] for chunk in schedule.chunks_of(stage)) for stage in range(len(kinds)))
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
     return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages)
+
+
+def _both_records(shape: _Shape, found: Sequence[tuple[_JobLayout, Sequence[int]]]) -> list[list[StageRecord]]:
+    """Rehearses all stages with fewer and with more blocks."""
+    return [[*_stage_records(shape.rehearsed(planned), planned.schedule, sizes)] for planned, sizes in found]
+
+
+def _differ(fewer: Sequence[StageRecord], more: Sequence[StageRecord]) -> bool:
+    """Returns whether a block holds something else where others come before or after it."""
+    pairs = ((few.actions[place], many.actions.get(place)) for few, many in zip(fewer, more, strict=True)
+             for place in few.actions)  # fmt: skip
+    return any(front_of(few.moments, many.moments)[1] > 0 for few, many in pairs if many is not None)
 
 
 def _planned_few(

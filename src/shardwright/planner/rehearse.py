@@ -20,6 +20,9 @@ from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
 
+P2P = ("send", "receive")
+"""The kinds of messages between pipeline stages."""
+
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
