@@ -81,6 +81,12 @@ def test_a_link_in_a_run_folder_never_makes_a_run_write_elsewhere(tmp_path, name
     assert other.read_text() == "mine\n"
 
 
+def test_a_file_in_place_of_the_folder_of_checkpoints_is_refused_before_any_step(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    assert f"'{tmp_path / 'checkpoints'}' is no folder" in refused(*TRAIN, "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_a_lock_that_is_a_link_empties_no_file(trained, tmp_path):
     (tmp_path / "other").write_text("mine\n")
     (tmp_path / ".saving").symlink_to(tmp_path / "other")
