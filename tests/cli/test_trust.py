@@ -362,6 +362,16 @@ def test_ctrl_c_at_the_first_import_that_the_library_makes_ends_the_command_in_o
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
+def test_ctrl_c_while_python_ends_prints_nothing(tmp_path):
+    told = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+    (tmp_path / "sitecustomize.py").write_text(told)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
+    words = [sys.executable, "-m", "shardwright.cli", "--version"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("shardwright ")
+    assert (done.returncode, done.stderr) == (-2, "")
+
+
 def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):
     signals = code_that_signals("SIGUSR1") + code_that_signals("SIGTERM")
     runs = f"assert gc.isenabled() and gc.get_freeze_count() > 1e5\n{signals}"
