@@ -50,10 +50,13 @@ def imported() -> None:
 
 
 def ending() -> None:
-    """Sets SIGUSR1 to be ignored until the process ends, if this module's handler for it is still set.
+    """Sets what signals do until the process ends: SIGUSR1 is ignored if this module's handler for it is still set.
 
     Python's shutdown takes time and resets handlers that are Python functions; the signal would then kill the process.
+    Ctrl-C ends it at once, where Python would print a traceback of what it just destroys.
     """
+    if IS_COMMAND and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     if hasattr(_signal, "SIGUSR1") and _signal.getsignal(_signal.SIGUSR1) is _pass:
         _signal.signal(_signal.SIGUSR1, _signal.SIG_IGN)
 

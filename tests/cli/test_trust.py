@@ -81,6 +81,12 @@ def test_a_link_in_a_run_folder_never_makes_a_run_write_elsewhere(tmp_path, name
     assert other.read_text() == "mine\n"
 
 
+def test_a_file_in_place_of_the_folder_of_checkpoints_is_refused_before_any_step(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    assert f"'{tmp_path / 'checkpoints'}' is no folder" in refused(*TRAIN, "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_a_lock_that_is_a_link_empties_no_file(trained, tmp_path):
     (tmp_path / "other").write_text("mine\n")
     (tmp_path / ".saving").symlink_to(tmp_path / "other")
@@ -354,6 +360,16 @@ def test_ctrl_c_at_the_first_import_that_the_library_makes_ends_the_command_in_o
     words = [sys.executable, *command, "--help"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_ctrl_c_while_python_ends_prints_nothing(tmp_path):
+    told = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+    (tmp_path / "sitecustomize.py").write_text(told)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
+    words = [sys.executable, "-m", "shardwright.cli", "--version"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("shardwright ")
+    assert (done.returncode, done.stderr) == (-2, "")
 
 
 def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_warning_changes_nothing(tmp_path):

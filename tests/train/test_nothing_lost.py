@@ -22,8 +22,16 @@ from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
+from shardwright.comm.backends.message_blocks import MessageBlock
 from shardwright.comm.launch import launch
-from shardwright.errors import CheckpointError, LayoutError, PlanError, RankDifferenceError, RankFailedError
+from shardwright.errors import (
+    CheckpointError,
+    CommunicationError,
+    LayoutError,
+    PlanError,
+    RankDifferenceError,
+    RankFailedError,
+)
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.step import TrainStep
@@ -191,6 +199,13 @@ def test_ranks_that_cannot_meet_since_the_temporary_folder_is_full_are_refused(t
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(PlanError, match="there is no folder for temporary files"):
         launch(print, 2)
+
+
+def test_a_block_of_shared_memory_that_cannot_be_had_is_explained():
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
+    with small_files(200), pytest.raises(CommunicationError, match=r"no shared memory for a message\n +given: +4,096"):
+        MessageBlock.new(4096)
+    assert before is None or len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- an error

@@ -11,13 +11,22 @@ from typing import Any
 from shardwright.errors import PlanError
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import fingerprint
+from shardwright.train.out_folder import CHECKPOINTS
 
 
 def check_regular(out: Path) -> None:
     """Raises PlanError unless a run's folder holds only regular files, folders and links to folders.
 
-    Writes to a link to a file, a device or a pipe would go elsewhere.
+    Writes to a link to a file, a device or a pipe would go elsewhere. A file in place of the folder of checkpoints,
+    which would be found when the first one is written, is refused too.
     """
+    if (out / CHECKPOINTS).is_file():
+        raise PlanError(
+            f"'{out / CHECKPOINTS}' is no folder",
+            given="a file",
+            allowed="the folder of the run's checkpoints, or none",
+            fix="remove it if you know what it is, or give another --out",
+        )
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or path.is_dir()):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
-from shardwright.errors import PlanError
+from shardwright.errors import CommunicationError, PlanError
 from shardwright.tensor_bytes import bytes_of
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
@@ -111,14 +111,26 @@ class MessageBlock:
 
     @staticmethod
     def new(num_bytes: int) -> MessageBlock:
-        """Returns a new shared-memory buffer of ``num_bytes`` over an unnamed file."""
+        """Returns a new shared-memory buffer of ``num_bytes`` over an unnamed file.
+
+        Raises: CommunicationError: it cannot have so many bytes, as under a limit of a file's size (``ulimit -f``).
+        """
         if hasattr(os, "memfd_create"):
             handle = os.memfd_create("shardwright", 0)
         else:
             with tempfile.TemporaryFile() as file:
                 handle = os.dup(file.fileno())
-        os.ftruncate(handle, num_bytes)
-        return MessageBlock(handle, num_bytes)
+        try:
+            os.ftruncate(handle, num_bytes)
+            return MessageBlock(handle, num_bytes)
+        except OSError as failure:
+            os.close(handle)
+            raise CommunicationError(
+                "there is no shared memory for a message",
+                given=f"{num_bytes:,} bytes: {failure.strerror}",
+                allowed="memory for it, and no smaller limit of a file (ulimit -f)",
+                fix='raise the limit, or launch with links="sockets"',
+            ) from failure
 
 
 class MessageExchange:
