@@ -32,7 +32,7 @@ from shardwright.parallelize.overlapped_update import overlapped_offload
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch
+from shardwright.train.data import Dataset, Indices, SampleOrder, fingerprint, global_batch
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
@@ -191,7 +191,7 @@ class _Training:
             devices.use_deterministic_kernels()
         plain, loss, _, self.data = found = opened(config)
         self.eval_data = other_split(config, found, "eval")
-        self.order = Order(len(self.data), config.batch, config.seed)
+        self.order = SampleOrder(len(self.data), config.batch, config.seed)
         self.tokens_per_sample = num_tokens(self.data)
         self.seconds = agreed_seconds(config, world)
         self.run = parallelize(
