@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -17,7 +16,7 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 
 
 def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()) -> None:
-    """Raises PlanError if the optimizer computes gradients itself, or cannot update a rank's shards alone.
+    """Raises PlanError if the optimizer is none, or cannot update a rank's shards alone.
 
     Such an optimizer needs whole tensors, or keeps state for all parameters together. ``kind`` is its class and
     ``options`` are its options. ``given`` are its parameters as torch takes them: dicts among these are parameter
@@ -32,14 +31,6 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
             given=shown,
             allowed="a class of torch.optim, or a function that is called as one",
             fix="write run.optimizer(torch.optim.AdamW, lr=1e-3)",
-        )
-    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
-    if closure is not None and closure.default is closure.empty:
-        raise PlanError(
-            f"{kind.__name__} computes the loss anew within its step, by a closure",
-            given=f"{kind.__name__}, whose step needs a closure",
-            allowed="optimizers that take one step for one gradient: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
-            fix="use torch.optim.AdamW",
         )
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
