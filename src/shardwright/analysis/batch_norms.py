@@ -139,11 +139,11 @@ def _normalized_by_zeros(module: Any, input: Tensor) -> Tensor:
 
 
 def _without_statistics(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    with _IgnoresStatistics():
+    with _IgnoresBatch():
         return forward(*args, **named)
 
 
-class _IgnoresStatistics(TorchFunctionMode):
+class _IgnoresBatch(TorchFunctionMode):
     """Computes batch norms as in evaluation, of a result of the right shape."""
 
     def __torch_function__(

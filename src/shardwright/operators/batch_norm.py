@@ -195,7 +195,7 @@ def _check_count(input: Tensor, count: Tensor) -> None:
 
 
 @dataclass
-class _SharedInside:
+class _SharedNormCode:
     """The forward of a subclass of a BatchNorm: its own code, whose batch norm takes statistics over ``axes``."""
 
     inner: Forward
@@ -257,8 +257,8 @@ def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: 
 
 
 def _sharing_inside(axes: Sequence[Axis], inner: Forward) -> Forward:
-    before, own = (inner.axes, inner.inner) if isinstance(inner, _SharedInside) else ((), inner)
-    return _SharedInside(own, (*before, *(axis for axis in axes if axis.size > 1)))
+    before, own = (inner.axes, inner.inner) if isinstance(inner, _SharedNormCode) else ((), inner)
+    return _SharedNormCode(own, (*before, *(axis for axis in axes if axis.size > 1)))
 
 
 def share_statistics(
