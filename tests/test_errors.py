@@ -62,7 +62,6 @@ WHOLE = {
     ("checkpoint/manifest.py", "CheckpointError(found[1])"): RELAYED,
     ("parallelize/filling.py", "CheckpointError(found[1])"): RELAYED,
     ("weights/saving.py", "CheckpointError(found[1])"): RELAYED,
-    ("train/loop.py", "PlanError(found[1])"): RELAYED,
     ("train/out_folder.py", "PlanError(found[1])"): RELAYED,
     ("train/loop.py", "PlanError(wrong[1])"): RELAYED,
     ("comm/backends/threads.py", "CommunicationError(str(self.failure))"): RELAYED,

@@ -41,10 +41,10 @@ def imported() -> None:
 def ending() -> None:
     """Ends what holds for the time of a command; the command calls it last.
 
-    What was imported may be collected again: extensions built with nanobind, such as triton's, would else name on
-    stderr each function that outlived the interpreter. SIGUSR1 is ignored from now on.
+    SIGUSR1 is ignored from now on. Beside triton, what was imported may be collected again, which takes a third of a
+    second: its extensions, built with nanobind, would else name on stderr each function that outlived the interpreter.
     """
-    if command_signals.IS_COMMAND:
+    if command_signals.IS_COMMAND and "triton" in sys.modules:
         gc.unfreeze()
     command_signals.ending()
 

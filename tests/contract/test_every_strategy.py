@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -255,7 +257,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(strategy):
 def test_an_option_that_nobody_declares_is_refused_on_every_rank(strategy):
     text = check_refused(f"{spelling(strategy, 2)}/no-such-option", DEEP.model)
     assert "no-such-option" in text
-    assert f"write {strategy.axis}2" in text
+    assert re.search(rf"write {strategy.axis}[12]", text)
 
 
 @pytest.mark.sampled(1)
