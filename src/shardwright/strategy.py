@@ -143,8 +143,10 @@ def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None 
         mixes = isinstance(module, nn.modules.batchnorm._NormBase)
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             mixes = module.track_running_stats  # it keeps a mean over the samples
+        if not mixes:
+            continue
         is_known = type(module) in BATCH_NORMS or (graph is not None and graph.normalises_once(name))
-        if mixes and (not is_known or "forward" in vars(module)):
+        if not is_known or "forward" in vars(module):
             raise LayoutError(
                 f"'{name}' computes statistics over the batch, which '{factor}' cuts",
                 given=f"{type(module).__name__} on {factor}",
