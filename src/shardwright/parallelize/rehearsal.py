@@ -75,9 +75,11 @@ def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
             for t, is_scattered in zip(tensors, scattered or (False,) * len(tensors), strict=True)
         )
 
-    return tuple(
-        {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()} for each in found
-    )
+    known = {
+        id(each): {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
+        for each in {id(each): each for each in found}.values()
+    }
+    return tuple(known[id(each)] for each in found)
 
 
 def values_crossing(
