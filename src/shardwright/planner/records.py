@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.axes import layout_axes, mesh_axes
@@ -27,6 +27,7 @@ from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.moments import front_of
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
 from shardwright.planner.places import (
@@ -279,10 +280,13 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     few_stages = min(FEW_STAGES, schedule.num_stages)
     _check_kinds(schedule, chunks, few_stages)
     found = _planned_few(shape, chunks, model_plans, FEWER_AND_MORE)
-    if found[0][0].plan.plan.unsharded_on_use:
+    plan = found[0][0].plan.plan
+    if plan.unsharded_on_use:
         found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
     fewer, more = _both_records(shape, found)
-    if found[0][0].plan.plan.recomputed and not found[0][0].plan.plan.unsharded_on_use and _differ(fewer, more):
+    # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
+    begin = _begin_the_model(shape.job.model, model_plans.blocks)
+    if plan.recomputed and not plan.unsharded_on_use and not begin and _differ(fewer, more):
         fewer, more = _both_records(shape, _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED))
     kinds = [kind_of(stage, schedule.num_stages, few_stages) for stage in range(schedule.num_stages)]
     numbers = tuple(tuple(chunks[chunk][0] for chunk in schedule.chunks_of(stage)) for stage in range(len(kinds)))
@@ -290,6 +294,12 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
     return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages)
+
+
+def _begin_the_model(model: nn.Module, blocks: AlikeBlocks | None) -> bool:
+    """Returns whether the model's first parameter is in the first of its alike blocks, which takes its inputs then."""
+    first = next((name for name, _ in model.named_parameters()), "")
+    return blocks is not None and first.startswith(f"{blocks.names[0]}.")
 
 
 def _both_records(shape: _Shape, found: Sequence[tuple[_JobLayout, Sequence[int]]]) -> list[list[StageRecord]]:
