@@ -141,7 +141,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         run = job.graph.run
         functions = [name for each in job.graph.every_run for name in mixing_functions(each.recording)]
         cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
-    except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
+    except Exception:  # a forward of the user's model, without values: whatever it raises, the model is not recorded
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
