@@ -22,7 +22,7 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.errors import PlanError
 from shardwright.models.convnet import ConvNetConfig, build_convnet
-from shardwright.train.data import Cifar10, Order, global_batch
+from shardwright.train.data import Cifar10, SampleOrder, global_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, options_of, ratio_rows, write
@@ -146,7 +146,7 @@ def measure(world, folder, layouts, epochs, share, dtype):
     everyone, each = world.everyone(), variants(world, layouts, dtype)
     train, test = (global_batch(data, range(len(data))) for data in (Cifar10(folder), Cifar10(folder, split="eval")))
     train, test = ((pictures.to(dtype), labels) for pictures, labels in (train, test))
-    order, rows = Order(len(train[1]), BATCH, seed=0), []
+    order, rows = SampleOrder(len(train[1]), BATCH, seed=0), []
     num_steps = math.ceil(order.num_steps_per_epoch * share)
     for epoch in range(epochs):
         first = epoch * order.num_steps_per_epoch

@@ -23,7 +23,7 @@ from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 
 
 class Strategy(Protocol):
@@ -76,7 +76,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy | None:
         """Changes the forwards and the loss of this rank's model in place, after its parameters were sharded.
 
         Returns what the strategy adds to the training step, such as hooks on its events, or None if it adds nothing.
@@ -103,7 +103,7 @@ def cuts_of_traffic(strategy: Strategy, plan: Plan) -> TrafficCuts | None:
 
 def apply_in_turn(
     strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
-) -> tuple[Job, tuple[Applied, ...]]:
+) -> tuple[Job, tuple[AppliedStrategy, ...]]:
     """Applies the strategies to this rank's modules in order; the collectives of each are recorded under its name.
 
     Returns the job, with the ``frame`` (code to run around the model's forward) of the last strategy that has one, and

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.analysis.arguments import bind
-from shardwright.analysis.call_graph import Chunked, prepare, read_graph, run, sites
+from shardwright.analysis.call_graph import ChunkedModel, prepare, read_graph, run, sites
 from shardwright.analysis.structure import trace
 from shardwright.errors import LayoutError
 
@@ -37,7 +37,7 @@ READS = {
 def test_what_is_computed_from_a_weight_follows_the_weight(name):
     model, x = Reads(READS[name]), torch.randn(2, 3)
     graph = read_graph(model)
-    chunked = Chunked(graph, {site: 0 for _, site in sites(graph) if site is not None}, 1)
+    chunked = ChunkedModel(graph, {site: 0 for _, site in sites(graph) if site is not None}, 1)
     ready = prepare(model, chunked, 0)
     for _ in range(2):
         torch.testing.assert_close(run(ready, bind(chunked, x)), model(x), rtol=0, atol=0)

@@ -9,7 +9,7 @@ from torch import nn
 from shardwright import devices
 from shardwright.ledger.account import predict_memory
 from shardwright.ledger.device_memory import DeviceMemory, beside_tensors, workspace_bytes
-from shardwright.ledger.tracking import Account, MemorySnapshot, Tracker
+from shardwright.ledger.tracking import MemoryAccount, MemorySnapshot, Tracker
 from shardwright.models import CrossEntropy
 from shardwright.plan.plan import Job
 from shardwright.report.memory import memory_data, memory_text
@@ -134,12 +134,12 @@ def test_an_accelerators_optimizer_takes_all_parameters_at_once_as_torch_does_th
 
 def test_the_estimates_stand_below_the_table_and_in_the_data():
     moments = (MemorySnapshot("0B0", (2048, 0, 0, 0, 0, 0, 0, 0, 0)),)
-    card = Account(moments, beside={"rounding": 24, "segments": 2**20, "workspace": 64 * MIB, "nccl": 128 * MIB})
+    card = MemoryAccount(moments, beside={"rounding": 24, "segments": 2**20, "workspace": 64 * MIB, "nccl": 128 * MIB})
     last = memory_text({0: card}).splitlines()[-1]
     assert last == (
         "Beside tensors the device holds, as an estimate: rounding 24 B, free in segments 1.0 MiB, "
         "cuBLAS's workspace 64.0 MiB, NCCL's buffers 128.0 MiB."
     )
     assert memory_data({0: card})[0]["predicted"]["beside"] == card.beside
-    assert "Beside" not in memory_text({0: Account(moments)})
-    assert "beside" not in memory_data({0: Account(moments)})[0]["predicted"]
+    assert "Beside" not in memory_text({0: MemoryAccount(moments)})
+    assert "beside" not in memory_data({0: MemoryAccount(moments)})[0]["predicted"]

@@ -12,7 +12,7 @@ from shardwright import verify
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.plan.param_groups import split_into_param_groups
-from shardwright.plan.plan import Job, Partial, Plan, Replicate, Shard, Use
+from shardwright.plan.plan import Job, ParameterUse, Partial, Plan, Replicate, Shard
 from shardwright.plan.traffic import Traffic, gradient_shares, partial_axes
 from shardwright.sharding.box import balanced_ranges
 
@@ -120,7 +120,7 @@ def test_a_gradient_is_partial_where_the_contraction_is_cut():
         ({"tp": Replicate()}, {"tp": Replicate()}, set()),
         ({"dp": Shard(0), "tp": Shard(-1)}, {"dp": Shard(0)}, {"dp"}),
     ]:
-        assert Use("w", "m", x, dy).partial_axes() == expected
+        assert ParameterUse("w", "m", x, dy).partial_axes() == expected
 
 
 def test_an_axis_of_one_rank_sums_nothing():

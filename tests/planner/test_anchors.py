@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import LayoutError, PlanError
-from shardwright.planner.anchors import Scale, parse_anchor, scale_of
+from shardwright.planner.anchors import TimeScale, parse_anchor, scale_of
 from shardwright.planner.plans import plan_layouts
 
 BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
@@ -31,7 +31,7 @@ def test_one_run_scales_all_and_the_layout_that_ran_takes_its_seconds():
 def test_two_runs_tell_operators_from_messages():
     price = plans().best
     known = [price._replace(waterfall={"matmul": a, "dp": b, "bubble": 0.0}, step_s=a + b) for a, b in ((4, 1), (3, 3))]
-    true = Scale(1.2, 2.0)
+    true = TimeScale(1.2, 2.0)
     found = scale_of([(each, true.of(each).step_s) for each in known])
     assert 1.1 < found.operators < 1.4 < found.messages  # between the true factors and one common to both
     common = scale_of([(known[0], true.of(known[0]).step_s)])

@@ -23,7 +23,7 @@ from shardwright.planner.estimate import Estimator, declared_options, schedule_c
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
-from shardwright.planner.search import NEAR, Wanted, divisions, options_beside, search
+from shardwright.planner.search import NEAR, SearchConstraints, divisions, options_beside, search
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import registered
 
@@ -67,7 +67,7 @@ def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():
     ],
 )
 def test_what_is_fixed_must_hold_and_what_is_left_out_must_not(line, fix, without, allowed):
-    assert Wanted(fix, without).allows(Layout.parse(line)) is allowed
+    assert SearchConstraints(fix, without).allows(Layout.parse(line)) is allowed
 
 
 def test_a_search_ends_however_many_layouts_are_refused():
@@ -77,7 +77,7 @@ def test_a_search_ends_however_many_layouts_are_refused():
         tried.append(layout)
         raise LayoutError("not this one")
 
-    found = search(Pricing(Cluster.parse("a100-80gb:8x8")), 64, record, Wanted(limit_bytes=8e10, most=4))
+    found = search(Pricing(Cluster.parse("a100-80gb:8x8")), 64, record, SearchConstraints(limit_bytes=8e10, most=4))
     assert found.priced == 0
     assert len(tried) <= 3 * 4 + 4  # one more for each way to cut operators
 
@@ -311,7 +311,7 @@ def test_what_a_search_prunes_is_not_better_than_its_best_where_all_can_be_price
     cluster = replace(cluster, constants=cluster.constants.with_values("fitted", step_s=0.0))
     batch = torch.ones(2, blocks[0].in_features), torch.zeros(2, dtype=torch.long)
     found = plan_layouts(blocks, cluster, batch, fix="dp2", most_priced=6)
-    wanted, steps = Wanted("dp2", without=("offload",)), {}
+    wanted, steps = SearchConstraints("dp2", without=("offload",)), {}
     for line in ("dp2 bf16", *(f"dp2/{option.name} bf16" for option in declared_options("dp"))):
         with suppress(LayoutError):
             beside = [each for each in options_beside(Layout.parse(line)) if each.num_microbatches == 1]

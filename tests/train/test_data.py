@@ -6,7 +6,7 @@ from hypothesis.strategies import integers
 
 from shardwright.errors import PlanError
 from shardwright.models import MODELS, AttentionConfig, ConvNetConfig, GPTConfig, MLPConfig
-from shardwright.train.data import Cifar10, Order, Synthetic, TextTokens, epoch_order, global_batch, open_data
+from shardwright.train.data import Cifar10, SampleOrder, Synthetic, TextTokens, epoch_order, global_batch, open_data
 
 
 def write_records(path, labels, seed=0):
@@ -104,7 +104,7 @@ def test_synthetic_samples_are_the_same_each_time_and_differ_from_each_other(nam
 
 @given(integers(1, 60), integers(1, 70), integers(-5, 5), integers(0, 3))
 def test_every_sample_comes_once_per_epoch(num_samples, batch_size, seed, epoch):
-    order = Order(num_samples, batch_size, seed)
+    order = SampleOrder(num_samples, batch_size, seed)
     steps = range(epoch * order.num_steps_per_epoch, (epoch + 1) * order.num_steps_per_epoch)
     batches = [order.batch(step) for step in steps]
     assert sorted(np.concatenate(batches).tolist()) == list(range(num_samples))
@@ -113,10 +113,10 @@ def test_every_sample_comes_once_per_epoch(num_samples, batch_size, seed, epoch)
 
 
 def test_the_batch_of_a_step_does_not_depend_on_the_order_of_calls():
-    order = Order(100, 7, seed=3)
+    order = SampleOrder(100, 7, seed=3)
     forwards = [order.batch(step).tolist() for step in range(40)]
     epoch_order.cache_clear()
-    assert [Order(100, 7, seed=3).batch(step).tolist() for step in reversed(range(40))] == forwards[::-1]
+    assert [SampleOrder(100, 7, seed=3).batch(step).tolist() for step in reversed(range(40))] == forwards[::-1]
 
 
 def test_epochs_and_seeds_shuffle_differently():
@@ -130,14 +130,14 @@ def test_the_shuffle_is_pinned_so_that_a_run_resumes_after_an_update():
 
 
 def test_a_caller_cannot_change_the_order_by_writing_to_a_batch():
-    order = Order(10, 4, seed=0)
+    order = SampleOrder(10, 4, seed=0)
     before = order.batch(0).tolist()
     order.batch(0)[:] = 0
     assert order.batch(0).tolist() == before
 
 
 def test_parts_of_a_batch_collated_separately_make_up_the_batch():
-    data, indices = Synthetic(MLPConfig(), seq=1), Order(100, 8, seed=0).batch(3)
+    data, indices = Synthetic(MLPConfig(), seq=1), SampleOrder(100, 8, seed=0).batch(3)
     whole = global_batch(data, indices)
     parts = [global_batch(data, indices[a:b]) for a, b in ((0, 3), (3, 3), (3, 8))]
     for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):

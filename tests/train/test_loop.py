@@ -26,7 +26,7 @@ from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.train import loop
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Order
+from shardwright.train.data import SampleOrder
 from shardwright.train.loop import Stop, train
 from shardwright.train.out_folder import locked_folder
 from shardwright.train.progress import read_metrics
@@ -69,7 +69,7 @@ def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line
     monkeypatch.setattr(loop, "global_batch", noted)
     size = len(loop.open_data(str(tmp_path / "text"), seq=8, model=config().build()[2]))
     assert size % 5, "the last batch is a short one"
-    steps = Order(size, 5, seed=0).num_steps_per_epoch
+    steps = SampleOrder(size, 5, seed=0).num_steps_per_epoch
     train(config(layout=line, data=str(tmp_path / "text"), batch=5, steps=steps), tmp_path / "run", ranks="threads")
     assert sorted(seen) == list(range(size))
 

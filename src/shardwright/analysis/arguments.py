@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.analysis.call_graph import Chunked
+from shardwright.analysis.call_graph import ChunkedModel
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import IS_NO_TENSOR, IS_NONE, OPEN_ENDED
 from shardwright.errors import PlanError
@@ -55,7 +55,7 @@ def _suffix(value: Any) -> str:
     return IS_NONE if value is None else "" if isinstance(value, Tensor) else IS_NO_TENSOR
 
 
-def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
+def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
     """Returns a batch's inputs as a dict; its keys are the names of the placeholder nodes of the graph of ``chunked``.
 
     ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it.
@@ -65,7 +65,7 @@ def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
 
     >>> import torch
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
-    >>> bind(Chunked(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
+    >>> bind(ChunkedModel(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
     {'input_1': tensor([1.])}
     """
     if isinstance(inputs, Mapping):

@@ -46,7 +46,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunked:
+class ChunkedModel:
     """A model's traced graph in which every module call is assigned to a pipeline chunk.
 
     ``chunk_of`` gives the chunk of each call. A call without an entry, or one that takes a result of a later chunk,
@@ -54,7 +54,7 @@ class Chunked:
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 0, CallSite("2"): 1}
-    >>> chunked = Chunked(read_graph(model), chunk_of, 2, weights_by_module(model))
+    >>> chunked = ChunkedModel(read_graph(model), chunk_of, 2, weights_by_module(model))
     >>> chunked.edges
     (Edge(source=0, target=1, values=('_1',)),)
     >>> chunked.weights_of(1)
@@ -193,7 +193,7 @@ class Chunked:
         module around it.
 
         >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-        >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
+        >>> chunked = ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
         >>> chunked.times("0", 1, [0]), chunked.times("0", 1, [1])
         ((1,), (0,))
         """
@@ -308,7 +308,7 @@ def _read_weights(node: fx.Node, names: Mapping[int, str]) -> None:
     node.kwargs = fx.node.map_aggregate(node.kwargs, read)
 
 
-class Ready(NamedTuple):
+class PreparedNode(NamedTuple):
     """A graph node together with the function that it calls, and with the values that can be freed after it.
 
     ``call`` is None for the model's inputs and output, which call nothing. ``done_with`` names the values.
@@ -319,7 +319,7 @@ class Ready(NamedTuple):
     done_with: tuple[str, ...]
 
 
-def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]:
+def prepare(model: nn.Module, chunked: ChunkedModel, chunk: int) -> tuple[PreparedNode, ...]:
     """Returns the graph nodes of one chunk with their functions looked up, for any number of calls of :func:`run`."""
     nodes = chunked.nodes_of(chunk)
     kept = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
@@ -328,7 +328,7 @@ def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]
         for value in node.all_input_nodes:
             last_use[value.name] = node
     return tuple(
-        Ready(
+        PreparedNode(
             node,
             _callee(model, node),
             tuple(name for name, user in last_use.items() if user is node and name not in kept),
@@ -356,7 +356,7 @@ def _call_method(method: str, self: Any, /, *args: Any, **named: Any) -> Any:
     return getattr(self, method)(*args, **named)
 
 
-def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Node], None] | None = None) -> Any:
+def run(ready: Sequence[PreparedNode], values: dict[str, Any], before: Callable[[fx.Node], None] | None = None) -> Any:
     """Runs the nodes of one chunk and returns the model's output, or None if another chunk computes the output.
 
     ``ready`` is the chunk as :func:`prepare` returns it. ``values`` holds, by node name, the model's inputs and the
@@ -365,7 +365,7 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
 
     >>> import torch
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
-    >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 0}, 1)
+    >>> chunked = ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 0}, 1)
     >>> run(prepare(model, chunked, 0), {"input_1": torch.ones(1, 2)})
     tensor([[1., 1.]])
     """

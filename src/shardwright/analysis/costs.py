@@ -23,7 +23,7 @@ from shardwright import devices
 from shardwright.analysis.alike import likeness
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
-from shardwright.analysis.call_graph import CallSite, Chunked, prepare, run, sites
+from shardwright.analysis.call_graph import CallSite, ChunkedModel, prepare, run, sites
 from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues, ValueReadError
@@ -130,7 +130,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     found: dict[CallSite, Cost] = {}
     known: dict[object, tuple[Cost, Any]] = {}  # modules that are alike are run once
     call_sites = {node: site for node, site in sites(graph) if site is not None}
-    chunked = Chunked(graph, dict.fromkeys(call_sites.values(), 0), 1)
+    chunked = ChunkedModel(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
     def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
         key = _key_of(call, args, named, values)

@@ -48,10 +48,10 @@ Dim = tuple["int | Concat", ...]
 Dims = tuple[Dim, ...]
 
 
-class Letters:
+class DimLetters:
     """The letters (independent indices) of one operator: the size of each, and its :class:`Role` in the operator.
 
-    >>> letters = Letters()
+    >>> letters = DimLetters()
     >>> dims = letters.of((2, 1, 3))
     >>> dims, letters.sizes, letters.size((*dims[0], *dims[2]))
     (((0,), (), (1,)), [2, 3], 6)
@@ -89,8 +89,8 @@ class Letters:
         return prod(sum(map(self.size, p.parts)) if isinstance(p, Concat) else self.sizes[p] for p in dim)
 
 
-Rule = Callable[[RecordedCall, Letters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
-"""A function from an operator's call and :class:`Letters` to the dims of the operands and of the results.
+Rule = Callable[[RecordedCall, DimLetters], tuple[Sequence["Dims | None"], Sequence[Dims]]]
+"""A function from an operator's call and :class:`DimLetters` to the dims of the operands and of the results.
 
 The entry of an operand is None if its dims are related to no other tensor's, as those of a scalar.
 """
@@ -109,7 +109,7 @@ def rule(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def all_whole(call: RecordedCall, a: Letters) -> Any:
+def all_whole(call: RecordedCall, a: DimLetters) -> Any:
     """Returns the dims of a call's operands and of its results, for an operator of which no tensor may be sharded.
 
     Each dim is a letter (independent index) of role WHOLE, which is added to ``a``. This is the rule of operators that
@@ -123,7 +123,7 @@ def broadcast(shape: Sequence[int], dims: Dims) -> Dims:
 
     A dim of size 1 gets no letters, because every index of the larger tensor reads its one element.
 
-    >>> broadcast((3, 1), Letters().of((2, 3, 4)))
+    >>> broadcast((3, 1), DimLetters().of((2, 3, 4)))
     ((1,), ())
     """
     own = dims[len(dims) - len(shape) :]

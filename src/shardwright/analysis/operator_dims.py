@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.analysis.dim_letters import Dims, Letters, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall, TensorUse
 from shardwright.analysis.view_dims import VIEW_RULES
 
@@ -17,13 +17,13 @@ _rule = partial(rule, _RULES)
 
 
 @dataclass(slots=True)
-class Relation:
+class DimRelation:
     """The dims of an operator's operands and results, written in letters (independent indices, as in einsum).
 
     An operand is None if its dims are related to no other tensor's.
     """
 
-    letters: Letters
+    letters: DimLetters
     operands: list[Dims | None]
     results: list[Dims]
     addend: int | None = None
@@ -32,23 +32,23 @@ class Relation:
     A call without its optional bias has no operand at that index."""
 
 
-def relation_of(call: RecordedCall) -> Relation:
+def relation_of(call: RecordedCall) -> DimRelation:
     """Returns how the dims of an operator's operands and results relate, from the table of operators.
 
     An operator that the table does not list needs every dim whole. An operator that writes in place, such as ``add_``,
     has the rule of its counterpart without the underscore.
     """
-    letters, name = Letters(), call.name
+    letters, name = DimLetters(), call.name
     operands, results = (_RULES.get(name) or _RULES.get(name.rstrip("_")) or all_whole)(call, letters)
     product = name.rstrip("_")
     addend = 0 if product in ("addmm", "baddbmm") else 2 if product in ("linear", "convolution") else None
-    return Relation(letters, list(operands), list(results), addend)
+    return DimRelation(letters, list(operands), list(results), addend)
 
 
 # ---- elementwise
 
 
-def _pointwise(call: RecordedCall, a: Letters) -> Any:
+def _pointwise(call: RecordedCall, a: DimLetters) -> Any:
     shape = max((r.shape for r in call.results), key=len) if call.results else call.operands[0].shape
     dims = a.of(shape)
     return [broadcast(v.shape, dims) for v in call.operands], [broadcast(r.shape, dims) for r in call.results]
@@ -75,7 +75,7 @@ _RULES.update(dict.fromkeys(_POINTWISE, _pointwise))
 
 
 @_rule("mm", "bmm")
-def _product(call: RecordedCall, a: Letters) -> Any:
+def _product(call: RecordedCall, a: DimLetters) -> Any:
     x, w = call.operands
     batch = a.of(x.shape[:-2])
     rows, inner, columns = a.new(x.shape[-2]), a.new(x.shape[-1], Role.SUM), a.new(w.shape[-1])
@@ -83,7 +83,7 @@ def _product(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("_grouped_mm")
-def _grouped_product(call: RecordedCall, a: Letters) -> Any:
+def _grouped_product(call: RecordedCall, a: DimLetters) -> Any:
     """The rule of a grouped matrix product, in which ``offs`` bounds groups of rows, columns or inner elements."""
     x, w, *others = call.operands
     matrices = len(x.shape) == len(w.shape) == 2
@@ -97,13 +97,13 @@ def _grouped_product(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("addmm", "baddbmm")
-def _add_product(call: RecordedCall, a: Letters) -> Any:
+def _add_product(call: RecordedCall, a: DimLetters) -> Any:
     (x, w), (y,) = _product(RecordedCall(call.function, call.args[1:], {}, call.results), a)
     return [broadcast(call.operands[0].shape, y), x, w], [y]
 
 
 @_rule("linear")
-def _linear(call: RecordedCall, a: Letters) -> Any:
+def _linear(call: RecordedCall, a: DimLetters) -> Any:
     x, w, *bias = call.operands
     lead, inner = a.of(x.shape[:-1]), a.new(x.shape[-1], Role.SUM)
     out = (a.new(w.shape[0]),) if len(w.shape) == 2 else ()
@@ -111,19 +111,19 @@ def _linear(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("mv")
-def _mv(call: RecordedCall, a: Letters) -> Any:
+def _mv(call: RecordedCall, a: DimLetters) -> Any:
     rows, inner = a.new(call.operands[0].shape[0]), a.new(call.operands[0].shape[1], Role.SUM)
     return [(rows, inner), (inner,)], [(rows,)]
 
 
 @_rule("dot")
-def _dot(call: RecordedCall, a: Letters) -> Any:
+def _dot(call: RecordedCall, a: DimLetters) -> Any:
     inner = a.new(call.operands[0].shape[0], Role.SUM)
     return [(inner,), (inner,)], [()]
 
 
 @_rule("convolution")
-def _convolution(call: RecordedCall, a: Letters) -> Any:
+def _convolution(call: RecordedCall, a: DimLetters) -> Any:
     x, w = call.operands[:2]
     transposed, groups = bool(call.args[6]), int(call.args[8])
     y = call.results[0]
@@ -144,7 +144,7 @@ def _convolution(call: RecordedCall, a: Letters) -> Any:
 
 @_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "logsumexp", "prod",
       "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
-def _reduce(call: RecordedCall, a: Letters) -> Any:
+def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     given = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
     if given is None or given == []:
@@ -164,7 +164,7 @@ def _reduce(call: RecordedCall, a: Letters) -> Any:
 def _along(number: int) -> Rule:
     """Returns the rule of operators that need one dim whole. Argument ``number`` of the call names that dim."""
 
-    def found(call: RecordedCall, a: Letters) -> Any:
+    def found(call: RecordedCall, a: DimLetters) -> Any:
         x = call.operands[0].shape
         dim = call.argument(number, "dim", -1)
         dim = -1 if dim is None or not isinstance(dim, int) else dim
@@ -186,7 +186,7 @@ _rule("topk")(_along(2))
 
 
 @_rule("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(call: RecordedCall, a: Letters) -> Any:
+def _layer_norm(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     normed = len(call.args[1])
     lead, rest = a.of(x[: len(x) - normed]), a.of(x[len(x) - normed :], Role.WHOLE)
@@ -197,7 +197,7 @@ def _layer_norm(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("native_group_norm")
-def _group_norm(call: RecordedCall, a: Letters) -> Any:
+def _group_norm(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     groups = call.args[6]
     samples, group, inside = a.new(x[0]), a.new(groups), a.new(x[1] // groups, Role.WHOLE)
@@ -206,7 +206,7 @@ def _group_norm(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "batch_norm")
-def _batch_norm(call: RecordedCall, a: Letters) -> Any:
+def _batch_norm(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     over_samples = Role.WHOLE if call.args[5] else Role.SAME  # training
     channels = a.new(x[1])
@@ -219,7 +219,7 @@ def _batch_norm(call: RecordedCall, a: Letters) -> Any:
 @_rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
       "upsample_bilinear2d", "adaptive_max_pool2d", "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d",
       "avg_pool1d", "upsample_bicubic2d", "reflection_pad2d", "replication_pad2d")  # fmt: skip
-def _pool(call: RecordedCall, a: Letters) -> Any:
+def _pool(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     lead = a.of(x[:2])
     return [(*lead, *a.of(x[2:], Role.WHOLE))], [(*lead, *a.of(r.shape[2:], Role.WHOLE)) for r in call.results]
@@ -229,14 +229,14 @@ def _pool(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("embedding")
-def _embedding(call: RecordedCall, a: Letters) -> Any:
+def _embedding(call: RecordedCall, a: DimLetters) -> Any:
     table, index = call.operands
     rows, features, places = a.new(table.shape[0], Role.LOOKUP), a.new(table.shape[1]), a.of(index.shape)
     return [(rows, features), places], [(*places, features)]
 
 
 @_rule("gather")
-def _gather(call: RecordedCall, a: Letters) -> Any:
+def _gather(call: RecordedCall, a: DimLetters) -> Any:
     x, index = call.operands
     dim = call.args[1] % len(x.shape)
     own, other = [], []
@@ -252,7 +252,7 @@ def _gather(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("index_select")
-def _index_select(call: RecordedCall, a: Letters) -> Any:
+def _index_select(call: RecordedCall, a: DimLetters) -> Any:
     x, index = call.operands
     dim = call.args[1] % len(x.shape)
     chosen = a.new(index.shape[0] if index.shape else 1)
@@ -261,7 +261,7 @@ def _index_select(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("index")
-def _index(call: RecordedCall, a: Letters) -> Any:
+def _index(call: RecordedCall, a: DimLetters) -> Any:
     x, indices = call.args[0], list(call.args[1])
     given = [v for v in indices if v is not None]
     if any(v.dtype is torch.bool for v in given):
@@ -277,7 +277,7 @@ def _index(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("nll_loss_forward", "nll_loss")
-def _nll(call: RecordedCall, a: Letters) -> Any:
+def _nll(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     rows, classes = a.new(x[0], Role.SUM) if len(x) > 1 else (), a.new(x[-1], Role.WHOLE)
     lead = (rows,) if len(x) > 1 else ()
@@ -286,7 +286,7 @@ def _nll(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("scaled_dot_product_attention")
-def _sdpa(call: RecordedCall, a: Letters) -> Any:
+def _sdpa(call: RecordedCall, a: DimLetters) -> Any:
     q, k, v = (call.args + tuple(call.named.get(n) for n in ("query", "key", "value")[len(call.args) :]))[:3]
     mask = call.argument(3, "attn_mask")
     causal = call.argument(5, "is_causal", False)
@@ -311,12 +311,12 @@ def _sdpa(call: RecordedCall, a: Letters) -> Any:
 @_rule("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "rand", "randn", "randint", "eye", "linspace",
       "new_zeros", "new_ones", "new_full", "new_empty", "tril_indices", "triu_indices", "randperm", "empty_strided",
       "empty_permuted")  # fmt: skip
-def _made(call: RecordedCall, a: Letters) -> Any:
+def _made(call: RecordedCall, a: DimLetters) -> Any:
     return [None for _ in call.operands], [a.of(r.shape) for r in call.results]
 
 
 @_rule("triu", "tril")
-def _triangle(call: RecordedCall, a: Letters) -> Any:
+def _triangle(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     own = (*a.of(x[:-2]), *a.of(x[-2:], Role.WHOLE))
     return [own], [own]

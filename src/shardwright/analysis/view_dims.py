@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from shardwright.analysis.dim_letters import Concat, Dims, Letters, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import Concat, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall
 
 VIEW_RULES: dict[str, Rule] = {}
@@ -17,7 +17,7 @@ which dims of its inputs and results correspond. ``operator_dims`` includes this
 _rule = partial(rule, VIEW_RULES)
 
 
-def _group(a: Letters, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
+def _group(a: DimLetters, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
     """Returns the dims of a reshape's input and output: letters of the finest common factors from the fastest dim."""
     left: list[list[int | Concat]] = [[] for _ in before]
     right: list[list[int | Concat]] = [[] for _ in after]
@@ -44,7 +44,7 @@ def _group(a: Letters, before: Sequence[int], after: Sequence[int]) -> tuple[Dim
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def _view(call: RecordedCall, a: Letters) -> Any:
+def _view(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0], call.results[0]
     if 0 in x.shape and prod(filter(None, x.shape)) != prod(filter(None, y.shape)):
         return all_whole(call, a)  # of a batch without samples, whose dims do not show what became of which
@@ -53,7 +53,7 @@ def _view(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("t", "transpose", "permute", "numpy_T", "swapaxes")
-def _permute(call: RecordedCall, a: Letters) -> Any:
+def _permute(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0]
     n, dims = len(x.shape), a.of(x.shape)
     if call.name == "permute":
@@ -67,19 +67,19 @@ def _permute(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("unsqueeze", "squeeze", "squeeze_dims")
-def _squeeze(call: RecordedCall, a: Letters) -> Any:
+def _squeeze(call: RecordedCall, a: DimLetters) -> Any:
     before, after = _group(a, call.operands[0].shape, call.results[0].shape)
     return [before], [after]
 
 
 @_rule("expand", "broadcast_to")
-def _expand(call: RecordedCall, a: Letters) -> Any:
+def _expand(call: RecordedCall, a: DimLetters) -> Any:
     dims = a.of(call.results[0].shape)
     return [broadcast(call.operands[0].shape, dims)], [dims]
 
 
 @_rule("repeat")
-def _repeat(call: RecordedCall, a: Letters) -> Any:
+def _repeat(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0].shape, call.results[0].shape
     own = a.of(x)
     padded = (*(() for _ in range(len(y) - len(x))), *own)
@@ -88,7 +88,7 @@ def _repeat(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("slice", "narrow")
-def _slice(call: RecordedCall, a: Letters) -> Any:
+def _slice(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0].shape, call.results[0].shape
     if call.name == "narrow":
         dim, start, step = call.args[1] % len(x), call.args[2], 1
@@ -113,7 +113,7 @@ def _slice(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("select")
-def _select(call: RecordedCall, a: Letters) -> Any:
+def _select(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     dim = call.args[1] % len(x)
     own = [a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x)]
@@ -121,7 +121,7 @@ def _select(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("unbind")
-def _unbind(call: RecordedCall, a: Letters) -> Any:
+def _unbind(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     dim = call.argument(1, "dim", 0) % len(x)
     own = [a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x)]
@@ -129,7 +129,7 @@ def _unbind(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split")
-def _split(call: RecordedCall, a: Letters) -> Any:
+def _split(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     dim = call.argument(2, "dim", 0) % len(x)
     own = list(a.of([1 if d == dim else n for d, n in enumerate(x)]))
@@ -141,7 +141,7 @@ def _split(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("cat", "concat", "concatenate")
-def _cat(call: RecordedCall, a: Letters) -> Any:
+def _cat(call: RecordedCall, a: DimLetters) -> Any:
     y = call.results[0].shape
     dim = call.argument(1, "dim", 0) % len(y)
     rest = a.of([1 if d == dim else n for d, n in enumerate(y)])
@@ -157,7 +157,7 @@ def _cat(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("stack")
-def _stack(call: RecordedCall, a: Letters) -> Any:
+def _stack(call: RecordedCall, a: DimLetters) -> Any:
     y = call.results[0].shape
     dim = call.argument(1, "dim", 0) % len(y)
     own = a.of(call.operands[0].shape)
@@ -165,7 +165,7 @@ def _stack(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("constant_pad_nd", "pad")
-def _pad(call: RecordedCall, a: Letters) -> Any:
+def _pad(call: RecordedCall, a: DimLetters) -> Any:
     x, y = call.operands[0].shape, call.results[0].shape
     pads = list(call.args[1])
     own, out = [], []
@@ -184,7 +184,7 @@ def _pad(call: RecordedCall, a: Letters) -> Any:
 
 
 @_rule("flip", "roll")
-def _flip(call: RecordedCall, a: Letters) -> Any:
+def _flip(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     dims = call.args[1] if call.name == "flip" else (call.argument(2, "dims") or range(len(x)))
     moved = {d % len(x) for d in dims}

@@ -224,7 +224,7 @@ def verify(
     The exit code is 1 if they are not equal.
     """
     from shardwright.cli.run_config import config_of, is_first_rank
-    from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.data import SampleOrder, global_batch, open_data
     from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
 
@@ -246,7 +246,7 @@ def verify(
     check_room(plain, Layout.parse(config.layout))
     if model_config is None:
         check_takes(config, plain, loss, samples)
-    order = Order(len(samples), config.batch, config.seed)
+    order = SampleOrder(len(samples), config.batch, config.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(config.steps)]
     verdict = compare(
         plain, config.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=config.seed, ranks=backend,

@@ -35,7 +35,7 @@ INTERRUPTED = 130
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
-class Note(NamedTuple):
+class FailureNote(NamedTuple):
     """A rank's report of its failure to the launcher: the rank, the time, the exception and its traceback as text.
 
     ``time_s`` is in seconds since the epoch, as ``time.time()`` gives it.
@@ -52,7 +52,7 @@ class Note(NamedTuple):
         return not isinstance(self.failure, LostPartnerError)
 
 
-def note_of(rank: int, failure: BaseException) -> Note:
+def note_of(rank: int, failure: BaseException) -> FailureNote:
     """Returns the note that reports a rank's exception to the launcher.
 
     In the note, an exception that cannot be pickled is replaced by a RuntimeError with the same text.
@@ -62,10 +62,12 @@ def note_of(rank: int, failure: BaseException) -> Note:
         pickle.loads(pickle.dumps(failure))
     except Exception:  # an exception of any class may fail to be pickled; its text is enough
         failure = RuntimeError(str(failure))
-    return Note(rank, time.time(), failure, text)
+    return FailureNote(rank, time.time(), failure, text)
 
 
-def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stopped: Sequence[int]) -> BaseException:
+def first_failure(
+    notes: Sequence[FailureNote], exits: Mapping[int, int | None], stopped: Sequence[int]
+) -> BaseException:
     """Returns the exception that the launcher should raise: the root cause among the ranks' failures.
 
     ``notes`` are the ranks' reports, ``exits`` the exit codes of ranks that ended without a report (None if unknown),

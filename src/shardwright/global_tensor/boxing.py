@@ -12,7 +12,7 @@ from shardwright.comm.current_world import axis_here, everyone_here, here
 from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, chunk, is_partial, local_shape
 from shardwright.sharding.box import read
-from shardwright.sharding.transfer import BoxMessage, Transfer, deliver
+from shardwright.sharding.transfer import BoxMessage, TensorTransfer, deliver
 
 
 def redistribute_local(
@@ -73,7 +73,7 @@ def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
     return torch.cat(axis.all_to_all(local.split(sizes, after), shapes), before)
 
 
-def run_transfer(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
+def run_transfer(transfer: TensorTransfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
     """Sends and receives this rank's messages of a redistribution, and returns its new local tensor of shape ``shape``.
 
     ``transfer`` has the messages of all ranks, and ``local`` is this rank's old local tensor. All messages from one

@@ -24,7 +24,7 @@ from shardwright.global_tensor.geometry import GlobalLayout, boxes, is_partial, 
 from shardwright.global_tensor.placement import Placement
 from shardwright.global_tensor.sbp import Sbp, Sbps, broadcast, checked_sbp, is_split, sbp_text, split
 from shardwright.sharding.box import Box, Piece
-from shardwright.sharding.transfer import BoxMessage, Transfer, plan_transfer
+from shardwright.sharding.transfer import BoxMessage, TensorTransfer, plan_transfer
 
 Kind = Literal["messages", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -49,7 +49,7 @@ class BoxingStep:
     dims: tuple[int, int] = (0, 0)
 
     @cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> TensorTransfer:
         """The point-to-point messages that have the effect of this step, even if it runs a collective instead.
 
         The collective moves at most as many elements as these messages.
@@ -65,7 +65,7 @@ class BoxingStep:
             holders = {rank: pieces for rank, pieces in held.items() if term_of[rank] == term}
             shares = _term_shares(shape, destination, holders, term)
             messages += [each._replace(adds=True) for each in plan_transfer(holders, shares).messages]
-        return Transfer(tuple(messages))
+        return TensorTransfer(tuple(messages))
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:

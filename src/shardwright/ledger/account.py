@@ -28,7 +28,7 @@ from shardwright.comm.limits import Ranks
 from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
-from shardwright.ledger.tracking import Account, Tracker
+from shardwright.ledger.tracking import MemoryAccount, Tracker
 from shardwright.parallelize import parallelize, under_plan
 from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
 from shardwright.parallelize.rehearsal import values_crossing
@@ -42,8 +42,10 @@ from shardwright.strategies.pipeline.messages import connected_stages
 from shardwright.strategy import Strategy
 
 
-def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None) -> Account:
-    """Takes one training step, and returns the :class:`Account` of the memory that this rank held during the step.
+def measure_memory(
+    run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer, device: str | None = None
+) -> MemoryAccount:
+    """Takes one training step, and returns the memory that this rank held during it, as a :class:`MemoryAccount`.
 
     The step updates the parameters. Take a step or two before, so that the optimizer's state exists. Every rank calls
     the function. On an accelerator the account also has estimates of the memory held beside tensors; a rehearsal, which
@@ -86,7 +88,7 @@ class MemoryRecording:
             yield
         self._tracker.mark()
 
-    def account(self) -> Account:
+    def account(self) -> MemoryAccount:
         """Returns the account of the step."""
         tracker, run = self._tracker, self._run
         if tracker.memory is None:
@@ -135,7 +137,7 @@ def _num_communicators(run: Run) -> int:
 def predict_memory(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", device: str = "cpu", **options: Any,
-) -> Account:  # fmt: skip
+) -> MemoryAccount:  # fmt: skip
     """Returns the account of the memory that rank ``rank`` will hold during a training step, without running it.
 
     The step is rehearsed on the meta device. Of ``batch``, a pair of global inputs and targets, only shapes and dtypes

@@ -68,7 +68,7 @@ class MemorySnapshot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryAccount:
     """The memory of one rank over a step: ``moments`` are snapshots of the bytes held, in order.
 
     ``elsewhere`` has the bytes of state that is offloaded to host or disk, which are in no snapshot, and ``beside`` has
@@ -175,12 +175,12 @@ class Tracker(TorchDispatchMode):
             self._totals["shared"] = self._blocks.num_bytes
         self._moments.append(MemorySnapshot(self.action, tuple(self._totals[kind] for kind in KINDS)))
 
-    def account(self, beside: Mapping[str, int] = MappingProxyType({})) -> Account:
-        """Returns the :class:`Account` of the memory tracked so far.
+    def account(self, beside: Mapping[str, int] = MappingProxyType({})) -> MemoryAccount:
+        """Returns the :class:`MemoryAccount` of the memory tracked so far.
 
         ``beside`` gives estimates of the memory held beside tensors, by purpose, to include in the account.
         """
-        return Account(
+        return MemoryAccount(
             tuple(self._moments), {at: self._totals[at] for at in ELSEWHERE if self._totals[at]}, dict(beside)
         )
 

@@ -41,7 +41,7 @@ from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
-from shardwright.plan.shares import Share, shares
+from shardwright.plan.shares import CutShare, shares
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.copy_stream import CopyStream
 from shardwright.runtime.empty_batches import support_empty_batches
@@ -114,7 +114,7 @@ def make_plan(
     return replace(plan, recomputed=blocks), strategies
 
 
-def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
+def shares_of(job: Job, plan: Plan) -> tuple[CutShare, ...]:
     """Returns the share of parameters and FLOPs that each factor of the layout shards.
 
     If the layout has ``tp`` and the plan does not count the FLOPs of operators yet, a forward on the job's example is

@@ -38,7 +38,7 @@ from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.rng import RngTracker
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.compiled_blocks import step_uncompiled
 from shardwright.runtime.copy_stream import CopyStream, made_ahead
 from shardwright.runtime.executor import Events, Executor, Microbatch
@@ -72,7 +72,8 @@ class Run:
 
     def __init__(
         self, job: Job, plan: Plan, world: World, axes: Mapping[str, Axis], executor: Executor, sync: GradientSync,
-        applied: Sequence[Applied] = (), stop_at_nan: bool = False, others: Iterable[Tensor] = (), check_every: int = 0,
+        applied: Sequence[AppliedStrategy] = (), stop_at_nan: bool = False, others: Iterable[Tensor] = (),
+        check_every: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes

@@ -62,7 +62,7 @@ Spec = Mapping[str, Shard | Replicate | Partial]
 """The layout of an activation by axis; an axis that is left out means ``Replicate``."""
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """One module's use of a parameter, with the layouts of the module's input ``x`` and output gradient ``dy``.
 
     Gradient sync is derived from the uses: see :mod:`shardwright.plan.traffic`.
@@ -242,7 +242,7 @@ class Plan:
     """The layout of each parameter in computation: the shard that operators on each rank read."""
     state: Mapping[str, StateLayout]
     """The layouts of each parameter, its gradient and its optimizer state at rest, between steps."""
-    uses: tuple[Use, ...]
+    uses: tuple[ParameterUse, ...]
     """All uses of parameters by modules, from which gradient sync is derived."""
     inputs: Mapping[str, int]
     """The dim of the model's input that each axis cuts: 0 samples, 1 tokens, 2 picture rows."""
@@ -303,7 +303,7 @@ class Plan:
         shapes = {name: tuple(p.shape) for name, p in job.model.named_parameters()}
         compute = {name: TensorLayout.whole(shape) for name, shape in shapes.items()}
         state = {name: StateLayout(whole, whole, whole) for name, whole in compute.items()}
-        uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
+        uses = tuple(ParameterUse(name, path, {}, {}) for path, _, _, name in owners(job.model))
         stored = {name: p.dtype for name, p in job.model.named_parameters()}
         dtypes = {name: compute_dtype(dtype, layout) for name, dtype in stored.items()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
@@ -345,7 +345,7 @@ class Plan:
         return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
 
     def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
-        """Returns the plan with new layouts for a module's input ``x`` and output gradient ``dy``; see :class:`Use`."""
+        """Returns the plan with a module's new layouts: of its input ``x``, and of its output gradient ``dy``."""
         uses = tuple(
             u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
             for u in self.uses

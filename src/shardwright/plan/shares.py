@@ -23,7 +23,7 @@ _PICTURE_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Share:
+class CutShare:
     """The share of a model's parameter bytes and of its FLOPs that one factor of a layout, such as ``tp2``, divides.
 
     ``share`` is the share of the parameter bytes that is cut over ranks, in computation or between steps. ``flops`` is
@@ -56,8 +56,8 @@ class Share:
         return f"{text}; whole are {'; '.join(named)}" if named else text
 
 
-def shares(plan: Plan) -> tuple[Share, ...]:
-    """Returns the :class:`Share` of each factor of a plan's layout that cuts parameters, or that should cut them.
+def shares(plan: Plan) -> tuple[CutShare, ...]:
+    """Returns the :class:`CutShare` of each factor of a plan's layout that cuts parameters, or that should cut them.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
@@ -70,7 +70,7 @@ def shares(plan: Plan) -> tuple[Share, ...]:
     return tuple(_shares(plan))
 
 
-def _shares(plan: Plan) -> Iterator[Share]:
+def _shares(plan: Plan) -> Iterator[CutShare]:
     sizes = {name: prod(layout.shape) * plan.stored_dtypes[name].itemsize for name, layout in plan.compute.items()}
     total = sum(sizes.values()) or 1
     for factor in plan.layout.factors:
@@ -85,7 +85,7 @@ def _shares(plan: Plan) -> Iterator[Share]:
             everywhere = axes if kind == "stages" else axes.intersection(plan.inputs)
             flops, work = (None, ()) if spatial else _flops(plan, axes, everywhere)
             is_low = cuts and min(share, 1.0 if flops is None else flops) < LEAST
-            yield Share(str(factor), share, is_low, left, flops, work if flops is not None and flops < LEAST else ())
+            yield CutShare(str(factor), share, is_low, left, flops, work if flops is not None and flops < LEAST else ())
 
 
 def _flops(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.analysis.call_graph import Chunked, read_graph, sites
+from shardwright.analysis.call_graph import ChunkedModel, read_graph, sites
 from shardwright.analysis.costs import Cost
 from shardwright.errors import LayoutError
 
@@ -24,7 +24,7 @@ class Stages:
     """
 
     model: nn.Module
-    chunked: Chunked
+    chunked: ChunkedModel
     costs: tuple[Cost, ...]
     opened: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Stages:
         (output,) = (node for node in self.chunked.graph.nodes if node.op == "output")
         return isinstance(output.args[0], dict)
 
-    def with_arguments(self, given: Sequence[str]) -> Chunked:
+    def with_arguments(self, given: Sequence[str]) -> ChunkedModel:
         """Traces the model again with other arguments of its forward, and returns the graph cut into the same chunks.
 
         ``given`` names the arguments of the forward that are passed, as in :func:`trace`.
@@ -72,7 +72,7 @@ class Stages:
                     allowed="calls of modules that are called in training, on inputs of the form of the example",
                     fix="give parallelize an example with these arguments",
                 )
-        return Chunked(graph, chunk_of, self.num_chunks, self.chunked.names)
+        return ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
 
 
 def is_stateless(module: nn.Module) -> bool:

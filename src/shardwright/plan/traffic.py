@@ -19,7 +19,7 @@ from shardwright.comm.recorder import ring_factor
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup
-from shardwright.plan.plan import Plan, Use
+from shardwright.plan.plan import ParameterUse, Plan
 from shardwright.sharding.box import Box
 
 # ---- gradient sync, derived
@@ -69,7 +69,7 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
     return tuple(axis for axis in plan.mesh.axes if axis in {*axes, *sliced})
 
 
-def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
+def whole_uses(plan: Plan) -> tuple[tuple[ParameterUse, tuple[str, ...]], ...]:
     """Returns uses of parameters whose gradient is whole on every rank, while another use's is a partial sum.
 
     Each use comes with the axes along which this is so. Along them only index 0 contributes the use's gradient, and the

@@ -12,8 +12,10 @@ from shardwright.layout import Layout
 from shardwright.planner.price import Price
 
 WIDTH = 0.3
-"""The expected difference of a factor of :class:`Scale` from the mean ratio of measured to predicted steps, relative to
-that ratio."""
+"""The expected difference of a factor of :class:`TimeScale` from the mean ratio of measured to predicted steps.
+
+It is relative to that ratio.
+"""
 
 NINE_IN_TEN, MOST_ERROR = 1.645, 0.9
 """How many standard deviations nine in ten normal errors stay within; and the largest relative error that is stated."""
@@ -32,12 +34,12 @@ larger. The rows with anchors there say how many runs lie within the interval th
 
 
 @dataclass(frozen=True)
-class Scale:
+class TimeScale:
     """The factors by which the predicted seconds of operators and of messages are multiplied, to match measured runs.
 
     ``error`` is the relative error that nine in ten corrected predictions are taken not to exceed.
 
-    >>> Scale(2.0, 1.0).operators
+    >>> TimeScale(2.0, 1.0).operators
     2.0
     """
 
@@ -84,7 +86,7 @@ def parse_anchor(text: str) -> tuple[Layout, float]:
     return Layout.parse(line), measured
 
 
-def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
+def scale_of(anchors: Sequence[tuple[Price, float]]) -> TimeScale:
     """Returns the factors that bring predicted step times close to measured ones, as :func:`factors_of` finds them.
 
     ``anchors`` has pairs of a predicted price and the measured seconds of a step.
@@ -96,7 +98,7 @@ def scale_of(anchors: Sequence[tuple[Price, float]]) -> Scale:
     return factors_of(parts)
 
 
-def factors_of(parts: Sequence[tuple[float, float, float]]) -> Scale:
+def factors_of(parts: Sequence[tuple[float, float, float]]) -> TimeScale:
     """Returns the factors from runs as (predicted seconds of operators, of messages, measured seconds of a step).
 
     Without any run, both factors are 1. With one, both are its measured seconds divided by its predicted ones. With
@@ -104,15 +106,15 @@ def factors_of(parts: Sequence[tuple[float, float, float]]) -> Scale:
     mean ratio; if one of the two would not be above zero, both are the mean ratio.
 
     >>> factors_of([(1.0, 1.0, 3.0)]), factors_of([])
-    (Scale(operators=1.5, messages=1.5, error=0.296...), Scale(operators=1.0, messages=1.0, error=0.21))
+    (TimeScale(operators=1.5, messages=1.5, error=0.296...), TimeScale(operators=1.0, messages=1.0, error=0.21))
     """
     if not parts:
-        return Scale()
+        return TimeScale()
     found = _factors(parts)
     return replace(found, error=error_of(parts, found))
 
 
-def error_of(parts: Sequence[tuple[float, float, float]], scale: Scale) -> float:
+def error_of(parts: Sequence[tuple[float, float, float]], scale: TimeScale) -> float:
     """Returns the relative error that nine in ten predictions, corrected by these runs, are taken not to exceed.
 
     It starts from :data:`INTERVAL`. Runs that agree with each other narrow it, from three on, and others widen it: the
@@ -120,7 +122,7 @@ def error_of(parts: Sequence[tuple[float, float, float]], scale: Scale) -> float
     A factor of few runs carries their noise, so one or two widen it.
 
     >>> agreeing = [(1.0, 1.0, 2.0)] * 6
-    >>> [round(error_of(agreeing[:number], Scale()), 3) for number in (1, 3, 6)]
+    >>> [round(error_of(agreeing[:number], TimeScale()), 3) for number in (1, 3, 6)]
     [0.297, 0.198, 0.151]
     """
     width = INTERVAL / NINE_IN_TEN
@@ -129,10 +131,10 @@ def error_of(parts: Sequence[tuple[float, float, float]], scale: Scale) -> float
     return min(MOST_ERROR, INTERVAL * sqrt(variance * (1 + 1 / len(parts))))
 
 
-def _factors(parts: Sequence[tuple[float, float, float]]) -> Scale:
+def _factors(parts: Sequence[tuple[float, float, float]]) -> TimeScale:
     common = sum(measured / (operators + messages) for operators, messages, measured in parts) / len(parts)
     if len(parts) == 1:
-        return Scale(common, common)
+        return TimeScale(common, common)
     aa = bb = (NOISE / WIDTH / common) ** 2  # the pull towards the common factor
     ab, ra, rb = 0.0, aa * common, bb * common
     for operators, messages, measured in parts:
@@ -141,5 +143,5 @@ def _factors(parts: Sequence[tuple[float, float, float]]) -> Scale:
     det = aa * bb - ab * ab
     first, second = (ra * bb - rb * ab) / det, (rb * aa - ra * ab) / det
     if min(first, second) <= 0:
-        return Scale(common, common)
-    return Scale(first, second)
+        return TimeScale(common, common)
+    return TimeScale(first, second)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.planner.places import Place, like
+from shardwright.planner.places import ActionClass, like
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 
 Span = tuple[int, int, int]
@@ -34,7 +34,7 @@ def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, 
     return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)
 
 
-def shapes_of(kind: StageRecords, place: Place | None) -> tuple[ActionShape, ...]:
+def shapes_of(kind: StageRecords, place: ActionClass | None) -> tuple[ActionShape, ...]:
     """Returns the operators, messages and memory of one action of a stage, rehearsed with fewer and with more blocks.
 
     The action is one of the class ``place``, or of the most similar class that was rehearsed; if ``place`` is None, it
@@ -48,7 +48,7 @@ def shapes_of(kind: StageRecords, place: Place | None) -> tuple[ActionShape, ...
     return tuple(each.actions[known] for each in rehearsed)
 
 
-def span_of(records: LayoutRecords, stage: int, place: Place | None) -> Span:
+def span_of(records: LayoutRecords, stage: int, place: ActionClass | None) -> Span:
     """Returns how many blocks an action runs in the rehearsal with fewer, in that with more, and in the stage itself.
 
     The blocks are those of the chunk that an action of the class ``place`` runs, or of all chunks of the stage if

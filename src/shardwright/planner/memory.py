@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardwright.ledger.tracking import KINDS
 from shardwright.planner.extended import at_blocks, shapes_of, span_of
-from shardwright.planner.places import Place
+from shardwright.planner.places import ActionClass
 from shardwright.planner.records import Held, LayoutRecords
 
 
@@ -81,7 +81,7 @@ def _base(records: LayoutRecords, stage: int) -> Held:
     return (*base[:batch], base[batch] * number // kind.fewer.num_microbatches, *base[batch + 1 :])
 
 
-def _most(records: LayoutRecords, stage: int, place: Place | None) -> tuple[Held, Held]:
+def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[Held, Held]:
     """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind.
 
     Moments of the first half are matched from the start, those of the second from the end: between the two stand

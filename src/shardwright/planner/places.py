@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright.plan.schedule import Action, Schedule
 
 
-class Place(NamedTuple):
+class ActionClass(NamedTuple):
     """The class of an action in the schedule of its stage; actions of one class are taken to do the same.
 
     ``slot`` is the number of the action's chunk on its stage, and ``kind`` is F, B, I or W. ``order`` says whether the
@@ -24,8 +24,8 @@ class Place(NamedTuple):
     before: str = ""
 
 
-def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
-    """Returns the :class:`Place` of each action of a stage: its chunk, kind, order and neighbours."""
+def places(schedule: Schedule, stage: int) -> dict[Action, ActionClass]:
+    """Returns the :class:`ActionClass` of each action of a stage: its chunk, kind, order and neighbours."""
     slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
     seen: dict[tuple[int, str], list[Action]] = {}
     for action in schedule.actions[stage]:
@@ -37,11 +37,11 @@ def places(schedule: Schedule, stage: int) -> dict[Action, Place]:
         for number, action in enumerate(actions):
             order = "first" if number == 0 else "last" if action is actions[-1] else "between"
             order = "only" if len(actions) == 1 else order
-            found[action] = Place(slot, kind, order, *around[action])
+            found[action] = ActionClass(slot, kind, order, *around[action])
     return found
 
 
-def like(place: Place, actions: Iterable[Place]) -> Place | None:
+def like(place: ActionClass, actions: Iterable[ActionClass]) -> ActionClass | None:
     """Returns the one of the classes ``actions`` that is most like the class ``place``, or None if none is like it.
 
     Like it are those of the same chunk of their stage, kind (F, B, I or W) and order, except that "between" and "last"
@@ -53,7 +53,7 @@ def like(place: Place, actions: Iterable[Place]) -> Place | None:
         return None
     own = place.kind != "F"  # a backward's last one sums gradients; the last forward is like others
 
-    def likeness(each: Place) -> tuple[bool, ...]:
+    def likeness(each: ActionClass) -> tuple[bool, ...]:
         same = each.after == place.after, each.before == place.before
         return (each.order == place.order, all(same), *same) if own else (all(same), *same, each.order == place.order)
 

@@ -23,12 +23,12 @@ from shardwright.layout import Layout, Precision
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import Scale, scale_of
+from shardwright.planner.anchors import TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
-from shardwright.planner.search import MOST_PRICED, Found, Recorder, Wanted, precision_of, search
+from shardwright.planner.search import MOST_PRICED, Recorder, SearchConstraints, SearchResult, precision_of, search
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import STRATEGIES
 
@@ -57,9 +57,9 @@ class Plans:
     tokens: int
     memory_limit: float = LEFT
     seconds: Mapping[str, float] = field(default_factory=dict)
-    found: Found = field(default_factory=Found)
+    found: SearchResult = field(default_factory=SearchResult)
     """What the search looked at and left out; empty for one layout alone."""
-    scale: Scale = field(default_factory=Scale)
+    scale: TimeScale = field(default_factory=TimeScale)
     """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
@@ -335,11 +335,11 @@ def plan_layouts(
         _check_ranks(layout, cluster)
         check_samples(layout, num_samples)
         records = record(layout, num_samples)
-        layouts, found = [pricing.price(records.layout, records)], Found()
+        layouts, found = [pricing.price(records.layout, records)], SearchResult()
     else:
         short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
         precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
-        wanted = Wanted(fix, tuple(without), precision, limit, most_priced, short.most_stages)
+        wanted = SearchConstraints(fix, tuple(without), precision, limit, most_priced, short.most_stages)
         found = search(pricing, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
         layouts = [*found.fit, *found.misfits]
         if not layouts:
@@ -401,7 +401,7 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
             )
 
 
-def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]) -> LayoutError:
+def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequence[str]) -> LayoutError:
     reasons = "; ".join(f"{n:,}: {why}" for why, n in found.rejected.most_common(3))
     return LayoutError(
         f"no layout can be on {cluster}",
@@ -413,7 +413,7 @@ def _none_found(cluster: Cluster, found: Found, fix: str, without: Sequence[str]
     )
 
 
-def _remedy(found: Found, fix: str, without: Sequence[str]) -> str:
+def _remedy(found: SearchResult, fix: str, without: Sequence[str]) -> str:
     """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
     fixed = Counter({why: n for why, n in found.rejected.items() if why.startswith("--fix")})
     if fixed:

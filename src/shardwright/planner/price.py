@@ -20,7 +20,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.planner.extended import at_blocks, shapes_of, span_of
 from shardwright.planner.memory import StageMemory, memory_by_stage
-from shardwright.planner.places import Place
+from shardwright.planner.places import ActionClass
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
 from shardwright.planner.rehearse import MessageRecord
 from shardwright.runtime.timeline import Timeline
@@ -263,7 +263,7 @@ def traffic_of_stage(records: LayoutRecords, stage: int) -> Counter[str]:
     return +total
 
 
-def _bytes(records: LayoutRecords, kind: StageRecords, stage: int, place: Place | None) -> dict[str, float]:
+def _bytes(records: LayoutRecords, kind: StageRecords, stage: int, place: ActionClass | None) -> dict[str, float]:
     counts = [_sent_bytes(each) for each in shapes_of(kind, place)]
     axes = sorted({axis for each in counts for axis in each})
     values = at_blocks(span_of(records, stage, place), [[float(each[axis]) for axis in axes] for each in counts])
@@ -331,7 +331,7 @@ class _StageTimes:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
         return self._usual.get((slot, kind), 0.0)
 
-    def _time(self, place: Place | None) -> ActionTime:
+    def _time(self, place: ActionClass | None) -> ActionTime:
         is_last = place is None or not place.before
         times = [self._pricing.action_time(each, is_last=is_last) for each in shapes_of(self._kind, place)]
         span = span_of(self._records, self._stage, place)
@@ -346,7 +346,7 @@ class _StageTimes:
         (launches,) = at_blocks(span, [[each.launches] for each in times])
         return ActionTime(parts, launches, times[0].axes)
 
-    def _flops(self, place: Place) -> float:
+    def _flops(self, place: ActionClass) -> float:
         counts = [[sum(r.flops for r in each.records if isinstance(r, OperatorRecord))]
                   for each in shapes_of(self._kind, place)]  # fmt: skip
         return float(at_blocks(span_of(self._records, self._stage, place), counts)[0])

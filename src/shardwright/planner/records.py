@@ -28,7 +28,15 @@ from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
-from shardwright.planner.places import Place, has_all_actions, kind_of, places, representative, sample_chunks, stage_of
+from shardwright.planner.places import (
+    ActionClass,
+    has_all_actions,
+    kind_of,
+    places,
+    representative,
+    sample_chunks,
+    stage_of,
+)
 from shardwright.planner.rehearse import ActionRecord, MessageRecord, RankRecord, Record, rehearse
 
 FEW_STAGES, FEW_MICROBATCHES = 3, 3
@@ -72,7 +80,7 @@ class StageRecord(NamedTuple):
     num_blocks: tuple[int, ...]
     num_microbatches: int
     base: Held
-    actions: Mapping[Place, ActionShape]
+    actions: Mapping[ActionClass, ActionShape]
     update: ActionShape
     beside: Mapping[str, int]
     offloaded_bytes: int = 0
@@ -105,8 +113,8 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
-    def places(self) -> tuple[Mapping[Action, Place], ...]:
-        """For each stage, the class (:class:`Place`) of each of its actions, by which like actions are looked up."""
+    def places(self) -> tuple[Mapping[Action, ActionClass], ...]:
+        """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
 
@@ -332,7 +340,7 @@ def _stage_records(ranks: Iterable[RankRecord], schedule: Schedule, blocks: Sequ
 
 def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks: tuple[int, ...]) -> StageRecord:
     base = held = record.by_action["begin"].moments[-1]
-    actions: dict[Place, ActionShape] = {}
+    actions: dict[ActionClass, ActionShape] = {}
     where = places(schedule, stage)
     for action in schedule.actions[stage]:
         done = record.by_action.get(str(action), ActionRecord())

@@ -3,7 +3,8 @@
 No axis and no option is named here: axes, sizes and options come from what strategies declare, so the options of a new
 strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
 the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and then layouts that
-differ from the best one by one option, until :attr:`Wanted.most` layouts are priced or none is left that promises more.
+differ from the best one by one option, until :attr:`SearchConstraints.most` layouts are priced or none that is left
+promises more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Recorder = Callable[[Layout, int], LayoutRecords]
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found: prices that fit the memory, prices that do not, and why other layouts were left out.
 
     ``searched`` is the number of layouts that were looked at. ``rejected`` counts layouts by the reason why they were
@@ -90,7 +91,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SearchConstraints:
     """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
 
     ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
@@ -150,14 +151,16 @@ def _has(item: str, part: str) -> bool:
     return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
 
 
-def search(pricing: Pricing, batch: int, record: Recorder, wanted: Wanted, short: ShortModel | None = None) -> Found:
+def search(
+    pricing: Pricing, batch: int, record: Recorder, wanted: SearchConstraints, short: ShortModel | None = None
+) -> SearchResult:
     """Returns the best layouts found for a global batch of ``batch`` samples, on the cluster of ``pricing``.
 
     It may be that none of them fits the memory, or that there are none. ``record`` returns the operators, messages and
     memory of a layout's step; a layout for which it raises LayoutError or PlanError is left out. ``short`` gives those
     of a model with few blocks, for the estimates; without it they are of the whole model.
     """
-    found = Found()
+    found = SearchResult()
 
     def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
         layout = Layout(operators, 1, wanted.precision)
@@ -181,7 +184,7 @@ def search(pricing: Pricing, batch: int, record: Recorder, wanted: Wanted, short
 class _Search:
     """The layouts of one search: their estimates, which of them were tried, and the prices found."""
 
-    def __init__(self, estimator: Estimator, record: Recorder, wanted: Wanted, found: Found) -> None:
+    def __init__(self, estimator: Estimator, record: Recorder, wanted: SearchConstraints, found: SearchResult) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
         self.estimates = self._sorted(_estimates(estimator, wanted, found))
         self.tried: set[str] = set()
@@ -215,7 +218,7 @@ class _Search:
                 return
             self._price(following.layout)
 
-    def result(self) -> Found:
+    def result(self) -> SearchResult:
         """Returns what was found, sorted, with all that was left out."""
         found = self.found
         best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
@@ -285,7 +288,7 @@ def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
 
 
-def _best(found: Found) -> Price:
+def _best(found: SearchResult) -> Price:
     if found.fit:
         return min(found.fit, key=lambda each: each.step_s)
     return min(found.misfits, key=lambda each: each.memory_bytes)
@@ -343,7 +346,7 @@ def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, in
             yield dict(zip(axes, sizes, strict=True))
 
 
-def _estimates(estimator: Estimator, wanted: Wanted, found: Found) -> list[Estimate]:
+def _estimates(estimator: Estimator, wanted: SearchConstraints, found: SearchResult) -> list[Estimate]:
     """Returns the estimates of every division of the ranks that the words of the search allow.
 
     Each is estimated with every option of copies that saves memory, the best then with every schedule of stages.
@@ -392,7 +395,12 @@ def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -
 
 
 def _with_each(
-    estimator: Estimator, layout: Layout, place: int, options: Iterable[Option], wanted: Wanted, found: Found
+    estimator: Estimator,
+    layout: Layout,
+    place: int,
+    options: Iterable[Option],
+    wanted: SearchConstraints,
+    found: SearchResult,
 ) -> Iterator[Estimate]:
     """Yields the estimates of a layout with each of the options of one factor."""
     for option in options:
@@ -409,7 +417,12 @@ def _with_each(
 
 
 def _layouts(
-    sizes: Mapping[str, int], kinds: Mapping[str, str], batch: int, wanted: Wanted, found: Found, in_node: int
+    sizes: Mapping[str, int],
+    kinds: Mapping[str, str],
+    batch: int,
+    wanted: SearchConstraints,
+    found: SearchResult,
+    in_node: int,
 ) -> Iterator[Layout]:
     """Yields the layouts of one division of the ranks: each microbatch size, with and without recomputation."""
     factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
@@ -448,7 +461,7 @@ def _is_option(part: str) -> bool:
     return "/" in part
 
 
-def _fixed(factor: Factor, wanted: Wanted) -> Factor:
+def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:
     """Returns the factor with the options that must hold for its axis."""
     for part in wanted.fix.split():
         head, *options = part.split("/")

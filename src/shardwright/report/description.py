@@ -26,7 +26,7 @@ from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
-from shardwright.plan.shares import Share
+from shardwright.plan.shares import CutShare
 from shardwright.plan.traffic import Traffic, partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -121,7 +121,7 @@ def _nodes(plan: Plan, nodes: Nodes, sends: _StepSends | None) -> dict[str, Any]
     return entry | {"warnings": node_warnings(plan.mesh, places, found)}
 
 
-def _share(share: Share) -> dict[str, Any]:
+def _share(share: CutShare) -> dict[str, Any]:
     """Returns the entry of a factor of the layout: its share of parameters and FLOPs, and modules left whole."""
     whole = [{"module": path, "share": size, "why": why} for path, size, why in share.whole]
     entry = {"factor": share.factor, "share": share.share, "flops": share.flops, "is_low": share.is_low}

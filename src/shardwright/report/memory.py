@@ -12,7 +12,7 @@ from shardwright.comm.limits import Ranks
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
 from shardwright.ledger.account import predict_memory
-from shardwright.ledger.tracking import ELSEWHERE, KINDS, Account
+from shardwright.ledger.tracking import ELSEWHERE, KINDS, MemoryAccount
 from shardwright.mesh import Coord, Mesh
 from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job, Plan
@@ -32,7 +32,7 @@ _BESIDE = {
     "rounding": "rounding", "segments": "free in segments", "workspace": "cuBLAS's workspace", "nccl": "NCCL's buffers",
 }  # fmt: skip
 
-Accounts = Mapping[int, Account]
+Accounts = Mapping[int, MemoryAccount]
 """The memory account of each listed rank, by rank."""
 
 
@@ -53,7 +53,7 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
 
 def predicted_accounts(
     job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
-) -> dict[int, Account]:
+) -> dict[int, MemoryAccount]:
     """Returns, by rank, the predicted memory over a step with AdamW; of ``batch`` only shapes and dtypes are read.
 
     Of more than eight ranks, the first of each pipeline stage is predicted, and of those listed one of each class of
@@ -62,7 +62,7 @@ def predicted_accounts(
     """
     device = devices.wanted() if ranks == "processes" else "cpu"
     plan, strategies = make_plan(job, layout)
-    traffic, known = StepTraffic(job, plan, strategies, batch[0]), dict[Hashable, Account]()
+    traffic, known = StepTraffic(job, plan, strategies, batch[0]), dict[Hashable, MemoryAccount]()
     found = {}
     for rank in ranks_to_rehearse(layout.mesh):
         key = _memory_class(plan, traffic, plan.mesh.coord(rank))
@@ -90,7 +90,7 @@ def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[d
     of what an accelerator holds beside tensors.
     """
 
-    def of(account: Account) -> dict[str, Any]:
+    def of(account: MemoryAccount) -> dict[str, Any]:
         found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
         found |= {"elsewhere": dict(account.elsewhere)} if account.elsewhere else {}
         return found | ({"beside": dict(account.beside)} if account.beside else {})
@@ -110,7 +110,7 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
     """Returns a table of each rank's memory at its peak; with ``measured``, also the error of the prediction.
 
     >>> from shardwright.ledger.tracking import MemorySnapshot
-    >>> account = Account((MemorySnapshot("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0, 0)),))
+    >>> account = MemoryAccount((MemorySnapshot("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0, 0)),))
     >>> print(memory_text({0: account}, {0: account}))
     KiB at the peak   when    sum   params   AdamW   acts
     ─────────────────────────────────────────────────────
@@ -164,7 +164,7 @@ def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts 
     return save_figure(figure, path)
 
 
-def _stack(axes: Any, account: Account, most: int, name: str) -> None:
+def _stack(axes: Any, account: MemoryAccount, most: int, name: str) -> None:
     """Draws the kinds of memory stacked on each other over the snapshots of a step."""
     moments = account.moments
     unit, word = unit_of(most)

@@ -26,7 +26,7 @@ NOTHING = "nothing to draw: no action takes any time"
 """The text that is shown in place of a timeline without actions."""
 
 
-class Outline(NamedTuple):
+class TimelineOutline(NamedTuple):
     """A pipeline timeline prepared for drawing by :func:`outlines`: its first action begins at zero.
 
     ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle, and ``peaks[s]`` its peak of activation
@@ -74,7 +74,7 @@ class Outline(NamedTuple):
         return times + (f", peak {format_bytes(peak)} on stage {self.peaks.index(peak)}" if peak else "")
 
 
-def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
+def outlines(timelines: Sequence[Timeline]) -> list[TimelineOutline]:
     """Returns pipeline timelines prepared for drawing, with names that differ.
 
     Two timelines of one name get the endings "predicted" and "measured", in this order. If more than two timelines are
@@ -93,13 +93,13 @@ def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
     return [_outline(name, timeline) for name, timeline in zip(names, timelines, strict=True)]
 
 
-def _outline(name: str, timeline: Timeline) -> Outline:
+def _outline(name: str, timeline: Timeline) -> TimelineOutline:
     """Shifts a timeline to begin at zero and counts its bubbles, peaks and chunks."""
     starts = [span.start_s for stage in timeline.spans for span in stage]
     zero, makespan, stages = min(starts, default=0.0), timeline.makespan_s, range(len(timeline.spans))
     digits = digits_of(makespan)
     chunks = [sorted({span.action.chunk for span in stage}) for stage in timeline.spans]
-    return Outline(
+    return TimelineOutline(
         name,
         tuple(
             tuple(sorted((Span(a, start - zero, end - zero) for a, start, end in stage), key=itemgetter(1, 2)))
@@ -119,7 +119,7 @@ def digits_of(longest_s: float) -> int:
     return 9 - floor(log10(longest_s)) if longest_s else 9
 
 
-def times_as_long(drawn: Sequence[Outline]) -> str:
+def times_as_long(drawn: Sequence[TimelineOutline]) -> str:
     """Returns a sentence that compares the makespans of two timelines; "" unless there are two with actions."""
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""

@@ -12,7 +12,7 @@ from shardwright.report.page import data_element, details, html_table, section, 
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
-    Outline,
+    TimelineOutline,
     digits_of,
     outlines,
     percent,
@@ -61,7 +61,7 @@ def timeline_group(timelines: Sequence[Timeline]) -> str:
     return f'{_group(drawn, panels)}\n<p class="note">{escape(_KEYS)}</p>\n{text}'
 
 
-def _group(drawn: Sequence[Outline], panels: str) -> str:
+def _group(drawn: Sequence[TimelineOutline], panels: str) -> str:
     """Returns the HTML of panels that the script draws on one time axis, with their legend and their data."""
     bar = _bar(drawn) if any(outline.makespan_s for outline in drawn) else ""
     return f'<div class="timelines">\n{bar}\n{panels}\n{data_element(_data(drawn))}</div>'
@@ -71,7 +71,7 @@ def _as_text(timelines: Sequence[Timeline]) -> str:
     return f'<pre class="drawing" tabindex="0">{escape(timeline_text(timelines, width=130))}</pre>'
 
 
-def _counts(drawn: Sequence[Outline]) -> str:
+def _counts(drawn: Sequence[TimelineOutline]) -> str:
     """Returns the number of stages, microbatches and actions in words; "" if the timelines differ in them."""
     found = {(len(outline.spans), outline.num_microbatches, outline.num_spans) for outline in drawn}
     if len(found) != 1:
@@ -81,7 +81,7 @@ def _counts(drawn: Sequence[Outline]) -> str:
     return ", ".join(f"{count:,} {word}{ending * (count != 1)}" for count, word, ending in counts)
 
 
-def _bar(drawn: Sequence[Outline]) -> str:
+def _bar(drawn: Sequence[TimelineOutline]) -> str:
     """Returns the HTML of the legend and the zoom buttons."""
     most_chunks = max(outline.most_chunks for outline in drawn)
     keys = []
@@ -104,7 +104,7 @@ def _css(colour: Sequence[float]) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
-def _panel(place: int, outline: Outline, tag: str = "h2") -> str:
+def _panel(place: int, outline: TimelineOutline, tag: str = "h2") -> str:
     if not outline.makespan_s:
         return f"<{tag}>{escape(outline.name)}</{tag}>\n<p>{NOTHING}</p>"
     label = f"{outline.name}: {outline.summary}, on {len(outline.spans)} stages. {_KEYS}"
@@ -116,7 +116,7 @@ def _panel(place: int, outline: Outline, tag: str = "h2") -> str:
     )
 
 
-def _stage_table(drawn: Sequence[Outline]) -> str:
+def _stage_table(drawn: Sequence[TimelineOutline]) -> str:
     """Returns a table of the computing time, bubble and peak memory of each stage, in every timeline."""
     shown = [outline for outline in drawn if outline.makespan_s]
     if not shown:
@@ -144,7 +144,7 @@ def _stage_table(drawn: Sequence[Outline]) -> str:
     )
 
 
-def _data(drawn: Sequence[Outline]) -> dict[str, Any]:
+def _data(drawn: Sequence[TimelineOutline]) -> dict[str, Any]:
     """Returns the script's data: for each stage, five numbers an action and two a change of memory."""
     end = max((outline.makespan_s for outline in drawn), default=0.0)
     digits = digits_of(end)

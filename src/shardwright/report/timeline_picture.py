@@ -15,7 +15,7 @@ from shardwright.report.drawing import COLOURS, DPI, INK, LEFT, MUTED, RULE, WID
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
-    Outline,
+    TimelineOutline,
     TimeUnit,
     outlines,
     percent,
@@ -90,14 +90,14 @@ def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> 
     return figure
 
 
-def _height(outline: Outline, sizes: _Sizes) -> float:
+def _height(outline: TimelineOutline, sizes: _Sizes) -> float:
     """Returns the height of a timeline's panels in inches."""
     if not outline.makespan_s:
         return _EMPTY
     return len(outline.spans) * sizes.row + (0.14 + _MEMORY) * any(outline.peaks)
 
 
-def _draw_timeline(figure: Figure, top: float, outline: Outline, sizes: _Sizes) -> None:
+def _draw_timeline(figure: Figure, top: float, outline: TimelineOutline, sizes: _Sizes) -> None:
     """Draws the rows, bubbles and memory of a timeline below ``top`` inches."""
     if not outline.makespan_s:
         axes = _panel(figure, top, _EMPTY, sizes)
@@ -128,7 +128,7 @@ def _panel(figure: Figure, top: float, height: float, sizes: _Sizes) -> Axes:
     return axes
 
 
-def _draw_rows(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
+def _draw_rows(axes: Axes, outline: TimelineOutline, sizes: _Sizes) -> None:
     """Draws the actions of each stage as boxes on a grey row of idle time."""
     from matplotlib.collections import PolyCollection
 
@@ -158,17 +158,17 @@ def _draw_rows(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
     _draw_numbers(axes, outline, sizes)
 
 
-def _middle_inches(outline: Outline, sizes: _Sizes) -> float:
+def _middle_inches(outline: TimelineOutline, sizes: _Sizes) -> float:
     """Returns the median width of the actions in inches."""
     return sizes.inches(median(end - start for stage in outline.spans for _, start, end in stage))
 
 
-def _many(outline: Outline, sizes: _Sizes) -> bool:
+def _many(outline: TimelineOutline, sizes: _Sizes) -> bool:
     """Returns whether most actions are narrower than two pixels."""
     return outline.makespan_s > 0 and _middle_inches(outline, sizes) * DPI < 2
 
 
-def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
+def _draw_many(axes: Axes, outline: TimelineOutline, end: float) -> None:
     """Draws actions narrower than two pixels: each pixel shows the mean color over its time.
 
     Interpolating the busy time at the edges of pixels gives the exact share of every color without a loop over pixels.
@@ -192,7 +192,7 @@ def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
     axes.imshow(pixels.clip(0, 1), extent=area, aspect="auto", interpolation="nearest", zorder=1)
 
 
-def _draw_numbers(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
+def _draw_numbers(axes: Axes, outline: TimelineOutline, sizes: _Sizes) -> None:
     """Writes the microbatch into each action that it fits in, in one font size that fits nine of ten."""
     if sizes.row < 0.15:
         return
@@ -208,7 +208,7 @@ def _draw_numbers(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
             axes.text(x, y, number, ha="center", va="center", fontsize=size, color=INK, clip_on=True)
 
 
-def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) -> None:
+def _draw_memory(figure: Figure, top: float, outline: TimelineOutline, sizes: _Sizes) -> None:
     """Draws the memory of each stage over time as a line, with the stages' names at the right."""
     axes = _panel(figure, top, _MEMORY, sizes)
     second, end = sizes.unit.size_s, outline.makespan_s / sizes.unit.size_s
@@ -236,7 +236,7 @@ def _line_colour(place: int, count: int) -> tuple[float, ...]:
     return tuple((1 - part) * first + part * last for first, last in zip(_FIRST_LINE, _LAST_LINE, strict=True))
 
 
-def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
+def _draw_legend(figure: Figure, drawn: Sequence[TimelineOutline]) -> None:
     """Draws the color of each kind of action, and a note if stages have several chunks."""
     from matplotlib.patches import Rectangle
 

@@ -21,7 +21,7 @@ from shardwright.formatting import format_bytes
 from shardwright.plan.schedule import Action, Kind
 from shardwright.report.timeline_outline import (
     KINDS,
-    Outline,
+    TimelineOutline,
     outlines,
     percent,
     precise_time,
@@ -81,7 +81,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
     return _written(lines, colour)
 
 
-def _drawing(outline: Outline, scale: _CellScale, name_width: int) -> Iterator[Text]:
+def _drawing(outline: TimelineOutline, scale: _CellScale, name_width: int) -> Iterator[Text]:
     """Yields the lines of one timeline: its summary, the heads, a row for each stage, the axis of time."""
     name = outline.name if len(outline.name) <= _LONG_NAME else f"{outline.name[: _LONG_NAME - 3]}..."
     yield Text(_printable(f"{name}: {outline.summary}"), style="bold")
@@ -97,13 +97,13 @@ def _drawing(outline: Outline, scale: _CellScale, name_width: int) -> Iterator[T
     yield Text(" " * (name_width + 2) + _axis(scale), style="dim")
 
 
-def _row_end(outline: Outline, stage: int) -> str:
+def _row_end(outline: TimelineOutline, stage: int) -> str:
     """Returns the text behind a stage's row: its bubble and its peak."""
     peak = f" {format_bytes(outline.peaks[stage]):>10}" if any(outline.peaks) else ""
     return f" {percent(outline.bubbles[stage]):>7}{peak}"
 
 
-def _scale(drawn: Sequence[Outline], most_cells: int) -> _CellScale:
+def _scale(drawn: Sequence[TimelineOutline], most_cells: int) -> _CellScale:
     """Returns the scale that fits all timelines into ``most_cells``, or up to a quarter fewer for whole cells."""
     longest = max((outline.makespan_s for outline in drawn), default=0.0)
     lengths = [end - start for outline in drawn for stage in outline.spans for _, start, end in stage if end > start]
@@ -117,7 +117,7 @@ def _scale(drawn: Sequence[Outline], most_cells: int) -> _CellScale:
     return _CellScale(longest / most_cells, most_cells)
 
 
-def stage_runs(outline: Outline, stage: int, scale: _CellScale) -> Iterator[tuple[Action | None, str]]:
+def stage_runs(outline: TimelineOutline, stage: int, scale: _CellScale) -> Iterator[tuple[Action | None, str]]:
     """Yields (action, text that shows it) for the row of a stage, from left to right; for idle time the action is None.
 
     ``scale`` has the seconds that one character of the row stands for, and the number of characters. Actions that cover
@@ -151,7 +151,7 @@ def _axis(scale: _CellScale) -> str:
     return f"{line} {unit.name}"
 
 
-def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
+def _legend(drawn: Sequence[TimelineOutline]) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in outline.kinds for outline in drawn)]
     if kinds:
         names = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
@@ -161,7 +161,7 @@ def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
         yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."
 
 
-def _left_out(drawn: Sequence[Outline], scale: _CellScale) -> Iterator[str]:
+def _left_out(drawn: Sequence[TimelineOutline], scale: _CellScale) -> Iterator[str]:
     """Yields sentences about the stages and actions that the drawing does not show."""
     for outline in drawn:
         stages, name = spread(len(outline.spans), _MOST_STAGES), f"{outline.name}: " * (len(drawn) > 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import PlanError
-from shardwright.report.timeline_outline import KINDS, Outline, outlines
+from shardwright.report.timeline_outline import KINDS, TimelineOutline, outlines
 from shardwright.report.timeline_page import write_timeline_page
 from shardwright.report.timeline_picture import draw_timelines
 from shardwright.runtime.timeline import Timeline
@@ -63,7 +63,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> Path:
     return path
 
 
-def _events(process: int, outline: Outline) -> Iterator[Event]:
+def _events(process: int, outline: TimelineOutline) -> Iterator[Event]:
     """Yields the trace's events: names first, then actions and memory by stage.
 
     Threads count from 1, because Perfetto takes thread 0 for idle.

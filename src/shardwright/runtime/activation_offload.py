@@ -28,12 +28,12 @@ from shardwright.comm.axis import Axis
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.recompute import activation_offload_target
-from shardwright.runtime.applied import Applied, Saving
+from shardwright.runtime.applied import AppliedStrategy, Saving
 from shardwright.runtime.copy_stream import CopyStream
 from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
 
 
-def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
+def offload_activations(job: Job, plan: Plan, applied: Sequence[AppliedStrategy], everyone: Axis) -> None:
     """Offloads the tensors that autograd saves in the plan's ``offloaded_activations`` modules, to host memory or disk.
 
     All ranks call it. It wraps the forwards of these modules in place. If the layout offloads no activations, or

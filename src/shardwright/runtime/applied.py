@@ -1,4 +1,4 @@
-"""``Applied``, the result of a strategy's ``apply``: event listeners, stored parameters and hooks for a rank's run."""
+"""``AppliedStrategy``, what a strategy's ``apply`` returns: event listeners, stored parameters and hooks of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Offload(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class AppliedStrategy:
     """A strategy's additions to a rank's run, beside the modules that its ``apply`` has changed; all are optional.
 
     - ``events``: listeners of the executor.

@@ -17,7 +17,7 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 
 LEAST_SCALE = 1.0
@@ -46,7 +46,7 @@ class MasterWeights:
             parameter.data = parameter.data.to(plan.compute_dtypes[name])
         self._versions, self._may_be_stale = self._current_versions(), False
 
-    def applied(self) -> Applied:
+    def applied(self) -> AppliedStrategy:
         """Returns the master weights, as the parameters that the optimizer updates, and callbacks for the executor.
 
         The callbacks move gradients to the master weights, and round these into the model's parameters after an update.
@@ -54,7 +54,7 @@ class MasterWeights:
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
-        return Applied(events=events, parameters=self.masters)
+        return AppliedStrategy(events=events, parameters=self.masters)
 
     def _restart(self) -> None:
         for parameter in self.parameters.values():

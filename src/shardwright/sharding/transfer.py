@@ -37,7 +37,7 @@ class BoxMessage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TensorTransfer:
     """The point-to-point messages that redistribute a tensor from one layout to another.
 
     A receiver writes its messages in their order, so that sums are equal to the bit on every rank.
@@ -151,7 +151,7 @@ def plan_transfer(
     destination: Mapping[int, Sequence[Piece]],
     *,
     terms: Mapping[int, int] | None = None,
-) -> Transfer:
+) -> TensorTransfer:
     """Returns the messages that fill every destination rank's pieces from the pieces that the source ranks hold.
 
     Each element is fetched once for each piece that needs it: from the rank itself if it holds the element, else from
@@ -196,10 +196,12 @@ def plan_transfer(
                         fix="give the pieces of every source rank, and check the whole tensor's shape",
                     )
                 messages += [BoxMessage(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched]
-    return Transfer(tuple(messages))
+    return TensorTransfer(tuple(messages))
 
 
-def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
+def execute_locally(
+    transfer: TensorTransfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
+) -> None:
     """Runs a transfer among tensors of one process: reads ``sources`` and writes ``destinations``, both keyed by rank.
 
     Use it where one process has all local tensors, as in tests. Source and destination tensors must not share memory.

@@ -1,7 +1,7 @@
 """Datasets, and the order in which a run reads their samples, which is the same under every layout.
 
-``Order`` maps a step to the sample indices of its global batch, and each rank collates its own part of them. A resumed
-run continues from the step number alone, because nothing else is stored.
+``SampleOrder`` maps a step to the sample indices of its global batch, and each rank collates its own part of them. A
+resumed run continues from the step number alone, because nothing else is stored.
 
 T tokens, C channels, Y and X a picture's rows and columns
 """
@@ -241,7 +241,7 @@ class Synthetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """The sample indices of each step's global batch: every sample once per epoch, reshuffled every epoch.
 
     The last batch of an epoch holds the remaining samples. The order depends only on the fields (number of samples,
@@ -249,7 +249,7 @@ class Order:
 
     Raises: PlanError: ``num_samples`` or ``batch_size`` is below 1.
 
-    >>> order = Order(num_samples=5, batch_size=2, seed=0)
+    >>> order = SampleOrder(num_samples=5, batch_size=2, seed=0)
     >>> order.num_steps_per_epoch, [len(order.batch(step)) for step in range(4)]
     (3, [2, 2, 1, 2])
     >>> sorted(int(index) for step in range(3) for index in order.batch(step))

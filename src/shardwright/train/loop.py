@@ -33,7 +33,7 @@ from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
+from shardwright.train.data import Dataset, Indices, SampleOrder, fingerprint, global_batch, open_data
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
@@ -201,7 +201,7 @@ class _Training:
             plain, loss, model_config = config.build()
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
-        self.order = Order(len(self.data), config.batch, config.seed)
+        self.order = SampleOrder(len(self.data), config.batch, config.seed)
         self.tokens_per_sample = config.seq if self.data.sample(0)[1].dim() else 1
         self.seconds = agreed_seconds(config, world)
         self.run = parallelize(

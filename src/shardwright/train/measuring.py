@@ -24,7 +24,7 @@ from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
 from shardwright.layout import Layout, has_stages
 from shardwright.ledger.account import measure_memory
-from shardwright.ledger.tracking import Account
+from shardwright.ledger.tracking import MemoryAccount
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for, on_device, rows
@@ -34,7 +34,7 @@ from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.runtime.timeline import Timeline
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Order, global_batch, open_data
+from shardwright.train.data import SampleOrder, global_batch, open_data
 
 Seconds = Mapping[str, float]
 NOT_MEASURED: Seconds = MappingProxyType({})
@@ -56,7 +56,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
         device = devices.default()
     model, _, model_config = config.build()
     data = open_data(config.data, seq=config.seq, model=model_config)
-    inputs, _ = global_batch(data, Order(len(data), config.batch, config.seed).batch(0))
+    inputs, _ = global_batch(data, SampleOrder(len(data), config.batch, config.seed).batch(0))
     microbatch = rows(inputs, 0, -(-config.batch // num_shares(layout)))
     return time_layers(model.to(device), on_device(microbatch, device))
 
@@ -98,7 +98,9 @@ def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = 
     return launch(_timeline, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
-def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
+def measure_accounts(
+    config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED
+) -> list[MemoryAccount]:
     """Starts ranks, trains ``WARM_UP`` steps, and returns the measured memory of each rank over the next one, by rank.
 
     Optimizer state is included. The layout is that of ``config``. ``seconds`` are times of layers from
@@ -113,7 +115,7 @@ def _timeline(world: World, config: TrainConfig, seconds: Seconds) -> Timeline:
     return run.timeline(batch)
 
 
-def _account(world: World, config: TrainConfig, seconds: Seconds) -> Account:
+def _account(world: World, config: TrainConfig, seconds: Seconds) -> MemoryAccount:
     run, optimizer, batch = _warmed_up(world, config, seconds)
     return measure_memory(run, batch, optimizer)
 
@@ -127,7 +129,7 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
         example=config.example(model_config), seconds=seconds, offload_folder=config.offload_folder or None,
     )  # fmt: skip
     data = open_data(config.data, seq=config.seq, model=model_config)
-    order = Order(len(data), config.batch, config.seed)
+    order = SampleOrder(len(data), config.batch, config.seed)
     optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
     batches = run.shard(global_batch(data, order.batch(step)) for step in range(WARM_UP + 1))
     for _ in range(WARM_UP):

@@ -63,7 +63,7 @@ from shardwright.parallelize.checks import check_loss, check_model, check_trains
 from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Plan, compute_dtype
-from shardwright.plan.shares import Share
+from shardwright.plan.shares import CutShare
 from shardwright.runtime.executor import Microbatch
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -73,7 +73,7 @@ from shardwright.verify.reference import (
     Batch,
     DeviceDifference,
     Named,
-    Outcome,
+    TrainingOutcome,
     cloned,
     copied_buffers,
     copied_gradients,
@@ -178,7 +178,7 @@ def _rank(
     world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
     roles: Mapping[str, str], seconds: Mapping[str, float], strategies: Any = None,
     alter: Callable[[Any], None] | None = None,
-) -> Outcome:  # fmt: skip
+) -> TrainingOutcome:  # fmt: skip
     num_tokens = tokens_of(batches[0][0], layout)
     run = parallelize(
         plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles,
@@ -189,7 +189,7 @@ def _rank(
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
-    outcome = Outcome([], {}, {})
+    outcome = TrainingOutcome([], {}, {})
     for step, batch in enumerate(run.shard(map(cloned, batches))):
         outcome.losses.append(_step(run, batch))
         if step == 0:
@@ -264,7 +264,7 @@ def check_untouched(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> 
         )
 
 
-def _buffer_errors(plan: Plan, expected: Outcome, found: Mapping[int, Named]) -> dict[str, float]:
+def _buffer_errors(plan: Plan, expected: TrainingOutcome, found: Mapping[int, Named]) -> dict[str, float]:
     """Returns the error of each buffer; 0 or infinite for integers and for buffers that the steps do not change."""
     layouts = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
     changed = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
@@ -311,7 +311,7 @@ def _errors(
     return errors
 
 
-def _presence(name: str, expected: Outcome, found: Mapping[int, Outcome]) -> str:
+def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, TrainingOutcome]) -> str:
     """Returns text on a gradient that only one side has; an empty text for any other."""
     whole = expected.gradients.get(name)
     for rank, each in found.items() if name in expected.gradients else ():
@@ -332,11 +332,11 @@ def _largest(errors: Iterable[float]) -> float:
 
 def _compare(
     plan: Plan,
-    expected: Outcome,
-    found: Sequence[Outcome],
+    expected: TrainingOutcome,
+    found: Sequence[TrainingOutcome],
     dtype: torch.dtype,
     measure: Callable[[], DeviceDifference | None],
-    cuts: Sequence[Share],
+    cuts: Sequence[CutShare],
 ) -> Verdict:
     """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors."""
     narrow = compute_dtype(dtype, plan.layout)

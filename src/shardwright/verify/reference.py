@@ -56,7 +56,7 @@ Named = dict[str, Tensor]
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """The results of training steps on one device or one rank: losses, gradients, parameters and buffers.
 
     Gradients are those of the first step; one is None if the loss does not depend on the parameter. Parameters and
@@ -85,7 +85,7 @@ def reference(
     eps: float | None = None,
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
@@ -107,7 +107,7 @@ def reference(
     key_draws(model, rng, draws)
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    outcome = Outcome([], {}, {})
+    outcome = TrainingOutcome([], {}, {})
     for step, batch in enumerate(map(cloned, batches)):
         rng.step, sums = step, []
         optimizer.zero_grad()
@@ -247,7 +247,7 @@ class DeviceDifference:
 
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
-    draws: Draws | None, dtype: torch.dtype, expected: Outcome,
+    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome,
 ) -> DeviceDifference | None:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 

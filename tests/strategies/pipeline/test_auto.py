@@ -10,7 +10,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.schedules.auto import search
-from shardwright.strategies.pipeline.schedules.greedy import Preferences, greedy
+from shardwright.strategies.pipeline.schedules.greedy import SchedulingRules, greedy
 from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, left_over
 
@@ -123,7 +123,7 @@ def written(preferences, times, num_microbatches):
 
 
 def test_weights_are_done_while_something_is_on_its_way():
-    lists, step = written(Preferences((2, 1)), ChunkTimes.equal(2, transfer_s=1), 4)
+    lists, step = written(SchedulingRules((2, 1)), ChunkTimes.equal(2, transfer_s=1), 4)
     assert lists[0] == "0F0 0F1 0I0 0F2 0I1 0F3 0W0 0W1 0I2 0W2 0I3 0W3"
     assert lists[1] == "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3"
     assert step == 15  # 17 for the list of no transfer
@@ -131,22 +131,22 @@ def test_weights_are_done_while_something_is_on_its_way():
 
 def test_the_patient_do_not_begin_a_weight_that_something_would_have_to_wait_for():
     times = ChunkTimes((3, 1), (1, 1), (2, 2), transfer_s=1)
-    (_, last), step = written(Preferences((2, 1)), times, 2)
+    (_, last), step = written(SchedulingRules((2, 1)), times, 2)
     assert (last, step) == ("1F0 1I0 1W0 1F1 1I1 1W1", 14)  # 1F1 could begin a second before 1W0 ends
-    (_, last), step = written(Preferences((2, 1), patient=True), times, 2)
+    (_, last), step = written(SchedulingRules((2, 1), patient=True), times, 2)
     assert (last, step) == ("1F0 1I0 1F1 1I1 1W0 1W1", 13)
 
 
 def test_preferences_decide_which_action_is_first_and_how_many_microbatches_are_held():
     times = ChunkTimes.equal(2, transfer_s=1)
-    (first, _), _ = written(Preferences((3, 1)), times, 4)
+    (first, _), _ = written(SchedulingRules((3, 1)), times, 4)
     assert first.startswith("0F0 0F1 0F2 0I0")
-    (backward, _), _ = written(Preferences((9, 9)), ChunkTimes.equal(2), 4)
-    (forward, _), _ = written(Preferences((9, 9), forward_first=True), ChunkTimes.equal(2), 4)
+    (backward, _), _ = written(SchedulingRules((9, 9)), ChunkTimes.equal(2), 4)
+    (forward, _), _ = written(SchedulingRules((9, 9), forward_first=True), ChunkTimes.equal(2), 4)
     assert (backward[:15], forward[:15]) == ("0F0 0F1 0F2 0I0", "0F0 0F1 0F2 0F3")
     for deep_first, second in ((True, "1F0"), (False, "0F1")):
         schedule = greedy(
-            (0, 0), 2, ChunkTimes.equal(2), Preferences((4,), deep_first=deep_first), ChunkMemory.equal(2)
+            (0, 0), 2, ChunkTimes.equal(2), SchedulingRules((4,), deep_first=deep_first), ChunkMemory.equal(2)
         )
         assert str(schedule.actions[0][1]) == second
 

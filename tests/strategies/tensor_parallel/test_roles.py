@@ -17,7 +17,7 @@ from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
-from shardwright.strategies.tensor_parallel.roles import Boundary, GridAxis, Layer, cheapest
+from shardwright.strategies.tensor_parallel.roles import GridAxis, Layer, LayerBoundary, cheapest
 
 # ---- every path, by what the ranks hold: rows are numbers in an array of shape (*grid, rows on a rank)
 
@@ -177,26 +177,32 @@ def problems(draw):
     axes = grid(stream, *(draw(st.integers(2, 4)) for _ in stream))
     widths = draw(st.lists(features, min_size=2, max_size=4))
     layers = [Layer(a, b, n > 0 or draw(st.booleans())) for n, (a, b) in enumerate(pairwise(widths))]
-    first, last = (Boundary(64, tuple(draw(st.sampled_from(ENDS[s])) for s in stream.upper())) for _ in range(2))
+    first, last = (LayerBoundary(64, tuple(draw(st.sampled_from(ENDS[s])) for s in stream.upper())) for _ in range(2))
     inner = st.builds(
-        Boundary, features, st.none(), sums=st.booleans(), rows=st.booleans(), most_alone=st.integers(0, 8),
+        LayerBoundary, features, st.none(), sums=st.booleans(), rows=st.booleans(), most_alone=st.integers(0, 8),
         joined=st.sampled_from((0, 0, 7)),
     )  # fmt: skip
     return layers, [first, *(draw(inner) for _ in layers[1:]), last], axes
 
 
-WHOLE_INPUT = ([Layer(1, 8), Layer(8, 2)], [Boundary(9, tuple("TTC")), Boundary(4), Boundary(9, tuple("TTC"))])
+WHOLE_INPUT = (
+    [Layer(1, 8), Layer(8, 2)],
+    [LayerBoundary(9, tuple("TTC")), LayerBoundary(4), LayerBoundary(9, tuple("TTC"))],
+)
 TWO_ORDERS = (
     [Layer(1, 6), Layer(6, 2), Layer(2, 3)],
-    [Boundary(9, ("T", "T")), Boundary(6), Boundary(1, most_alone=2), Boundary(9, ("T", "T"))],
+    [LayerBoundary(9, ("T", "T")), LayerBoundary(6), LayerBoundary(1, most_alone=2), LayerBoundary(9, ("T", "T"))],
 )
 NO_RUN = (  # only the slower axis can cut the two features: gathered over it alone, rows would not follow each other
     [Layer(1, 6), Layer(6, 6)],
-    [Boundary(9, ("T", "T")), Boundary(2, joined=7), Boundary(9, ("T", "T"))],
+    [LayerBoundary(9, ("T", "T")), LayerBoundary(2, joined=7), LayerBoundary(9, ("T", "T"))],
 )
-NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])
+NO_GRADIENT = ([Layer(4, 4, False)], [LayerBoundary(9, ("T",)), LayerBoundary(9, ("T",))])
 
-COPIES = ([Layer(1, 8), Layer(8, 1)], [Boundary(64, tuple("CCF")), Boundary(8), Boundary(64, tuple("CCF"))])
+COPIES = (
+    [Layer(1, 8), Layer(8, 1)],
+    [LayerBoundary(64, tuple("CCF")), LayerBoundary(8), LayerBoundary(64, tuple("CCF"))],
+)
 
 
 @example((*COPIES, grid("CCF", 2, 2, 2)), 1, False)
@@ -243,9 +249,9 @@ def classic_3d(side, layers):
 
 
 def found_for_an_mlp(axes, num_tokens, width, hidden):
-    stream = Boundary(width, tuple(axis.stream for axis in axes))
+    stream = LayerBoundary(width, tuple(axis.stream for axis in axes))
     layers = [Layer(width, hidden), Layer(hidden, width)]
-    return cheapest(layers, [stream, Boundary(hidden), stream], axes, num_tokens).elements
+    return cheapest(layers, [stream, LayerBoundary(hidden), stream], axes, num_tokens).elements
 
 
 side = st.integers(2, 4)

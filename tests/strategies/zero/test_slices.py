@@ -18,7 +18,7 @@ from shardwright.models.gpt import GPT
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 from shardwright.strategies.zero import flat_parameter as flat
-from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup, UnshardStatus
+from shardwright.strategies.zero.prefetch import Prefetcher, ShardedGroup, UnshardHold, UnshardStatus
 
 WIDTHS = (6, 8, 8, 8, 8, 5)
 
@@ -218,15 +218,15 @@ def test_a_param_group_that_shares_a_parameter_stays_unsharded_during_an_action_
 def test_the_longest_hold_of_a_group_counts_and_the_end_of_a_shorter_one_leaves_it():
     group = ShardedGroup("group", ())
     prefetcher = Prefetcher([group], num_prefetch=0, reshard_after_use=True, chunks={})
-    prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
-    prefetcher.ensure_unsharded(group, Hold.UNTIL_NEXT_MODULE)
+    prefetcher.ensure_unsharded(group, UnshardHold.UNTIL_ACTION_ENDS)
+    prefetcher.ensure_unsharded(group, UnshardHold.UNTIL_NEXT_MODULE)
     prefetcher.on_module_call()
-    assert (group.hold, group.state) == (Hold.UNTIL_ACTION_ENDS, UnshardStatus.UNSHARDED)
+    assert (group.hold, group.state) == (UnshardHold.UNTIL_ACTION_ENDS, UnshardStatus.UNSHARDED)
     prefetcher.end_action()
-    assert (group.hold, group.state) == (Hold.NONE, UnshardStatus.SHARDED)
-    prefetcher.ensure_unsharded(group, Hold.EVERY_ACTION)
+    assert (group.hold, group.state) == (UnshardHold.NONE, UnshardStatus.SHARDED)
+    prefetcher.ensure_unsharded(group, UnshardHold.EVERY_ACTION)
     prefetcher.end_action()
-    assert (group.hold, group.state) == (Hold.EVERY_ACTION, UnshardStatus.SHARDED)
+    assert (group.hold, group.state) == (UnshardHold.EVERY_ACTION, UnshardStatus.SHARDED)
 
 
 # ---- overlap

@@ -152,7 +152,7 @@ class StartedRanks:
         self.grace_s, self.folder = grace_s, folder
         self._last_s = self._grace_end_s = float("inf")  # when ranks that save are killed too
         self.signalled = 0  # the first signal to the launcher that told the run to stop
-        self._notes: dict[int, failures.Note] = {}
+        self._notes: dict[int, failures.FailureNote] = {}
         self._end_s = float("inf")  # when the ranks that are still there are killed
         self._poll = select.poll()
         self._heard: dict[int, Callable[[], None]] = {}
@@ -276,7 +276,7 @@ class StartedRanks:
     def _note_answer(self, rank: RankProcess) -> None:
         if rank.answered != NOTE or rank.number in self._notes:
             return
-        note: failures.Note = pickle.loads(rank.answer[9:])
+        note: failures.FailureNote = pickle.loads(rank.answer[9:])
         self._notes[rank.number] = note
         if isinstance(note.failure, failures.StopRequested):
             self._end_within(_STOPPED_S)

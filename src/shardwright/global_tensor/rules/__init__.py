@@ -37,12 +37,12 @@ from shardwright.global_tensor.rules import (
     randoms,
     views,
 )
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, decide, empty_results, refusal, try_out
+from shardwright.global_tensor.rules.call import OperatorCall, ShardingDecision, decide, empty_results, refusal, try_out
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, redistributed_local, wrap
 from shardwright.global_tensor.view_tracking import check_fresh, count_writes, is_gathered_view, is_shared, mark_view
 
-Rule = Callable[[OperatorCall], Decision]
+Rule = Callable[[OperatorCall], ShardingDecision]
 
 RULES: dict[str, Rule] = {}
 for _family in (attention, convolutions, dims, indexing, likes, losses, norms, products, views):
@@ -206,12 +206,12 @@ def _is_composite(call: OperatorCall) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), key))
 
 
-def _decision(call: OperatorCall) -> Decision:
+def _decision(call: OperatorCall) -> ShardingDecision:
     replicated = all(one.is_replicate() for x in call.tensors for one in x.sbp)
     if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.is_by_mask(call)):
         if not replicated or call.placement.size < here().size:
             raise refusal(call, "the shape of its result depends on values that not every rank has")
-        return Decision([x.sbp for x in call.tensors], [])
+        return ShardingDecision([x.sbp for x in call.tensors], [])
     key, call.outputs = _outputs(call)
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
@@ -266,7 +266,7 @@ def _as_list(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _returned(call: OperatorCall, decision: Decision, result: Any) -> Any:
+def _returned(call: OperatorCall, decision: ShardingDecision, result: Any) -> Any:
     """Returns the local results as global tensors; for an in-place operator, the tensor that it wrote to."""
     schema = call.func._schema
     if len(schema.returns) == 1 and pointwise.is_in_place(call):
@@ -311,7 +311,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _is_copied(call: OperatorCall, decision: Decision, view: GlobalTensor) -> bool:
+def _is_copied(call: OperatorCall, decision: ShardingDecision, view: GlobalTensor) -> bool:
     """Whether the input of a view was redistributed or copied, so that the view does not share its memory."""
     x = call.tensors[0]
     view_memory, memory = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))

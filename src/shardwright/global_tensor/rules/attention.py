@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
+from shardwright.global_tensor.rules.call import Letter, OperatorCall, ShardingDecision, Way, decide
 
 _SPLIT = frozenset({"query", "key", "value", "grad_out", "out", "logsumexp"})
 
 
-def _attention(call: OperatorCall) -> Decision:
+def _attention(call: OperatorCall) -> ShardingDecision:
     # with fewer heads of keys than of queries (grouped queries) equal slices of heads would not match
     heads = {call.shapes[call.place(name) or 0][1] for name in ("query", "key", "value")}
     ways: list[Way] = []

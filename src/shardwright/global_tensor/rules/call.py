@@ -1,4 +1,4 @@
-"""``OperatorCall`` and ``Decision``: a sharding rule's input (the call) and its output (how each tensor is sharded).
+"""``OperatorCall``, the input of a sharding rule, and ``ShardingDecision``, its output: how each tensor is sharded.
 
 A rule lists the ways in which the ranks along one axis of the placement can compute the operator. A way has a letter
 for each input and each output: B (broadcast), P (partial sum), or the number of the dim that is split. For each axis
@@ -130,11 +130,11 @@ class OperatorCall:
         return tuple(changed)
 
 
-Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[OperatorCall, "ShardingDecision", tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
-class Decision:
+class ShardingDecision:
     """How an operator call is sharded: the sbp that each input must have (``ins``) and each output gets (``outs``).
 
     An sbp says for each axis of the placement whether the tensor is split, broadcast or a partial sum. ``outs`` is
@@ -165,7 +165,9 @@ def to_letter(one: Sbp) -> Letter:
     return one.dim if isinstance(one, Shard) else "B" if one.is_replicate() else "P"
 
 
-def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
+def decide(
+    call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False
+) -> ShardingDecision:
     """Returns how to shard an operator: for each axis, the choice that moves the fewest elements of the inputs.
 
     A choice says how each input and output is sharded along the axis. The candidates are ``ways`` and broadcasting all
@@ -183,7 +185,7 @@ def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, i
         chosen.append(min(candidates, key=lambda way: _cost(call, size, now, way)))
     ins = [tuple(to_sbp(way[0][i]) for way in chosen) for i in range(len(call.tensors))]
     outs = [tuple(to_sbp(way[1][i]) for way in chosen) for i in range(num_outputs)]
-    return Decision(ins, outs, run)
+    return ShardingDecision(ins, outs, run)
 
 
 def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> float:
@@ -200,7 +202,7 @@ def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> flo
     return cost
 
 
-def empty_results(call: OperatorCall, decision: Decision) -> Any:
+def empty_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     """Returns empty or zero local results if this rank need not run the operator, and None if it must run it.
 
     A rank outside the placement need not. Nor need a rank with an empty slice of an input, since not every operator
@@ -223,7 +225,7 @@ def empty_results(call: OperatorCall, decision: Decision) -> Any:
     return _zero_results(call, decision)
 
 
-def _zero_results(call: OperatorCall, decision: Decision) -> Any:
+def _zero_results(call: OperatorCall, decision: ShardingDecision) -> Any:
     """Returns zeros of the local shapes, in the tuple or list that the operator returns."""
     found = [
         None if meta is None else torch.zeros(

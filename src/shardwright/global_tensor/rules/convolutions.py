@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, check_dtypes, decide
+from shardwright.global_tensor.rules.call import OperatorCall, ShardingDecision, Way, check_dtypes, decide
 
 
 def _batched(call: OperatorCall) -> bool:
     return len(call.shapes[0]) == len(call.arg("stride")) + 2
 
 
-def _convolution(call: OperatorCall) -> Decision:
+def _convolution(call: OperatorCall) -> ShardingDecision:
     """The rule that splits samples, output channels, or input channels (partial sums); groups are not split."""
     check_dtypes(call)
     if not _batched(call):
@@ -29,7 +29,7 @@ def _convolution(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _convolution_backward(call: OperatorCall) -> Decision:
+def _convolution_backward(call: OperatorCall) -> ShardingDecision:
     if not _batched(call):
         return decide(call, [])
     ways: list[Way] = [(call.letters(grad_output=0, input=0), (0, "P", "P"))]
@@ -41,32 +41,32 @@ def _convolution_backward(call: OperatorCall) -> Decision:
     return decide(call, ways, _run_backward)
 
 
-def _run_backward(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_backward(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.arg("bias_sizes") and call.outputs[2] is not None:
         args = call.with_arg("bias_sizes", list(decision.local_shape_of(call, 2)), args)
     return call.func(*args, **kwargs)
 
 
-def _pooling(num_space: int) -> Callable[[OperatorCall], Decision]:
+def _pooling(num_space: int) -> Callable[[OperatorCall], ShardingDecision]:
     """Returns the rule that splits any dim before the spatial ones, in all tensors alike."""
 
-    def rule(call: OperatorCall) -> Decision:
+    def rule(call: OperatorCall) -> ShardingDecision:
         before = len(call.shapes[0]) - num_space
         return decide(call, [((d,) * len(call.tensors), (d,) * len(call.outputs)) for d in range(before)])
 
     return rule
 
 
-def _unfold(call: OperatorCall) -> Decision:
+def _unfold(call: OperatorCall) -> ShardingDecision:
     """The rule of ``im2col`` and ``col2im``: splits samples if the input is batched."""
     is_batched = len(call.shapes[0]) == (4 if call.name == "im2col" else 3)
     return decide(call, [((0,), (0,))] if is_batched else [])
 
 
-def _resize(call: OperatorCall) -> Decision:
+def _resize(call: OperatorCall) -> ShardingDecision:
     """The rule of ``upsample_*``: splits samples or channels."""
 
-    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.name.endswith("_backward"):
             # the argument is the size of the forward's input, here this rank's part of it
             args = call.with_arg("input_size", list(decision.local_shape_of(call)), args)

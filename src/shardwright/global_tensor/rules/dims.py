@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, holds, refusal, sum_dtype
+from shardwright.global_tensor.rules.call import OperatorCall, ShardingDecision, Way, decide, holds, refusal, sum_dtype
 
 PARTIAL: Way = (("P",), ("P",))
 """The way of a linear operator on one tensor: from a partial sum to a partial sum, term by term."""
@@ -46,14 +46,14 @@ def _reduced_dims(call: OperatorCall) -> tuple[tuple[int, ...], bool]:
     return along, not ("keepdim" in call.names and call.arg("keepdim"))
 
 
-def _reduction(call: OperatorCall) -> Decision:
+def _reduction(call: OperatorCall) -> ShardingDecision:
     along, removed = _reduced_dims(call)
     if call.name in _SELECTIONS and not call.tensors[0].numel() and not all(call.shapes[0][d] for d in along):
         raise refusal(call, "these dims have no elements to choose from", "tensors that have elements there")
     return decide(call, _other_dims(call, along, removed=removed))
 
 
-def _sum(call: OperatorCall) -> Decision:
+def _sum(call: OperatorCall) -> ShardingDecision:
     along, removed = _reduced_dims(call)
     ways = [*_other_dims(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
     # nansum is not linear: a term that is nan makes the sum nan, and must not be left out
@@ -62,7 +62,7 @@ def _sum(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _mean(call: OperatorCall) -> Decision:
+def _mean(call: OperatorCall) -> ShardingDecision:
     along, removed = _reduced_dims(call)
     ways = [*_other_dims(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
     if holds(call.output.dtype, call.tensors[0].dtype):
@@ -70,7 +70,7 @@ def _mean(call: OperatorCall) -> Decision:
     return decide(call, ways, _run_mean)
 
 
-def _run_mean(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_mean(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along, removed = _reduced_dims(call)
     if not any(isinstance(one, Shard) and one.dim in along for one in decision.ins[0]):
         return call.func(*args, **kwargs)
@@ -83,8 +83,8 @@ def _run_mean(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwa
 # ---- the other operators
 
 
-def _along(name: str = "dim", *, is_linear: bool = False) -> Callable[[OperatorCall], Decision]:
-    def rule(call: OperatorCall) -> Decision:
+def _along(name: str = "dim", *, is_linear: bool = False) -> Callable[[OperatorCall], ShardingDecision]:
+    def rule(call: OperatorCall) -> ShardingDecision:
         ways = _other_dims(call, _named(call, name))
         # in a narrower dtype each term would be rounded alone, and the terms would not add up to the rounded sum
         if is_linear and holds(call.output.dtype, call.tensors[0].dtype):
@@ -94,12 +94,12 @@ def _along(name: str = "dim", *, is_linear: bool = False) -> Callable[[OperatorC
     return rule
 
 
-def _triangle(call: OperatorCall) -> Decision:
+def _triangle(call: OperatorCall) -> ShardingDecision:
     num = len(call.shapes[0])
     return decide(call, [*_other_dims(call, (num - 2, num - 1)), PARTIAL])
 
 
-def _cross(call: OperatorCall) -> Decision:
+def _cross(call: OperatorCall) -> ShardingDecision:
     shape = call.out_shape
     along = call.dim(num_dims=len(shape))
     ways: list[Way] = []
@@ -109,7 +109,7 @@ def _cross(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _cat(call: OperatorCall) -> Decision:
+def _cat(call: OperatorCall) -> ShardingDecision:
     num, shape = len(call.tensors), call.out_shape
     along = call.dim(num_dims=len(shape))
     ways: list[Way] = [((dim,) * num, (dim,)) for dim in range(len(shape)) if dim != along]
@@ -118,7 +118,7 @@ def _cat(call: OperatorCall) -> Decision:
     return decide(call, [*ways, (("P",) * num, ("P",))])
 
 
-def _stack(call: OperatorCall) -> Decision:
+def _stack(call: OperatorCall) -> ShardingDecision:
     num, num_dims = len(call.tensors), len(call.shapes[0])
     along = call.dim(num_dims=num_dims + 1)
     ways: list[Way] = [((dim,) * num, (dim + (dim >= along),)) for dim in range(num_dims)]

@@ -15,7 +15,7 @@ from shardwright.comm.current_world import here
 from shardwright.errors import explain
 from shardwright.global_tensor.geometry import GlobalLayout, boxes
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
+from shardwright.global_tensor.rules.call import Letter, OperatorCall, ShardingDecision, Way, decide
 
 
 def is_by_mask(call: OperatorCall) -> bool:
@@ -26,14 +26,16 @@ def is_by_mask(call: OperatorCall) -> bool:
 # ---- embedding
 
 
-def _embedding(call: OperatorCall) -> Decision:
+def _embedding(call: OperatorCall) -> ShardingDecision:
     """The rule that splits the indices, the table's columns, or its rows; with rows, lookups are partial sums."""
     num = len(call.shapes[1])
     ways: list[Way] = [(("B", dim), (dim,)) for dim in range(num)]
     return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _run_embedding)
 
 
-def _run_embedding(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _run_embedding(
+    call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
     table: Tensor = args[0]
     index: Tensor = args[1]
     held = boxes(call.shapes[0], GlobalLayout(call.placement, decision.ins[0]))[here().rank]
@@ -56,7 +58,7 @@ def _check_range(index: Tensor, size: int, what: str, allowed: str, fix: str) ->
         )
 
 
-def _embedding_backward(call: OperatorCall) -> Decision:
+def _embedding_backward(call: OperatorCall) -> ShardingDecision:
     num = len(call.shapes[1])
     ways: list[Way] = [((num, "B"), (1,)), (("P", "B"), ("P",))]
     if not call.arg("scale_grad_by_freq"):
@@ -64,7 +66,7 @@ def _embedding_backward(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _equal(call: OperatorCall) -> Decision:
+def _equal(call: OperatorCall) -> ShardingDecision:
     """The pointwise rule; if the comparison with 0, 1, 2 and so on is ``one_hot``'s, the classes are checked too."""
     decision, numbers = pointwise.rule(call), call.tensors[-1]._plain
     if numbers is not None and numbers.ndim and call.shapes[0][-1:] == (1,):
@@ -72,7 +74,7 @@ def _equal(call: OperatorCall) -> Decision:
     return decision
 
 
-def _run_one_hot(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_one_hot(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_range(args[0], call.shapes[1][0], "a class of one_hot", "the classes", "give more classes with num_classes")
     return call.func(*args, **kwargs)
 
@@ -80,19 +82,19 @@ def _run_one_hot(call: OperatorCall, decision: Decision, args: tuple[Any, ...], 
 # ---- along one dim
 
 
-def _index_select(call: OperatorCall) -> Decision:
+def _index_select(call: OperatorCall) -> ShardingDecision:
     along, num = call.dim(), len(call.shapes[0])
     ways: list[Way] = [((dim, "B"), (dim,)) for dim in range(num) if dim != along]
     return decide(call, [*ways, (("B", 0), (along,)), (("P", "B"), ("P",))] if num else [])
 
 
-def _gather(call: OperatorCall) -> Decision:
+def _gather(call: OperatorCall) -> ShardingDecision:
     along, (shape, index) = call.dim(), call.shapes
     ways: list[Way] = [((d, d), (d,)) for d in range(len(shape)) if d != along and shape[d] == index[d]]
     return decide(call, [*ways, (("P", "B"), ("P",))])
 
 
-def _scatter(call: OperatorCall) -> Decision:
+def _scatter(call: OperatorCall) -> ShardingDecision:
     """The rule that splits a dim that is not written along, in all tensors alike, if its sizes are equal."""
     along, shape = call.dim(), call.shapes[0]
     ways: list[Way] = [
@@ -104,7 +106,7 @@ def _scatter(call: OperatorCall) -> Decision:
     return decide(call, [w for w in ways if not in_place or w[0][0] == w[1][0]], in_place=in_place)
 
 
-def _index_add(call: OperatorCall) -> Decision:
+def _index_add(call: OperatorCall) -> ShardingDecision:
     along, in_place = call.dim(), call.name.endswith("_")
     ways: list[Way] = [
         (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
@@ -113,7 +115,7 @@ def _index_add(call: OperatorCall) -> Decision:
     return decide(call, ways + ([] if call.name.startswith("index_fill") else sums), in_place=in_place)
 
 
-def _bucketize(call: OperatorCall) -> Decision:
+def _bucketize(call: OperatorCall) -> ShardingDecision:
     name = "self" if call.place("self") is not None else "input"
     return decide(call, [(call.letters(**{name: dim}), (dim,)) for dim in range(len(call.out_shape))])
 
@@ -121,7 +123,7 @@ def _bucketize(call: OperatorCall) -> Decision:
 # ---- several index tensors
 
 
-def _index(call: OperatorCall) -> Decision:
+def _index(call: OperatorCall) -> ShardingDecision:
     """The rule of ``x[i, :, j]``: splits a dim without an index, or the index if it is the only one."""
     indices = list(call.arg("indices"))
     num = len(call.shapes[0])

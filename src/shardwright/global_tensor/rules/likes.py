@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Decision, OperatorCall
+from shardwright.global_tensor.rules.call import OperatorCall, ShardingDecision
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import without_sums
 
 
-def _like(call: OperatorCall) -> Decision:
+def _like(call: OperatorCall) -> ShardingDecision:
     """The rule that keeps the other tensor's layout, except partial sums, since each rank holds the constant itself."""
     x = call.tensors[0]
-    return Decision([x.sbp], [without_sums(x.sbp)], _run)
+    return ShardingDecision([x.sbp], [without_sums(x.sbp)], _run)
 
 
-def _new(call: OperatorCall) -> Decision:
+def _new(call: OperatorCall) -> ShardingDecision:
     """The rule that makes the result broadcast, because the new shape may not be divisible as the other tensor's."""
-    return Decision([call.tensors[0].sbp], [(broadcast,) * call.placement.ndim], _run)
+    return ShardingDecision([call.tensors[0].sbp], [(broadcast,) * call.placement.ndim], _run)
 
 
-def _run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:  # torch names the device type; this rank's device has an index
         kwargs = {**kwargs, "device": call.tensors[0]._local_tensor.device}
     return call.func(*args, **kwargs)

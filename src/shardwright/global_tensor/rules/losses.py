@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Run, Way, decide, sum_dtype
+from shardwright.global_tensor.rules.call import OperatorCall, Run, ShardingDecision, Way, decide, sum_dtype
 from shardwright.global_tensor.sbp import broadcast
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -25,7 +25,7 @@ def _samples(call: OperatorCall) -> list[tuple[int, int]]:
     return [(0, 0), *((dim, dim - 1) for dim in range(2, len(scores)))]
 
 
-def _nll(call: OperatorCall) -> Decision:
+def _nll(call: OperatorCall) -> ShardingDecision:
     reduction = call.arg("reduction")
     ways: list[Way] = []
     for dim, own in _samples(call):
@@ -39,7 +39,7 @@ def _nll(call: OperatorCall) -> Decision:
     return decision
 
 
-def _run_nll(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_nll(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes the loss of the local samples; a mean divides their sum by the weight of all targets: one all-reduce."""
     if call.arg("reduction") == NONE or all(one == broadcast for one in decision.outs[0]):
         return call.func(*args, **kwargs)
@@ -51,7 +51,7 @@ def _run_nll(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwar
     return loss / weight, weight
 
 
-def _nll_backward(call: OperatorCall) -> Decision:
+def _nll_backward(call: OperatorCall) -> ShardingDecision:
     ways: list[Way] = []
     for dim, own in _samples(call):
         grad = {"grad_output": own} if call.arg("reduction") == NONE else {}
@@ -59,7 +59,7 @@ def _nll_backward(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _elementwise(call: OperatorCall) -> Decision:
+def _elementwise(call: OperatorCall) -> ShardingDecision:
     shape = call.shapes[0]
     if call.arg("reduction") == NONE:
         return pointwise.rule(call)
@@ -68,7 +68,7 @@ def _elementwise(call: OperatorCall) -> Decision:
     return decide(call, ways, _mean_over(shape))
 
 
-def _elementwise_backward(call: OperatorCall) -> Decision:
+def _elementwise_backward(call: OperatorCall) -> ShardingDecision:
     """The rule of an elementwise loss's backward, which for a mean divides by the number of all elements."""
     shape, reduction = call.out_shape, call.arg("reduction")
     ways: list[Way] = []
@@ -82,7 +82,7 @@ def _elementwise_backward(call: OperatorCall) -> Decision:
 def _mean_over(shape: tuple[int, ...]) -> Run:
     """Returns the function that computes a loss with a mean over ``shape``: the local sum by the global count."""
 
-    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
             return call.func(*args, **kwargs)
         given = call.with_arg("reduction", SUM, args), kwargs
@@ -92,7 +92,7 @@ def _mean_over(shape: tuple[int, ...]) -> Run:
     return run
 
 
-def _with_logits(call: OperatorCall) -> Decision:
+def _with_logits(call: OperatorCall) -> ShardingDecision:
     """The rule that splits scores and targets alike, and weights too unless they are broadcast along the dim."""
     shape = call.shapes[0]
     ways: list[Way] = []

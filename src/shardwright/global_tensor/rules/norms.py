@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide, refusal, to_letter
+from shardwright.global_tensor.rules.call import Letter, OperatorCall, ShardingDecision, Way, decide, refusal, to_letter
 
 
-def _layer_norm(call: OperatorCall) -> Decision:
+def _layer_norm(call: OperatorCall) -> ShardingDecision:
     """The rule of ``native_layer_norm`` and ``_fused_rms_norm``: splits a dim before the normalized ones."""
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     ways: list[Way] = [(call.letters(input=dim), (dim,) * len(call.outputs)) for dim in range(before)]
     return decide(call, ways)
 
 
-def _layer_norm_backward(call: OperatorCall) -> Decision:
+def _layer_norm_backward(call: OperatorCall) -> ShardingDecision:
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     names = [name for name in call.names if name not in ("weight", "bias")]
     ways: list[Way] = []
@@ -30,16 +30,18 @@ def _layer_norm_backward(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _group_norm(call: OperatorCall) -> Decision:
+def _group_norm(call: OperatorCall) -> ShardingDecision:
     return decide(call, [(call.letters(input=0), (0, 0, 0))], _run_group_norm)
 
 
-def _group_norm_backward(call: OperatorCall) -> Decision:
+def _group_norm_backward(call: OperatorCall) -> ShardingDecision:
     cut = call.letters(grad_out=0, input=0, mean=0, rstd=0)
     return decide(call, [(cut, (0, "P", "P"))], _run_group_norm)
 
 
-def _run_group_norm(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_group_norm(
+    call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # the number of samples is an argument, too: it becomes that of the local ones
     samples = next(x for x in args if isinstance(x, Tensor)).shape[0]
     return call.func(*call.with_arg("N", samples, args), **kwargs)
@@ -53,7 +55,7 @@ def _channels(call: OperatorCall, **also: Letter) -> tuple[Letter, ...]:
     return call.letters(input=1, **also, **{name: 0 for name in _PER_CHANNEL if name in call.names})
 
 
-def _batch_norm(call: OperatorCall) -> Decision:
+def _batch_norm(call: OperatorCall) -> ShardingDecision:
     num, saved = len(call.shapes[0]), call.outputs[1:]
     if not call.arg("training"):
         # no statistics are computed: their outputs are empty, whatever shape the meta device gives them
@@ -70,12 +72,14 @@ def _batch_norm(call: OperatorCall) -> Decision:
     return decision
 
 
-def _run_evaluation(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_evaluation(
+    call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     out, *_ = call.func(*args, **kwargs)
     return out, out.new_empty(0), out.new_empty(0)
 
 
-def _batch_norm_backward(call: OperatorCall) -> Decision:
+def _batch_norm_backward(call: OperatorCall) -> ShardingDecision:
     ways: list[Way] = []
     if not call.arg("train"):
         cut = [dim for dim in range(len(call.shapes[0])) if dim != 1]
@@ -88,7 +92,7 @@ def _batch_norm_backward(call: OperatorCall) -> Decision:
     return decide(call, ways)
 
 
-def _weight_norm(call: OperatorCall) -> Decision:
+def _weight_norm(call: OperatorCall) -> ShardingDecision:
     """The rule that splits the dim whose norms are kept, which are computed over all other dims."""
     dim = call.dim()
     return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])

@@ -6,7 +6,16 @@ from cmath import isfinite
 
 import torch
 
-from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide, holds, number_of, refusal
+from shardwright.global_tensor.rules.call import (
+    Letter,
+    OperatorCall,
+    ShardingDecision,
+    Way,
+    decide,
+    holds,
+    number_of,
+    refusal,
+)
 from shardwright.global_tensor.rules.dims import PARTIAL
 
 # not tagged by torch
@@ -50,7 +59,7 @@ def _is_reduced_loss(call: OperatorCall) -> bool:
     return "reduction" in call.names and call.arg("reduction") != 0
 
 
-def rule(call: OperatorCall) -> Decision:
+def rule(call: OperatorCall) -> ShardingDecision:
     """Returns how to shard a pointwise operator, so that the fewest elements of its inputs are moved.
 
     A dim may be split in all inputs that are not broadcast along it; linear operators also take partial sums.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from cmath import isfinite
 from collections.abc import Callable
 
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, check_dtypes, decide
+from shardwright.global_tensor.rules.call import OperatorCall, ShardingDecision, Way, check_dtypes, decide
 
 _LINEAR: list[Way] = [(("P", "B"), ("P",)), (("B", "P"), ("P",))]
 _MM: list[Way] = [((0, "B"), (0,)), (("B", 1), (1,)), ((1, 0), ("P",)), *_LINEAR]
@@ -17,18 +17,18 @@ _BMM: list[Way] = [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), 
 _DOT: list[Way] = [((0, 0), ("P",)), *_LINEAR]
 
 
-def _product(ways: list[Way]) -> Callable[[OperatorCall], Decision]:
-    def rule(call: OperatorCall) -> Decision:
+def _product(ways: list[Way]) -> Callable[[OperatorCall], ShardingDecision]:
+    def rule(call: OperatorCall) -> ShardingDecision:
         check_dtypes(call)
         return decide(call, ways)
 
     return rule
 
 
-def _added_product(ways: list[Way]) -> Callable[[OperatorCall], Decision]:
+def _added_product(ways: list[Way]) -> Callable[[OperatorCall], ShardingDecision]:
     """Returns the rule of a product, with these ways, that is added to a first tensor, as ``addmm`` does."""
 
-    def rule(call: OperatorCall) -> Decision:
+    def rule(call: OperatorCall) -> ShardingDecision:
         check_dtypes(call)
         shape, added = call.out_shape, call.shapes[0]
         found: list[Way] = []

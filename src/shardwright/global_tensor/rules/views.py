@@ -15,14 +15,14 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from shardwright.global_tensor.geometry import GlobalLayout, boxes
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Run, Way, decide, refusal
+from shardwright.global_tensor.rules.call import OperatorCall, Run, ShardingDecision, Way, decide, refusal
 from shardwright.global_tensor.rules.dims import PARTIAL
 from shardwright.global_tensor.sbp import broadcast, split
 
 # ---- reshapes
 
 
-def _reshape(call: OperatorCall) -> Decision:
+def _reshape(call: OperatorCall) -> ShardingDecision:
     if call.func._overloadname == "dtype":
         raise refusal(call, "it reads the bytes as another dtype")
     before, after = call.shapes[0], call.out_shape
@@ -37,7 +37,7 @@ def _reshape(call: OperatorCall) -> Decision:
                 break
             ins[axes.pop()] = broadcast
     outs = [one if ins[i] == sbp[i] else broadcast for i, one in enumerate(outs)]
-    return Decision([tuple(ins)], [tuple(outs)], _run_reshape)
+    return ShardingDecision([tuple(ins)], [tuple(outs)], _run_reshape)
 
 
 def _same_slices(
@@ -61,7 +61,7 @@ def _same_slices(
     return None
 
 
-def _run_reshape(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_reshape(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = decision.local_shape_of(call)
     return args[0].view(shape) if _can_view(args[0], shape) else args[0].reshape(shape)
 
@@ -77,49 +77,49 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 # ---- dims renamed
 
 
-def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
+def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> ShardingDecision:
     """Returns the decision of an operator by which dim ``d`` becomes ``new(d)``, None if it cannot stay split."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]
     return decide(call, ways, run)
 
 
-def _permute(call: OperatorCall) -> Decision:
+def _permute(call: OperatorCall) -> ShardingDecision:
     order = [dim % len(call.shapes[0]) for dim in call.arg("dims")]
     return _renamed(call, order.index)
 
 
-def _transpose(call: OperatorCall) -> Decision:
+def _transpose(call: OperatorCall) -> ShardingDecision:
     a, b = call.dim("dim0"), call.dim("dim1")
     return _renamed(call, lambda dim: {a: b, b: a}.get(dim, dim))
 
 
-def _t(call: OperatorCall) -> Decision:
+def _t(call: OperatorCall) -> ShardingDecision:
     return _renamed(call, lambda dim: 1 - dim if len(call.shapes[0]) == 2 else dim)
 
 
-def _unsqueeze(call: OperatorCall) -> Decision:
+def _unsqueeze(call: OperatorCall) -> ShardingDecision:
     at = call.dim(num_dims=len(call.shapes[0]) + 1)
     return _renamed(call, lambda dim: dim + (dim >= at))
 
 
-def _squeeze(call: OperatorCall) -> Decision:
+def _squeeze(call: OperatorCall) -> ShardingDecision:
     shape = call.shapes[0]
     given = call.arg("dim") if "dim" in call.names else None
     named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = [dim for dim in {d % max(len(shape), 1) for d in named} if shape and shape[dim] == 1]
 
-    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].squeeze(tuple(gone))  # dims of size 1 in the global tensor, not in the local one
 
     return _renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone), run)
 
 
-def _expand(call: OperatorCall) -> Decision:
+def _expand(call: OperatorCall) -> ShardingDecision:
     before, after = call.shapes[0], call.out_shape
     more = len(after) - len(before)
 
-    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].expand(decision.local_shape_of(call))
 
     return _renamed(call, lambda dim: dim + more if before[dim] == after[dim + more] else None, run)
@@ -128,40 +128,40 @@ def _expand(call: OperatorCall) -> Decision:
 # ---- elements chosen along one dim, which cannot stay split
 
 
-def _chunks(call: OperatorCall) -> Decision:
+def _chunks(call: OperatorCall) -> ShardingDecision:
     along = call.dim("dimension" if call.name == "unfold" else "dim")
     return _renamed(call, lambda dim: None if dim == along else dim)
 
 
-def _slice(call: OperatorCall) -> Decision:
+def _slice(call: OperatorCall) -> ShardingDecision:
     if call.out_shape == call.shapes[0] and call.arg("step") == 1:  # x[:], whose split dim stays split
         return _renamed(call, lambda dim: dim, lambda call, decision, args, kwargs: args[0][...])
     return _chunks(call)
 
 
-def _select(call: OperatorCall) -> Decision:
+def _select(call: OperatorCall) -> ShardingDecision:
     along = call.dim()
     return _renamed(call, lambda dim: None if dim == along else dim - (dim > along))
 
 
-def _diagonal(call: OperatorCall) -> Decision:
+def _diagonal(call: OperatorCall) -> ShardingDecision:
     gone = (call.dim("dim1"), call.dim("dim2"))
     return _renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone))
 
 
-def _diag_embed(call: OperatorCall) -> Decision:
+def _diag_embed(call: OperatorCall) -> ShardingDecision:
     num = len(call.out_shape)
     left = [dim for dim in range(num) if dim not in (call.dim("dim1", num), call.dim("dim2", num))]
     return _renamed(call, lambda dim: left[dim] if dim < len(left) else None)
 
 
-def _complex(call: OperatorCall) -> Decision:
+def _complex(call: OperatorCall) -> ShardingDecision:
     # view_as_complex makes one number of the two in the last dim
     gone = len(call.shapes[0]) - 1 if call.name == "view_as_complex" else None
     return _renamed(call, lambda dim: None if dim == gone else dim)
 
 
-def _slice_scatter(call: OperatorCall) -> Decision:
+def _slice_scatter(call: OperatorCall) -> ShardingDecision:
     """The rule of ``slice_scatter`` and ``select_scatter``: splits a dim that is not written along, in both tensors."""
     along, is_select = call.dim(), call.name == "select_scatter"
     dims = [dim for dim in range(len(call.shapes[0])) if dim != along]
@@ -169,13 +169,13 @@ def _slice_scatter(call: OperatorCall) -> Decision:
     return decide(call, [*ways, (("P", "P"), ("P",))])
 
 
-def _repeat(call: OperatorCall) -> Decision:
+def _repeat(call: OperatorCall) -> ShardingDecision:
     more = len(call.out_shape) - len(call.shapes[0])
     times = call.arg("repeats")
     return _renamed(call, lambda dim: dim + more if times[dim + more] == 1 else None)
 
 
-def _pad(call: OperatorCall) -> Decision:
+def _pad(call: OperatorCall) -> ShardingDecision:
     pad, num = call.arg("pad"), len(call.shapes[0])
     widened = {num - 1 - i // 2 for i, width in enumerate(pad) if width}  # torch lists the last dim's widths first
     ways: list[Way] = [((dim,), (dim,)) for dim in range(num) if dim not in widened]
@@ -185,14 +185,14 @@ def _pad(call: OperatorCall) -> Decision:
 # ---- their backwards, which take the input's size as an argument
 
 
-def _slice_backward(call: OperatorCall) -> Decision:
+def _slice_backward(call: OperatorCall) -> ShardingDecision:
     """The rule of the backwards of ``slice``, ``select`` and ``diagonal``: a gradient among zeros of input size."""
     num = len(call.arg("input_sizes"))
     dims = ("dim1", "dim2") if call.name == "diagonal_backward" else ("dim",)
     gone = {call.dim(name, num) for name in dims}
     order = [dim for dim in range(num) if dim not in gone or call.name == "slice_backward"]
 
-    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: ShardingDecision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = decision.local_shape_of(call)
         return call.func(*call.with_arg("input_sizes", list(shape), args), **kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from shardwright.analysis.arguments import arguments_given
-from shardwright.analysis.call_graph import CallSite, Chunked, read_graph, sites, weights_by_module
+from shardwright.analysis.call_graph import CallSite, ChunkedModel, read_graph, sites, weights_by_module
 from shardwright.analysis.costs import Cost, counted, measured, total
 from shardwright.analysis.in_place_writes import check_writes
 from shardwright.analysis.structure import trace
@@ -202,7 +202,7 @@ def _stages(
 ) -> Stages:  # fmt: skip
     bounds = [0, *starts[1:], len(movable)]
     chunk_of = {site: chunk for chunk, (a, b) in enumerate(pairwise(bounds)) for site in movable[a:b]}
-    chunked = Chunked(graph, chunk_of, len(starts), weights_by_module(model))
+    chunked = ChunkedModel(graph, chunk_of, len(starts), weights_by_module(model))
     check_writes(graph, chunked.nodes, model)
     for module in {site.module for site in movable}:
         _check_draws(model, module, {chunk_of[site] for site in movable if site.module == module})

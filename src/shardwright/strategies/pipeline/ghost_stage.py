@@ -23,7 +23,7 @@ from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.p2p import PLAIN, ValueSpec, fill, scattered, spec_of
-from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
+from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, PipelineStage, ReceivedTensors
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 
 KEPT_RECORDS = 64
@@ -156,7 +156,7 @@ class GhostStage(PipelineStage[EventStages]):
         assert places is not None
         assert names is not None
         chunked = self._chunks[number]
-        incoming: list[Incoming] = []
+        incoming: list[ReceivedTensors] = []
         received: dict[ValueName, Tensor] = {}
         for source, target, _ in self._edges:
             if target == chunk:

@@ -48,7 +48,7 @@ from shardwright.plan.recompute import activation_offload_target, recomputed_blo
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic, sync_traffic
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
@@ -164,7 +164,7 @@ class Pipeline:
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
         return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Returns this rank's pipeline stage (``Stage`` or ``GhostStage``), of which the executor runs the chunks.
 
         Every rank calls it, because it also connects the stages that exchange messages. Under a schedule that runs
@@ -184,10 +184,10 @@ class Pipeline:
         scatter = None if plan.scatter_axis is None else axes[plan.scatter_axis]
         rest = (schedule.stage_of, P2P(axes["pp"], scatter), repeat, job.frame)
         if isinstance(stages, EventStages):
-            return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
+            return AppliedStrategy(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
         if scatter is not None:
             stages = _computing(stages, plan)
-        return Applied(work=Stage(job.model, stages, *rest))
+        return AppliedStrategy(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the p2p messages that the rank at ``coord`` sends and receives in a step, and its collectives.

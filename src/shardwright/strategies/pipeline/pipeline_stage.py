@@ -34,7 +34,7 @@ KEPT_ROUTES = 4
 
 
 @dataclass
-class Incoming:
+class ReceivedTensors:
     """The received tensors of one message that need gradients; after the backward also their gradients.
 
     A gradient is None if the backward did not reach the tensor. Both are emptied once the gradients are sent back.
@@ -52,7 +52,7 @@ class _Entry(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, start: Tensor, incoming: ReceivedTensors) -> tuple[Tensor, ...]:
         ctx.incoming = incoming
         ctx.set_materialize_grads(False)
         return incoming.tensors
@@ -71,7 +71,7 @@ class SavedMicrobatch(NamedTuple):
     message that brings the gradients back and the indices of the ``starts`` that they belong to, in order.
     """
 
-    incoming: tuple[Incoming, ...]
+    incoming: tuple[ReceivedTensors, ...]
     starts: tuple[Tensor, ...]
     outgoing: tuple[tuple[StageMessage, tuple[int, ...]], ...]
 
@@ -212,7 +212,7 @@ class PipelineStage(Generic[StagesT]):
     # ---- values on edges
 
     def _finish(
-        self, chunk: int, number: int, incoming: Sequence[Incoming], sent: Mapping[int, list[Any]], output: Any,
+        self, chunk: int, number: int, incoming: Sequence[ReceivedTensors], sent: Mapping[int, list[Any]], output: Any,
         is_last: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
         """Sends a chunk's values to later chunks, hands on the model's output; returns the tensors to differentiate."""
@@ -237,13 +237,13 @@ class PipelineStage(Generic[StagesT]):
         """
         raise NotImplementedError
 
-    def _received_values(self, message: StageMessage, incoming: list[Incoming]) -> Any:
+    def _received_values(self, message: StageMessage, incoming: list[ReceivedTensors]) -> Any:
         """Returns the values of a message, in order; appends those that need gradients to ``incoming``."""
         tensors = self._arrived.pop(message)
         spec = self.p2p.spec(message)
         differentiable = [i for i, leaf in enumerate(spec.tensors) if leaf.needs_gradient]
         if differentiable:
-            came = Incoming(message, tuple(tensors[i] for i in differentiable))
+            came = ReceivedTensors(message, tuple(tensors[i] for i in differentiable))
             incoming.append(came)
             start = torch.empty(0, requires_grad=True)
             for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.analysis.call_graph import Chunked
+from shardwright.analysis.call_graph import ChunkedModel
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.comm.agreement import check_agreement
 from shardwright.comm.axis import Axis
@@ -23,7 +23,7 @@ _SHOWN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.d
 """Types whose ``repr`` is the same in every process; an argument of another type is represented by its type's name."""
 
 
-def lines_of(chunked: Chunked | EventsChunked, schedule: Schedule | None = None) -> list[str]:
+def lines_of(chunked: ChunkedModel | EventsChunked, schedule: Schedule | None = None) -> list[str]:
     """Returns lines of text for ranks to compare: every call of the model with its chunk.
 
     With ``schedule``, one more line for each stage has the stage's actions.
@@ -31,11 +31,11 @@ def lines_of(chunked: Chunked | EventsChunked, schedule: Schedule | None = None)
     >>> from torch import nn
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
-    >>> lines_of(Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2))[1:3]
+    >>> lines_of(ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2))[1:3]
     ['chunk 0: _0 = 0(input_1)', 'chunk 1: _1 = 1(_0)']
     """
     found = chunked.lines() if isinstance(chunked, EventsChunked) else []
-    for node, chunk in chunked.nodes.items() if isinstance(chunked, Chunked) else ():
+    for node, chunk in chunked.nodes.items() if isinstance(chunked, ChunkedModel) else ():
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "a function")
         given = [_text(argument) for argument in node.args]
         given += [f"{name}={_text(argument)}" for name, argument in node.kwargs.items()]

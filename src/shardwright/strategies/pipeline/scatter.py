@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import bind
-from shardwright.analysis.call_graph import Chunked, prepare, run
+from shardwright.analysis.call_graph import ChunkedModel, prepare, run
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.errors import PlanError
@@ -48,7 +48,7 @@ def may_scatter(num_elements: int, num_ranks: int) -> bool:
     return num_elements >= num_ranks > 1
 
 
-def whole_shapes(plain: nn.Module, chunked: Chunked, inputs: Any) -> WholeShapes:
+def whole_shapes(plain: nn.Module, chunked: ChunkedModel, inputs: Any) -> WholeShapes:
     """Returns the shapes of the tensors that chunks send each other if no layer is cut, by the names of the values.
 
     ``plain`` is the one-device model on the meta device, in the dtypes of computation, and ``chunked`` its traced
@@ -58,7 +58,7 @@ def whole_shapes(plain: nn.Module, chunked: Chunked, inputs: Any) -> WholeShapes
 
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
-    >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
+    >>> chunked = ChunkedModel(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
     >>> whole_shapes(model, chunked, torch.ones(5, 2))
     {'_0': (torch.Size([5, 3]),)}
     """

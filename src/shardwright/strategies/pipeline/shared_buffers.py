@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from shardwright.analysis.call_graph import Chunked
+from shardwright.analysis.call_graph import ChunkedModel
 from shardwright.errors import PlanError
 
 CODE = ""
@@ -35,7 +35,7 @@ class SharedBuffers:
     their calls then make the same write, such as a table that is computed on first use.
     """
 
-    def __init__(self, chunked: Chunked, stage_of: Sequence[int], stage: int) -> None:
+    def __init__(self, chunked: ChunkedModel, stage_of: Sequence[int], stage: int) -> None:
         self.stage = stage
         users: dict[str, dict[int, set[str]]] = {}
         for chunk, at in enumerate(stage_of):
@@ -87,7 +87,7 @@ class SharedBuffers:
         return self._statistics[name]
 
 
-def _uses(chunked: Chunked, chunk: int) -> Iterator[tuple[str, str]]:
+def _uses(chunked: ChunkedModel, chunk: int) -> Iterator[tuple[str, str]]:
     """Yields the parameters and buffers that a chunk uses, each with the path of the module that reads it."""
     for node in chunked.nodes_of(chunk):
         if node.op == "get_attr":

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
-from shardwright.analysis.call_graph import Chunked, Edge, Ready, prepare, run
+from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.p2p import ValueSpec, scattered, spec_of
-from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage, framed
+from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, PipelineStage, ReceivedTensors, framed
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategies.pipeline.scatter import WholeShapes, whole_shapes
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
@@ -42,8 +42,8 @@ class StageCode:
     that it has not changed the attributes.
     """
 
-    chunked: Chunked
-    ready: Mapping[int, tuple[Ready, ...]]
+    chunked: ChunkedModel
+    ready: Mapping[int, tuple[PreparedNode, ...]]
     attributes: Mapping[tuple[str, str], Any]
     shared: SharedBuffers
     routes: list[ChunkRoute] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Stage(PipelineStage[Stages]):
         assert self._code is not None
         chunked = self._code.chunked
         values = bind(chunked, inputs)
-        incoming: list[Incoming] = []
+        incoming: list[ReceivedTensors] = []
         for edge in chunked.edges:
             if edge.target == chunk:
                 message = StageMessage("F", number, edge.source, chunk)
@@ -147,7 +147,9 @@ class Stage(PipelineStage[Stages]):
         is_whole = [leaf.shape == shape for leaf, shape in zip(spec.tensors, shapes, strict=True)]
         return scattered(spec, is_whole, self.p2p.scatter)
 
-    def _whole_shapes(self, chunked: Chunked, microbatch: Microbatch, known: dict[object, WholeShapes]) -> WholeShapes:
+    def _whole_shapes(
+        self, chunked: ChunkedModel, microbatch: Microbatch, known: dict[object, WholeShapes]
+    ) -> WholeShapes:
         """Returns :func:`whole_shapes` of a microbatch, from ``known`` or added there; {} if nothing is scattered."""
         if self.p2p.scatter is None:
             return {}
@@ -215,6 +217,6 @@ def _attribute_changed(path: str, name: str) -> PlanError:
     )
 
 
-def _crossing_value(chunked: Chunked, name: str, value: Any) -> Any:
+def _crossing_value(chunked: ChunkedModel, name: str, value: Any) -> Any:
     """Returns a value in the form to be sent: detached unless a gradient can come back for it."""
     return value if name in chunked.learning else tree_map_only(Tensor, Tensor.detach, value)

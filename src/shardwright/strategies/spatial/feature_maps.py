@@ -35,23 +35,23 @@ from shardwright.plan.plan import ForwardFrame, Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice, drop_out_slice
 from shardwright.strategies.spatial.map_operators import compute
-from shardwright.strategies.spatial.maps import Maps, MapStep, Settled
+from shardwright.strategies.spatial.maps import CutMaps, FeatureMaps, MapStep
 
 MODEL = ""  # the path of the plan's note that holds the maps of the model
 
 SPATIAL = "spatial"  # the name of the strategy, recorded for each forward that it wraps
 
 
-def maps_of(plan: Plan) -> Maps | None:
-    """Returns the plan's :class:`Maps`, which say what feature maps are sharded by rows; None if none are."""
-    found: Maps | None = plan.notes.get(MODEL)
+def maps_of(plan: Plan) -> FeatureMaps | None:
+    """Returns the plan's :class:`FeatureMaps`, which say what feature maps are sharded by rows; None if none are."""
+    found: FeatureMaps | None = plan.notes.get(MODEL)
     return found
 
 
 # ---- forwards
 
 
-def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
+def apply_maps(job: Job, axis: Axis, maps: FeatureMaps, staged: bool = False) -> ForwardFrame:
     """Makes a model's modules run on row-sharded feature maps; hooks shard its input and all-gather its output.
 
     With ``staged`` there are no such hooks, since pipeline stages never call the model's forward: they call the
@@ -73,10 +73,10 @@ def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> Forwar
 class _CutForward:
     """The state of one rank's forward: how the current picture is sharded, and how often each module was called."""
 
-    def __init__(self, model: nn.Module, axis: Axis, maps: Maps) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, maps: FeatureMaps) -> None:
         self.axis, self.maps = axis, maps
         self.signature = inspect.signature(model.forward)
-        self.settled: Settled | None = None
+        self.settled: CutMaps | None = None
         self.num_calls: Counter[str] = Counter()
 
     def sizes(self, number: int) -> tuple[int, ...]:
@@ -238,7 +238,7 @@ def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
         module._parameters.update(kept)
 
 
-def check_rows(maps: Maps, x: Tensor) -> None:
+def check_rows(maps: FeatureMaps, x: Tensor) -> None:
     """Raises LayoutError if the picture ``x`` has fewer rows than the axis has ranks."""
     if x.shape[2] < maps.parts:
         raise LayoutError(
@@ -252,7 +252,7 @@ def check_rows(maps: Maps, x: Tensor) -> None:
 # ---- traffic
 
 
-def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
+def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: FeatureMaps) -> Iterator[Traffic]:
     """Yields one step's collectives and messages of the rank at ``coord``: each microbatch's, then gradient sync's."""
     for module_calls in batch.everywhere:
         yield from _MapPricing(plan, module_calls, coord, maps).everything()
@@ -263,7 +263,7 @@ class _MapPricing:
     """The collectives of one microbatch; shapes come from the module calls on all stages, traffic from this stage's."""
 
     def __init__(
-        self, plan: Plan, module_calls: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps
+        self, plan: Plan, module_calls: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: FeatureMaps
     ) -> None:
         self.plan, self.coord, self.maps = plan, coord, maps
         self.module_calls: dict[int, ModuleCall] = {

@@ -94,7 +94,7 @@ class MapStep:
 
 
 @dataclass(frozen=True)
-class Settled:
+class CutMaps:
     """Which feature maps are cut by rows, and which are all-gathered at which step, for pictures of one height.
 
     ``rows`` has the number of rows of the value of each step (traced call), None if it is unknown; the other fields
@@ -118,7 +118,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Maps:
+class FeatureMaps:
     """The traced calls (steps) of a model in order, by which it is decided which feature maps are cut into rows.
 
     The first step stands for the model's first input, the last for its output. ``parts`` is the number of ranks over
@@ -128,7 +128,7 @@ class Maps:
     steps: tuple[MapStep, ...]
     parts: int
     inputs: tuple[str, ...]
-    _known: dict[int | None, Settled] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _known: dict[int | None, CutMaps] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def calls(self) -> Mapping[str, tuple[int, ...]]:
@@ -146,14 +146,14 @@ class Maps:
             tuple(n for n, step in enumerate(self.steps) if value in step.takes) for value in range(len(self.steps))
         )
 
-    def settled(self, height: int | None = None) -> Settled:
+    def settled(self, height: int | None = None) -> CutMaps:
         """Returns which maps are cut by rows for pictures of ``height`` rows, or of any large height if it is None."""
         if height not in self._known:
             self._known[height] = _settle(self, height)
         return self._known[height]
 
 
-def _settle(maps: Maps, height: int | None) -> Settled:
+def _settle(maps: FeatureMaps, height: int | None) -> CutMaps:
     """Returns which maps are cut, after repeated passes over the steps until no further value has to be whole."""
     wanted: dict[int, int] = {}
     while True:
@@ -169,7 +169,7 @@ def _settle(maps: Maps, height: int | None) -> Settled:
 class _SettlingPass:
     """One pass over the steps that decides what is cut, given the values known to be needed whole; it may add some."""
 
-    def __init__(self, maps: Maps, height: int | None, wanted: dict[int, int]) -> None:
+    def __init__(self, maps: FeatureMaps, height: int | None, wanted: dict[int, int]) -> None:
         self.maps, self.height, self.wanted = maps, height, wanted
         self.rows: list[int | None] = []
         self.cut: set[int] = set()
@@ -179,8 +179,8 @@ class _SettlingPass:
         self.share: set[int] = set()
         self.mixed: set[int] = set()
 
-    def settled(self) -> Settled:
-        return Settled(
+    def settled(self) -> CutMaps:
+        return CutMaps(
             tuple(self.rows),
             cut=frozenset(self.cut),
             work=frozenset(self.work),
@@ -265,8 +265,8 @@ class _SettlingPass:
 # ---- from the model's code to steps
 
 
-def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps | None:
-    """Returns a model's traced calls (:class:`Maps`), from which row sharding is planned; None if it cannot be traced.
+def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> FeatureMaps | None:
+    """Returns a model's traced calls, from which row sharding is planned (:class:`FeatureMaps`); None if not traceable.
 
     It is None too if the code differs between training and evaluation. ``parts`` is the number of ranks over which
     feature maps are cut; the modules whose paths are in ``copied`` take whole maps. If the code of any submodule cannot
@@ -295,7 +295,7 @@ def _spelled(graph: fx.Graph) -> list[tuple[str, ...]]:
     return [(node.op, str(node.target), *(each.name for each in node.all_input_nodes)) for node in graph.nodes]
 
 
-def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[str]) -> Maps:
+def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[str]) -> FeatureMaps:
     first_names = {id(module): path for path, module in model.named_modules()}
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     calls: Counter[str] = Counter()
@@ -318,7 +318,7 @@ def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[st
             kind: Kind = "alone" if (_is_join(node) if joins else _is_alone(node)) else "ends"
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             steps.append(MapStep(kind, takes, name, joins=joins))
-    return Maps(tuple(steps), parts, tuple(str(n.target) for n in graph.nodes if n.op == "placeholder"))
+    return FeatureMaps(tuple(steps), parts, tuple(str(n.target) for n in graph.nodes if n.op == "placeholder"))
 
 
 def _module_step(

@@ -40,9 +40,9 @@ from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan, Shard
 from shardwright.plan.traffic import StepCalls, Traffic
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.strategies.spatial.feature_maps import MODEL, apply_maps, check_rows, maps_of, price_maps
-from shardwright.strategies.spatial.maps import Maps, Settled, follow
+from shardwright.strategies.spatial.maps import CutMaps, FeatureMaps, follow
 
 ROWS = 2
 """The dim of pictures and maps that is sharded: 2, of (samples, channels, rows, ...)."""
@@ -89,7 +89,7 @@ class Spatial:
                 plan = plan.role(path, self.name, "copied", f"{type(module).__name__}: every rank computes it whole")
         return overrides.explained(plan, self.name)
 
-    def _placed(self, job: Job, plan: Plan, maps: Maps) -> Plan:
+    def _placed(self, job: Job, plan: Plan, maps: FeatureMaps) -> Plan:
         settled, shown, cut = maps.settled(), maps.settled(_height(job, maps)), {"tp": Shard(ROWS)}
         for path, numbers in maps.calls.items():
             if any(number in settled.work for number in numbers):
@@ -104,7 +104,7 @@ class Spatial:
                 plan = plan.role(path, self.name, _name(shown, number), _why(maps, shown, number))
         return plan
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy | None:
         """Makes the model's modules run on row-sharded feature maps.
 
         Returns, for pipeline stages, the functions that shard the model's input and all-gather its output. On one rank
@@ -112,7 +112,7 @@ class Spatial:
         """
         maps = maps_of(plan)
         staged = plan.stages is not None
-        return Applied(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
+        return AppliedStrategy(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns one step's halo exchanges, all-gathers and sums of each microbatch, then those of gradient sync."""
@@ -123,7 +123,7 @@ class Spatial:
 # ---- what `show` prints
 
 
-def _height(job: Job, maps: Maps) -> int | None:
+def _height(job: Job, maps: FeatureMaps) -> int | None:
     """Returns the number of rows of the example picture, None without one. Raises LayoutError for fewer than ranks."""
     args, named = given_to(job.example)
     x = args[0] if args else named.get(maps.inputs[0])
@@ -133,7 +133,7 @@ def _height(job: Job, maps: Maps) -> int | None:
     return x.shape[ROWS]
 
 
-def _name(settled: Settled, number: int) -> str:
+def _name(settled: CutMaps, number: int) -> str:
     if number in settled.take:
         return "gathers"
     if number in settled.give:
@@ -141,7 +141,7 @@ def _name(settled: Settled, number: int) -> str:
     return "rows" if number in settled.work else "copied"
 
 
-def _why(maps: Maps, settled: Settled, number: int) -> str:
+def _why(maps: FeatureMaps, settled: CutMaps, number: int) -> str:
     step = maps.steps[number]
     if number in settled.take:
         few = maps.settled() is not settled and number in maps.settled().work
@@ -161,7 +161,7 @@ def _why(maps: Maps, settled: Settled, number: int) -> str:
     return f"{why}; its gradient is summed over tp" if number in settled.share else why
 
 
-def _rows(maps: Maps, resize: Resize, size: int | None) -> str:
+def _rows(maps: FeatureMaps, resize: Resize, size: int | None) -> str:
     """Returns text on each rank's rows and its halo, for ``show``; in general terms if ``size`` is unknown."""
     if size is not None:
         reading = reading_of(balanced_rows(size, maps.parts), resize)
@@ -186,7 +186,7 @@ def _listed(counts: Sequence[int]) -> str:
 # ---- what is refused
 
 
-def _refused(model: nn.Module, maps: Maps | None, parts: int) -> LayoutError:
+def _refused(model: nn.Module, maps: FeatureMaps | None, parts: int) -> LayoutError:
     given, fix = f"{type(model).__name__} without a convolution", f"write tp{parts}, or dp{parts}"
     if any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         if maps is None:

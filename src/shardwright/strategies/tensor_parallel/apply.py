@@ -37,7 +37,7 @@ from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
 from shardwright.operators.weight_guard import CallGuard, ForwardFlag, guard
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import LOSS, OUTPUT, Job, Plan
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 from shardwright.strategies.tensor_parallel.convolution import (
     ChannelsNote,
@@ -61,7 +61,9 @@ from shardwright.strategies.tensor_parallel.multihead_attention import Multihead
 from shardwright.strategies.tensor_parallel.plan_draft import own_names
 
 
-def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None) -> Applied:
+def apply(
+    job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None
+) -> AppliedStrategy:
     """Replaces the forwards of this rank's modules and loss by tensor-parallel ones, as ``plan`` cuts each of them.
 
     Returns callbacks of the training step that finish collectives which overlap with computation, and the names of the
@@ -84,7 +86,7 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Pen
         ahead.finish()
 
     events = Events(restart=restart, after_backward=applying.later.finish, after_action=ahead.finish)
-    return Applied(events=events, late=late)
+    return AppliedStrategy(events=events, late=late)
 
 
 def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:

@@ -16,7 +16,7 @@ from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import EntryNote, HeadsNote
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Choice, Layer
+from shardwright.strategies.tensor_parallel.roles import Layer, LayerBoundary, RoleChoice
 from shardwright.strategies.tensor_parallel.sequence import tokens_note
 
 _GATHERED = "keys and values of all tokens gathered"
@@ -73,10 +73,12 @@ def _place_attention(draft: PlanDraft, path: str, attention: Attention, use: Fea
     start, stop = draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
     layers = (Layer(hidden, q_width + 2 * kv_width, not use.from_input), Layer(q_width, out))
 
-    def chosen(most_alone: int = 0) -> Choice | None:
+    def chosen(most_alone: int = 0) -> RoleChoice | None:
         joined = 2 * kv_width if draft.mode.dim == 1 else 0
-        middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
-        return draft.mode.choose(layers, (Boundary(0, start), middle, Boundary(out, stop)), draft.job.num_tokens)
+        middle = LayerBoundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
+        return draft.mode.choose(
+            layers, (LayerBoundary(0, start), middle, LayerBoundary(out, stop)), draft.job.num_tokens
+        )
 
     turned = 2 if attention.rotary is not None else 1  # rotary turns pairs of elements, which stay together
     # whole heads if they fit the grid; else, over one axis alone, parts of heads

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.analysis.dim_letters import Dims, Letters, Role
-from shardwright.analysis.operator_dims import Relation, relation_of
+from shardwright.analysis.dim_letters import DimLetters, Dims, Role
+from shardwright.analysis.operator_dims import DimRelation, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
@@ -212,7 +212,7 @@ class _Planning:
                     raise NotOnPartsError(call.name) from None
                 gathered |= cut
 
-    def _on_parts(self, call: RecordedCall, relation: Relation, slots: Sequence[int], gathered: set[int]) -> None:
+    def _on_parts(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
         written = {self.slot(use) for use in call.written}
         if written & gathered:
             raise WriteToPartError(call.name)
@@ -272,7 +272,7 @@ def _dims_cut(part: TensorPart | None) -> list[tuple[int, bytes]]:
 
 
 def _labels(
-    call: RecordedCall, relation: Relation, operands: Sequence[tuple[int, TensorPart | None]]
+    call: RecordedCall, relation: DimRelation, operands: Sequence[tuple[int, TensorPart | None]]
 ) -> dict[int, bytes]:
     """Returns which rank holds each index of an operator's cut dims, by letter, from the cuts of its operands."""
     found: dict[int, bytes] = {}
@@ -300,7 +300,7 @@ def _labels(
 
 
 def _changes(
-    relation: Relation, slots: Sequence[int], parts: Mapping[int, TensorPart | None], labels: Mapping[int, bytes],
+    relation: DimRelation, slots: Sequence[int], parts: Mapping[int, TensorPart | None], labels: Mapping[int, bytes],
     written: set[int], summed: bool,
 ) -> list[OperandChange]:  # fmt: skip
     """Returns the changes that an operator's operands need, so that all agree with the cuts in ``labels``."""
@@ -324,7 +324,7 @@ def _changes(
     return [change for own in found.values() for change in own]
 
 
-def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: Letters) -> tuple[bytes | None, ...]:
+def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: DimLetters) -> tuple[bytes | None, ...]:
     return tuple(cut_of(dim, labels, letters) for dim in dims)
 
 
@@ -332,7 +332,7 @@ def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: Letters) -> tuple[by
 
 
 def _localized(
-    call: RecordedCall, step: OperatorStep, relation: Relation, labels: Mapping[int, bytes],
+    call: RecordedCall, step: OperatorStep, relation: DimRelation, labels: Mapping[int, bytes],
     made: Sequence[TensorPart | None], rank: int,
 ) -> OperatorStep:  # fmt: skip
     """Returns an operator's step with the size arguments of this rank's part in place of the whole's."""
@@ -432,7 +432,7 @@ def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
 
 
 def _sliced(
-    call: RecordedCall, step: OperatorStep, relation: Relation, labels: Mapping[int, bytes], rank: int
+    call: RecordedCall, step: OperatorStep, relation: DimRelation, labels: Mapping[int, bytes], rank: int
 ) -> OperatorStep:
     dims = relation.operands[0]
     dim = call.argument(1, "dim", 0) % len(call.operands[0].shape)

@@ -13,7 +13,7 @@ from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse, not_
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import EmbeddingNote, LossNote, input_moves, output_moves
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, RoleName, RoleStep, States
+from shardwright.strategies.tensor_parallel.roles import Layer, LayerBoundary, RoleName, RoleStep, States
 
 
 def place_head_and_tables(draft: PlanDraft) -> None:
@@ -51,7 +51,7 @@ def _place_head(draft: PlanDraft, head: str) -> None:
     states: States | None = tuple("F" if axis.stored else "T" for axis in draft.mode.axes) if tied else None
     choice = draft.mode.choose(
         (Layer(layer.in_features, layer.out_features, not use.from_input),),
-        (Boundary(0, start), Boundary(layer.out_features, states, sums=not tied, rows=False)),
+        (LayerBoundary(0, start), LayerBoundary(layer.out_features, states, sums=not tied, rows=False)),
         draft.job.num_tokens,
         rows_end=None,
     )

@@ -14,10 +14,10 @@ from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.option import StrategyOption
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.roles import (
-    Boundary,
-    Choice,
     GridAxis,
     Layer,
+    LayerBoundary,
+    RoleChoice,
     RoleStep,
     State,
     States,
@@ -71,10 +71,10 @@ class Mode:
     def choose(
         self,
         layers: tuple[Layer, ...],
-        boundaries: tuple[Boundary, ...],
+        boundaries: tuple[LayerBoundary, ...],
         num_tokens: int,
         rows_end: RowMoves | None = (),
-    ) -> Choice | None:
+    ) -> RoleChoice | None:
         """Returns how each axis cuts consecutive layers (column-parallel, row-parallel or by rows) to send least.
 
         A cut that the layout pins is taken where it fits; elsewhere the ``misfit`` of each step says why it does not.
@@ -93,7 +93,7 @@ class Mode:
         misfit = self._misfit(boundaries)
         return replace(found, steps=tuple(step._replace(misfit=misfit) for step in found.steps))
 
-    def _misfit(self, boundaries: Sequence[Boundary]) -> str:
+    def _misfit(self, boundaries: Sequence[LayerBoundary]) -> str:
         """Returns why the pinned roles do not fit a block, as text that is appended to a reason."""
         whole = [
             f"{end} features are not cut over {axis.name}"

@@ -27,7 +27,7 @@ from shardwright.sharding.box import Ranges, concat
 from shardwright.strategies.tensor_parallel.features import Features, merged
 from shardwright.strategies.tensor_parallel.mode import AxisMove, LinearNote, input_moves, output_moves
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Choice, GridAxis, Layer, RoleStep
+from shardwright.strategies.tensor_parallel.roles import GridAxis, Layer, LayerBoundary, RoleChoice, RoleStep
 
 
 class Projection(NamedTuple):
@@ -118,14 +118,14 @@ def _child(path: str, own: str) -> str:
     return f"{path}.{own}".lstrip(".")
 
 
-def _choose(draft: PlanDraft, module: nn.MultiheadAttention) -> Choice | None:
+def _choose(draft: PlanDraft, module: nn.MultiheadAttention) -> RoleChoice | None:
     """Returns roles that give each rank whole heads, or if none fit, parts of heads over one axis; else None."""
     mode, num_heads, width = draft.mode, module.num_heads, module.embed_dim
     whole, layers = mode.states(False), (Layer(width, 3 * width), Layer(width, width))
 
-    def chosen(most_alone: int = 0) -> Choice | None:
-        middle = Boundary(num_heads, sums=False, most_alone=most_alone)
-        return mode.choose(layers, (Boundary(0, whole), middle, Boundary(width, whole)), draft.job.num_tokens)
+    def chosen(most_alone: int = 0) -> RoleChoice | None:
+        middle = LayerBoundary(num_heads, sums=False, most_alone=most_alone)
+        return mode.choose(layers, (LayerBoundary(0, whole), middle, LayerBoundary(width, whole)), draft.job.num_tokens)
 
     return chosen() or chosen(width)
 

@@ -33,7 +33,7 @@ from shardwright.strategies.tensor_parallel.mode import (
 )
 from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote, place_multiheads
 from shardwright.strategies.tensor_parallel.plan_draft import PlanDraft
-from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, States
+from shardwright.strategies.tensor_parallel.roles import Layer, LayerBoundary, States
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked, with_rows
 from shardwright.strategy import check_samples_apart
 
@@ -173,7 +173,7 @@ def _place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
         inner = tuple("T" if axis.stream == "T" else "F" for axis in draft.mode.axes)
     choice = draft.mode.choose(
         (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),
-        (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
+        (LayerBoundary(0, start), LayerBoundary(middle, inner), LayerBoundary(row.out_features, stop)),
         draft.job.num_tokens,
     )
     if choice is None:
@@ -205,7 +205,7 @@ def _place_single(draft: PlanDraft, path: str, start: States, stop: States, *, f
     assert isinstance(layer, nn.Linear)
     choice = draft.mode.choose(
         (Layer(layer.in_features, layer.out_features, flows),),
-        (Boundary(0, start), Boundary(layer.out_features, stop)),
+        (LayerBoundary(0, start), LayerBoundary(layer.out_features, stop)),
         draft.job.num_tokens,
     )
     what = f"{layer.in_features} features to {layer.out_features}"

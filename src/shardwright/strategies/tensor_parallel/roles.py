@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     needs_gradient: bool = True
 
 
-class Boundary(NamedTuple):
+class LayerBoundary(NamedTuple):
     """The ways in which an activation before, between or after layers may be cut.
 
     ``most_parts`` is the largest number of parts of its features, and ``most_alone``, if it is more, the number that
@@ -109,7 +109,7 @@ class RoleStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoleChoice:
     """How each axis cuts consecutive layers, and the number of elements that a rank sends for them in a microbatch."""
 
     steps: tuple[RoleStep, ...]
@@ -161,11 +161,11 @@ def sent_elements(
     return elements
 
 
-def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
+def joined_elements(boundary: LayerBoundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
     """Returns the number of elements that one rank sends to all-gather keys and values of all tokens, with gradients.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
-    >>> joined_elements(Boundary(4, joined=16), ("T", "F"), axes, 100)
+    >>> joined_elements(LayerBoundary(4, joined=16), ("T", "F"), axes, 100)
     800.0
     """
     over, kept = (prod(a.size for a, s in zip(axes, states, strict=True) if s == state) for state in "TF")
@@ -186,7 +186,7 @@ def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
     return gathers == fastest and all(what == "gather" for what, _ in rows[: len(gathers)])
 
 
-def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
+def fits(boundary: LayerBoundary, states: States, axes: Sequence[GridAxis]) -> bool:
     """Returns whether an activation may be cut as ``states`` says for each axis: T rows, F features, C copied.
 
     Each rank must get features, and only if ``boundary.rows`` is set may axes that do not cut the model's input cut
@@ -199,7 +199,7 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 
 
 def steps_from(
-    layer: Layer, before: States, rows: RowMoves, boundary: Boundary, axes: Sequence[GridAxis]
+    layer: Layer, before: States, rows: RowMoves, boundary: LayerBoundary, axes: Sequence[GridAxis]
 ) -> Iterator[RoleStep]:
     """Yields every way to cut one layer (column-parallel, row-parallel or by rows, by axis) whose output is allowed.
 
@@ -249,13 +249,13 @@ def _in_place(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
 
 def cheapest(
     layers: Sequence[Layer],
-    boundaries: Sequence[Boundary],
+    boundaries: Sequence[LayerBoundary],
     axes: Sequence[GridAxis],
     num_tokens: int,
     *,
     regather: bool = False,
     rows_end: RowMoves | None = (),
-) -> Choice | None:
+) -> RoleChoice | None:
     """Returns how to cut consecutive layers so that a rank sends the fewest elements; None if nothing fits.
 
     On each axis a layer is column-parallel, row-parallel or cut by rows. ``boundaries`` are the activations before,
@@ -264,24 +264,24 @@ def cheapest(
     so every rank chooses the same.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
-    >>> stream = Boundary(1024, ("T", "F"))
-    >>> found = cheapest([Layer(1024, 4096), Layer(4096, 1024)], [stream, Boundary(4096), stream], axes, 1024)
+    >>> stream = LayerBoundary(1024, ("T", "F"))
+    >>> found = cheapest([Layer(1024, 4096), Layer(4096, 1024)], [stream, LayerBoundary(4096), stream], axes, 1024)
     >>> [step.roles for step in found.steps], round(found.elements * 4 / 1e6, 1)
     ([('h', 'h'), ('k', 'k')], 12.6)
     """
     start = boundaries[0].states
     assert start is not None, "the states at the start of a path are fixed"
     # Dynamic programming: per layer, the cheapest choice that ends in each (states, cut of the rows).
-    best: dict[tuple[States, RowMoves], Choice] = {(start, ()): Choice((), 0.0)}
+    best: dict[tuple[States, RowMoves], RoleChoice] = {(start, ()): RoleChoice((), 0.0)}
     for layer, boundary in zip(layers, boundaries[1:], strict=True):
-        found: dict[tuple[States, RowMoves], Choice] = {}
+        found: dict[tuple[States, RowMoves], RoleChoice] = {}
         for (before, rows), so_far in best.items():
             for step in steps_from(layer, before, rows, boundary, axes):
                 elements = so_far.elements + sent_elements(layer, step, axes, num_tokens, regather=regather)
                 elements += joined_elements(boundary, step.after, axes, num_tokens)
                 key = (step.after, step.rows_after)
-                if elements < found.get(key, Choice((), inf)).elements - 1e-6:
-                    found[key] = Choice((*so_far.steps, step), elements)
+                if elements < found.get(key, RoleChoice((), inf)).elements - 1e-6:
+                    found[key] = RoleChoice((*so_far.steps, step), elements)
         best = found
     ends = [choice for (_, rows), choice in best.items() if rows_end is None or rows == rows_end]
     return min(ends, key=lambda choice: choice.elements, default=None)

@@ -39,7 +39,7 @@ from shardwright.plan.plan import Job, Plan
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import SEQ, AxisMove, Mode, TokensNote
-from shardwright.strategies.tensor_parallel.roles import Boundary, States, joined_elements
+from shardwright.strategies.tensor_parallel.roles import LayerBoundary, States, joined_elements
 
 KNOWN = "Linear, Embedding, LayerNorm, RMSNorm, elementwise layers, shardwright's Attention and Positions"
 LOSSES = (CrossEntropy, MeanSquaredError)
@@ -109,14 +109,14 @@ def tokens_note(
         gathers.append(AxisMove(name, "rows", held))
         held = rows_after(held, "gather", [name])
     makers = tuple(f"{path}.{own}".lstrip(".") for own in (("qkv",) if attention.fused else ("k", "v")))
-    elements = joined_elements(Boundary(0, joined=2 * kv.size), states, mode.axes, job.num_tokens)
+    elements = joined_elements(LayerBoundary(0, joined=2 * kv.size), states, mode.axes, job.num_tokens)
     return TokensNote(rows, tuple(gathers), kv, attention.causal, makers, elements)
 
 
 # ---- what may mix tokens
 
 
-class Mixing(NamedTuple):
+class TokenMixing(NamedTuple):
     """A module or loss that may mix the tokens of a sample: its path and, for the error, the operation in question."""
 
     path: str
@@ -137,24 +137,24 @@ _INPUT = _TokenValue("tokens", None)
 
 
 class _MixesError(Exception):
-    """Raised where a module may mix tokens; the arguments are those of :class:`Mixing`."""
+    """Raised where a module may mix tokens; the arguments are those of :class:`TokenMixing`."""
 
 
-def mixes(job: Job) -> Mixing | None:
+def mixes(job: Job) -> TokenMixing | None:
     """Returns the first layer, or the loss, that may mix the tokens of a sample; None if all treat each token alone.
 
     >>> mixes(Job(nn.Sequential(nn.Linear(4, 8), nn.GELU()), CrossEntropy())) is None
     True
     >>> mixes(Job(nn.Sequential(nn.Linear(4, 8), nn.Flatten()), CrossEntropy()))
-    Mixing(path='1', what='Flatten')
+    TokenMixing(path='1', what='Flatten')
     """
     if not any(is_exactly(job.loss, kind) for kind in LOSSES):
-        return Mixing("(loss)", type(job.loss).__name__)
+        return TokenMixing("(loss)", type(job.loss).__name__)
     try:
         result = _TokenFlow(job.model).visit("", job.model, None)
     except _MixesError as found:
-        return Mixing(*found.args)
-    return None if result.layout == "tokens" else Mixing("", "its output is not known to be one tensor of tokens")
+        return TokenMixing(*found.args)
+    return None if result.layout == "tokens" else TokenMixing("", "its output is not known to be one tensor of tokens")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
@@ -141,7 +141,7 @@ class TensorParallel:
         inside = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
         return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
 
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
@@ -156,7 +156,7 @@ class TensorParallel:
             frame = apply_on_parts(job.model, axes, note, self.name, stages)
             if job.rng is not None and note.axis is not None:
                 job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
-            return Applied(frame=frame)
+            return AppliedStrategy(frame=frame)
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from shardwright.analysis.dim_letters import Concat, Dim, Letters
+from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
 from shardwright.analysis.run_axes import spread
 from shardwright.sharding.tensor_part import ALL
 
@@ -21,14 +21,14 @@ class NotOneLetterError(Exception):
     """
 
 
-def letters_of(dim: Dim, cut: bytes, letters: Letters) -> dict[int, bytes]:
+def letters_of(dim: Dim, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
     """Returns how the letters (indices, as in einsum) that make up a dim are cut: the rank that holds each index.
 
     ``cut`` has the rank that holds each index of the dim. A letter that is not cut has no entry.
 
     Raises: NotOneLetterError: the cut of the dim is not a cut of one of its letters.
 
-    >>> letters = Letters()
+    >>> letters = DimLetters()
     >>> heads, size = letters.new(2), letters.new(3)
     >>> letters_of((*heads, *size), bytes([0, 0, 0, 1, 1, 1]), letters)
     {0: b'\\x00\\x01'}
@@ -44,7 +44,7 @@ def letters_of(dim: Dim, cut: bytes, letters: Letters) -> dict[int, bytes]:
     raise NotOneLetterError
 
 
-def _letters_of_parts(dim: Concat, cut: bytes, letters: Letters) -> dict[int, bytes]:
+def _letters_of_parts(dim: Concat, cut: bytes, letters: DimLetters) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     at = 0
     for part in dim.parts:
@@ -57,7 +57,7 @@ def _letters_of_parts(dim: Concat, cut: bytes, letters: Letters) -> dict[int, by
     return found
 
 
-def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: Letters) -> bytes | None:
+def cut_of(dim: Dim, labels: Mapping[int, bytes], letters: DimLetters) -> bytes | None:
     """Returns the rank that holds each index of a dim, or None if the dim is whole.
 
     ``labels`` has the same for each of the letters (indices, as in einsum) that is cut, by the letter's number.

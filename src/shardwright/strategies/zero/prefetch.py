@@ -48,7 +48,7 @@ class UnshardStatus(Enum):
     UNSHARDED = auto()
 
 
-class Hold(IntEnum):
+class UnshardHold(IntEnum):
     """How long a param group stays unsharded while other groups are used; of several holds the longest counts."""
 
     NONE = 0
@@ -67,14 +67,14 @@ class ShardedGroup:
 
     name: str
     flats: tuple[FlatParameter, ...]
-    hold: Hold = Hold.NONE
+    hold: UnshardHold = UnshardHold.NONE
     state: UnshardStatus = UnshardStatus.SHARDED
     num_readers: int = 0  # forwards that run and have read a parameter of it
 
     @property
     def is_held(self) -> bool:
         """Whether the group stays unsharded while other groups are used."""
-        return self.hold is not Hold.NONE or self.num_readers > 0
+        return self.hold is not UnshardHold.NONE or self.num_readers > 0
 
     def unshard(self) -> None:
         """Starts the all-gathers of the parameters, unless they are under way or done."""
@@ -103,10 +103,10 @@ class ShardedGroup:
                 flat.reshard()
         self.state = UnshardStatus.SHARDED
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: UnshardHold) -> None:
         """Ends the hold that keeps the group unsharded, unless it lasts longer than ``hold``."""
         if self.hold <= hold:
-            self.hold = Hold.NONE
+            self.hold = UnshardHold.NONE
 
 
 class _FlatView(NamedTuple):
@@ -163,7 +163,7 @@ class Prefetcher:
             self._orders[True, action.chunk] = tuple(dict.fromkeys(self._used))
             # what is held comes first: where in the backward it is used first the forward does not say
             backward = sorted(
-                dict.fromkeys(reversed(self._used)), key=lambda group: group.hold is not Hold.EVERY_ACTION
+                dict.fromkeys(reversed(self._used)), key=lambda group: group.hold is not UnshardHold.EVERY_ACTION
             )
             self._orders[False, action.chunk] = tuple(backward)
         elif self.reshard_after_use:
@@ -173,7 +173,7 @@ class Prefetcher:
                 self._advance()
         self.end_action()
 
-    def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
+    def ensure_unsharded(self, group: ShardedGroup, hold: UnshardHold = UnshardHold.NONE) -> None:
         """Makes ``group`` unsharded: if it is not, unshards it, waits for it, and prefetches the groups expected next.
 
         ``hold`` says how long the group then stays unsharded while others are used, unless it has a longer hold. Stage
@@ -216,7 +216,7 @@ class Prefetcher:
     def on_module_call(self) -> None:
         """Ends the holds that last until the next module call, since the code that read the parameters has run."""
         for group in self.groups:
-            group.release(Hold.UNTIL_NEXT_MODULE)
+            group.release(UnshardHold.UNTIL_NEXT_MODULE)
 
     def shards_changed(self) -> None:
         """Reshards every group, because its unsharded values are out of date: called after an optimizer step."""
@@ -233,7 +233,7 @@ class Prefetcher:
         if not self.reshard_after_use:
             self._unshard_until(len(self._expected))  # other ranks may have used groups that this rank did not
         for group in self.groups:
-            group.release(Hold.UNTIL_ACTION_ENDS)
+            group.release(UnshardHold.UNTIL_ACTION_ENDS)
             if self.reshard_after_use:
                 group.reshard()
             elif group.state is UnshardStatus.UNSHARDING:

@@ -30,14 +30,14 @@ from shardwright.mesh import balanced
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
 from shardwright.plan.schedule import Action
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.copy_stream import host_arrival
 from shardwright.runtime.executor import Events
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 from shardwright.strategies.zero.offloaded_update import OffloadedState
-from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup
+from shardwright.strategies.zero.prefetch import Prefetcher, ShardedGroup, UnshardHold
 
 _Flats = dict[str, list[FlatParameter]]
 """The flat parameters of each param group, by its name."""
@@ -62,7 +62,7 @@ class _UnshardingParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.groups and not torch.compiler.is_dynamo_compiling():  # a compiled block holds its groups
             group = self.groups[name]
-            self.prefetcher.ensure_unsharded(group, Hold.NONE if self.read else Hold.UNTIL_NEXT_MODULE)
+            self.prefetcher.ensure_unsharded(group, UnshardHold.NONE if self.read else UnshardHold.UNTIL_NEXT_MODULE)
             if self.read and group not in self.read[-1]:
                 self.read[-1].add(group)
                 group.num_readers += 1
@@ -79,7 +79,7 @@ class _UnshardingParameters(dict[str, Any]):
     def _unshard_all(self) -> None:
         if self.prefetcher.in_action:  # between steps, model.parameters() gives them resharded
             for group in self.groups.values():
-                self.prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
+                self.prefetcher.ensure_unsharded(group, UnshardHold.UNTIL_ACTION_ENDS)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_whole("a copy of the model")
@@ -145,7 +145,7 @@ class FSDPState:
         self._may_be_stale = self._evaluated = False
         self._hook(model)
 
-    def applied(self) -> Applied:
+    def applied(self) -> AppliedStrategy:
         """Returns this state's additions to the run: event listeners, sharded parameters by name, offloaded state.
 
         With them come functions that return whether a param group's gradients are final and which unsharded buffers
@@ -160,7 +160,7 @@ class FSDPState:
             after_sync=self._after_sync,
             after_optimizer=self._after_optimizer,
         )
-        return Applied(
+        return AppliedStrategy(
             events=events,
             parameters={name: p for flat in flats for name, p in flat.sharded_parameters.items()},
             offload=self.offloaded,
@@ -365,7 +365,7 @@ def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str,
     held = {group.name for group in plan.param_groups if group.is_held}
     for group in groups.values():
         if group.name in held or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
-            group.hold = Hold.EVERY_ACTION
+            group.hold = UnshardHold.EVERY_ACTION
     return groups
 
 

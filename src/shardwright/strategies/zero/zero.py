@@ -52,7 +52,7 @@ from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup, UseEvent, count_gathers, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
-from shardwright.runtime.applied import Applied
+from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.offload_storage import OffloadStorage, OffloadTarget
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using, flat_groups, shard_state
 from shardwright.strategies.zero.sharded_state import FSDPState
@@ -111,7 +111,7 @@ class Zero:
             plan = plan.wraps(path, Rung.UNSHARD, self.name)
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Flattens and shards this rank's parameters, and hooks the model so that they are unsharded before use.
 
         Returns the event listeners, sharded parameters and offloaded state for the run. All ranks call it: with

@@ -18,7 +18,7 @@ from shardwright.plan.schedule import Schedule
 from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.schedules import SCHEDULES
 from shardwright.strategies.pipeline.schedules.common import round_robin, v_shape
-from shardwright.strategies.pipeline.schedules.greedy import Preferences, greedy
+from shardwright.strategies.pipeline.schedules.greedy import SchedulingRules, greedy
 from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 
 # How many actions the greedy scheduler's lists may have together, for each number of chunks; a few seconds of search.
@@ -119,7 +119,7 @@ def _candidates(
 
 def _preferences(
     num_stages: int, num_microbatches: int, per_stage: int
-) -> Iterator[tuple[tuple[int, ...], Preferences]]:
+) -> Iterator[tuple[tuple[int, ...], SchedulingRules]]:
     """Yields pairs (stage of each chunk, preferences of the greedy scheduler) to try, most promising first."""
     most = per_stage * num_microbatches
     after = range(num_stages, 0, -1)  # for each stage, how many there are from it on
@@ -138,7 +138,7 @@ def _preferences(
     for forward_first, deep_first in product((False, True), (True, False)[:per_stage]):
         for patient, counts, stage_of in product((False, True), held, placements):
             most_held = tuple(min(max(n, per_stage), most) for n in counts)
-            found = stage_of, Preferences(most_held, forward_first, deep_first, patient)
+            found = stage_of, SchedulingRules(most_held, forward_first, deep_first, patient)
             if found not in seen:
                 seen.add(found)
                 yield found

@@ -1,7 +1,7 @@
 """A greedy pipeline scheduler (list scheduling): in a simulation, a stage that is free takes the best ready action.
 
 The method is that of Graham 1966 (Bounds for certain multiprocessing anomalies). Which action is best is decided by
-:class:`Preferences`; :mod:`~shardwright.strategies.pipeline.schedules.auto` tries many of them.
+:class:`SchedulingRules`; :mod:`~shardwright.strategies.pipeline.schedules.auto` tries many of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes
 
 
 @dataclass(frozen=True)
-class Preferences:
+class SchedulingRules:
     """The rules by which the greedy scheduler chooses the action (F, I or W) that a free stage runs.
 
     ``most_held[s]`` is the most microbatches whose activations stage ``s`` keeps between F and I, counted over all of
@@ -37,7 +37,7 @@ class _ScheduleState:
         stage_of: tuple[int, ...],
         num_microbatches: int,
         times: ChunkTimes,
-        preferences: Preferences,
+        preferences: SchedulingRules,
         memory: ChunkMemory,
         limit_bytes: float,
     ) -> None:
@@ -132,7 +132,7 @@ def greedy(
     stage_of: tuple[int, ...],
     num_microbatches: int,
     times: ChunkTimes,
-    preferences: Preferences,
+    preferences: SchedulingRules,
     memory: ChunkMemory,
     limit_bytes: float = float("inf"),
 ) -> Schedule | None:
@@ -141,7 +141,7 @@ def greedy(
     ``stage_of`` gives the stage of each chunk; ``times`` and ``memory`` are those of the chunks. A stage holds at most
     ``limit_bytes``, and as many microbatches as ``preferences`` allow. The backward is always split in I and W.
 
-    >>> found = greedy((0, 1), 3, ChunkTimes.equal(2), Preferences(most_held=(2, 1)), ChunkMemory.equal(2))
+    >>> found = greedy((0, 1), 3, ChunkTimes.equal(2), SchedulingRules(most_held=(2, 1)), ChunkMemory.equal(2))
     >>> [" ".join(map(str, actions)) for actions in found.actions]
     ['0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2', '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2']
     """
