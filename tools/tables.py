@@ -68,6 +68,12 @@ def options() -> str:
     return "\n".join(lines)
 
 
+def run_file() -> str:
+    """Returns the options of a run as ``shardwright init`` writes them."""
+    text = (ROOT / "src" / "shardwright" / "cli" / "templates" / "run.toml.txt").read_text(encoding="utf-8")
+    return f"```toml\n{text.strip()}\n```"
+
+
 def plan() -> str:
     """Returns the memory and traffic of the default model as ``show`` prints them."""
     config = GPTConfig()
@@ -674,6 +680,7 @@ TABLES = {
     "strategies": strategies,
     "options": options,
     "plan": plan,
+    "run.toml": run_file,
     "13b search": partial(layouts_13b, "search"),
     "13b layouts": partial(layouts_13b, "layouts"),
     "gpt_step": gpt_step,

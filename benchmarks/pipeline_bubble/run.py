@@ -110,7 +110,7 @@ def stepper(world, line, sleeps_s):
             parameter.grad = None
         loss = run.step(batch).item()
         assert loss == 1.0, loss
-        for parameter in used:  # every microbatch gave its gradient once, whoever made it
+        for parameter in used:  # every microbatch gave its gradient once, whichever rank made it
             assert parameter.grad.item() == layout.num_microbatches, parameter.grad
         return run._executor.spans
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tools.site_pages import FENCE, LINK, links_of, of_file, of_folder, of_noteb
 
 import shardwright
 from shardwright.cli.main import app
+from shardwright.cost.cluster import Cluster
+from shardwright.cost.device import figures_of, profile
 from shardwright.layout import Layout
 from shardwright.strategies import choose
 
@@ -168,6 +171,15 @@ def test_the_reference_has_every_public_name_once():
         found = getattr(owner, attribute)
         if attribute in shardwright.__all__ and not inspect.ismodule(found):
             assert getattr(shardwright, attribute) is found
+
+
+def test_the_cluster_of_the_guide_is_read_and_has_the_figures_of_its_profile():
+    texts = [text for language, text in blocks(ROOT / "docs" / "guide.md") if language == "toml"]
+    (table,) = (tomllib.loads(text) for text in texts if "[constants]" in text)
+    cluster, known = Cluster.of_table("cluster.toml", table), profile("h100-80gb")
+    assert figures_of(cluster.device).keys() <= table.keys(), "a figure is not shown"
+    assert figures_of(cluster.device) == figures_of(known)
+    assert (cluster.device.peaks, cluster.num_ranks) == (known.peaks, 128)
 
 
 def test_links_of_pages_lead_to_pages_of_the_site(monkeypatch):

@@ -157,7 +157,7 @@ def _tried(model: nn.Module, inputs: Any) -> RecordedRun | str:
     """Returns the recorded run, or the text of the exception that the model's code raised on the meta device."""
     try:
         return _recorded(model, inputs)
-    except Exception as failure:  # anybody's code may raise anything
+    except Exception as failure:  # the user's code may raise anything
         return f"{type(failure).__name__}: {failure}"
 
 

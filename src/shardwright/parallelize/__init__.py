@@ -184,7 +184,7 @@ def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, in
         return []
     found = None
     if inputs is not None:
-        # one rank alone counts, in a forward of anybody's code on the meta device: a warning must end no run
+        # one rank alone counts, in a forward of the user's code on the meta device: a warning must end no run
         with contextlib.suppress(Exception):
             traffic = StepTraffic(job, plan, chosen, inputs).at(plan.mesh.coord(0))
             calls = [call for each in traffic.values() for call in each]

@@ -129,7 +129,7 @@ def shares_of(job: Job, plan: Plan) -> tuple[CutShare, ...]:
         try:
             run = job.graph.run
             plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
-        except Exception:  # a forward of anybody's, without values: one rank alone says what is cut, so it must not end
+        except Exception:  # of the user's forward, without values: one rank alone says what is cut, so it must not end
             return shares(plan)
     return shares(plan)
 

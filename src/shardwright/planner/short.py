@@ -77,7 +77,7 @@ class ShortModel:
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
         block.register_forward_pre_hook(lambda _, args: sizes.append(sum(each.nbytes for each in tensors_of(args))))
-        with suppress(RuntimeError, TypeError), torch.no_grad(), on_meta(model, values=False):  # code of anybody's
+        with suppress(RuntimeError, TypeError), torch.no_grad(), on_meta(model, values=False):  # the user's code
             call_model(model, first_rows(self.batch, 1)[0])
         return sizes[0] if sizes else 0
 

@@ -242,7 +242,7 @@ class ProcessTransport:
 
 
 def _wait_for_sends(sends: SimpleQueue[tuple[Any, Tensor] | None]) -> None:
-    """Waits for sends over gloo in turn, because one that nobody waits for never counts as complete."""
+    """Waits for sends over gloo in turn, because a send that is not waited for never counts as complete."""
     while (sent := sends.get()) is not None:
         with suppress(RuntimeError):  # a lost partner: the call that needs it reports it
             sent[0].wait(_NO_TIMEOUT)

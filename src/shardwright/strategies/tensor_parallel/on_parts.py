@@ -142,7 +142,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         functions = {name for each in job.graph.every_run for name in each.recording.functions}
         functions -= run.recording.functions.keys()  # of which nothing is known where samples are many
         cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
-    except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
+    except Exception:  # a forward of the user's model, without values: whatever it raises, the model is not recorded
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None

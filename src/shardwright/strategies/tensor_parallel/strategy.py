@@ -139,7 +139,7 @@ class TensorParallel:
             return job
         try:
             selecting = job.graph.run.recording.selecting
-        except Exception:  # of anybody's forward, without values
+        except Exception:  # of the user's forward, without values
             return job
         inside = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
         return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})

@@ -164,7 +164,7 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     ranks raise, and ``traffic`` states one use of each group.
     """
     recording: Recording | None = None
-    with suppress(Exception):  # of anybody's forward, without values
+    with suppress(Exception):  # of the user's forward, without values
         recording = job.graph.run.recording if job.graph is not None and len(plan.param_groups) > 1 else None
     groups = merge_groups(plan.param_groups, recording.selecting if recording is not None else ())
     forwards: list[Iterable[UseEvent]] = [recording.uses] if recording is not None else []
