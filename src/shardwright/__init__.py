@@ -2,6 +2,7 @@
 
 import shardwright.command_signals  # first: a signal may come while the command imports the rest
 
+# what is below is not to be sorted before that import
 # isort: split
 from typing import TYPE_CHECKING, Any
 

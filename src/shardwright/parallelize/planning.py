@@ -267,7 +267,8 @@ class StepTraffic:
         shard = plan.batch_shard(coord)
         inputs = shard.cut_tokens(self._inputs, self._num_tokens)
         parts = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
-        by_size = {len(part): rows(inputs, part.start, part.stop) for part in parts}  # on meta, equal sizes are alike
+        of_size = {len(part): part for part in parts}  # on the meta device, microbatches of one size are alike
+        by_size = {size: rows(inputs, part.start, part.stop) for size, part in of_size.items()}
         microbatches = [by_size[len(part)] for part in parts]
         calls = {size: self._module_calls(microbatch) for size, microbatch in by_size.items()}
         everywhere = tuple(calls[len(part)] for part in parts)

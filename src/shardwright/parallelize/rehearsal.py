@@ -75,9 +75,10 @@ def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
             for t, is_scattered in zip(tensors, scattered or (False,) * len(tensors), strict=True)
         )
 
+    different = {id(each): each for each in found}  # microbatches of equal shapes have one rehearsal
     known = {
-        id(each): {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
-        for each in {id(each): each for each in found}.values()
+        key: {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
+        for key, each in different.items()
     }
     return tuple(known[id(each)] for each in found)
 

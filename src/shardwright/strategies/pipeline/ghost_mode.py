@@ -33,7 +33,7 @@ from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
-# torch's stubs declare properties of C as plain attributes
+# torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
 _FACTS = frozenset(
     each.__get__  # type: ignore[union-attr]
     for each in (Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_meta)

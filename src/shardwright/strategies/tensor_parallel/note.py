@@ -8,6 +8,7 @@ r"""What the plan says of one module that tensor parallelism cuts; each kind of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shardwright.strategies.tensor_parallel.traffic import RankTraffic
 
 
-class OperatorNote:
+class OperatorNote(ABC):
     """The cut of one module, of the loss or of the model's output, as data, with what follows from it.
 
     A kind of operator is one frozen dataclass that derives from it: its fields say how the operator is cut, ``apply``
@@ -33,9 +34,9 @@ class OperatorNote:
     inner: ClassVar[tuple[str, ...]] = ()
     """The names of the layers inside the module that work on its shards, so that only the module may call them."""
 
+    @abstractmethod
     def apply(self, rank: Applying, path: str, module: Any) -> None:
         """Replaces the forward of the module at ``path`` by one that works on the shards of this rank."""
-        raise NotImplementedError
 
     def traffic(self, here: RankTraffic, path: str, call: ModuleCall) -> Iterator[Traffic]:
         """Yields the collectives of one call of the module at ``path``, forward and backward; by default none."""

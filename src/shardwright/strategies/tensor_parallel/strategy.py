@@ -39,7 +39,7 @@ from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
 
 SOME = 1e-9
-"""A share of the parameter bytes that any cut exceeds."""
+"""A share of the parameter bytes that stands for anything at all: whatever is cut is a larger share."""
 
 
 @dataclass(frozen=True, kw_only=True)
