@@ -156,15 +156,12 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     return row
 
 
-def divergence_of(out, losses, kills):
-    """The largest relative difference of a chain's losses from an undisturbed run's; None if losses are missing.
-
-    The row of a step may be missing whose checkpoint other ranks have saved after the first rank was killed in it.
-    """
-    found = {row["step"]: row["loss"] for row in read_metrics(out)}
-    if not found or max(found) != len(losses) or len(found) < len(losses) - kills:
+def divergence_of(out, losses):
+    """The largest relative difference of a chain's losses from an undisturbed run's; None if losses are missing."""
+    found = [(row["step"], row["loss"]) for row in read_metrics(out)]
+    if [step for step, _ in found] != [*range(1, len(losses) + 1)]:
         return None
-    return max(abs(mine - losses[step - 1]) / abs(losses[step - 1]) for step, mine in found.items())
+    return max(abs(mine - loss) / abs(loss) for (_, mine), loss in zip(found, losses, strict=True))
 
 
 def last_step_of(out):
@@ -207,8 +204,7 @@ def chains(seconds, kills):
                         break
                     shown = {key: round(value, 2) if key == "end_s" else value for key, value in rows[-1].items()}
                     print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
-            ranks_killed = sum(row["victim"] == "rank" for row in rows)
-            difference = divergence_of(out, undisturbed(last_step_of(out)), ranks_killed)
+            difference = divergence_of(out, undisturbed(last_step_of(out)))
         for row in rows:
             yield {**row, "divergence": difference}
 

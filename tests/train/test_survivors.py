@@ -26,7 +26,7 @@ from shardwright.parallelize.run import Run
 from shardwright.train.config import TrainConfig
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.loop import train
-from shardwright.train.progress import read_metrics
+from shardwright.train.progress import METRICS_FILE, add_missing_row, read_metrics
 
 OPTIONS = {"settings": {"num_layers": 2, "width": 8, "num_heads": 2}, "seq": 8, "batch": 4, "steps": 5, "warmup": 1}
 
@@ -89,9 +89,8 @@ def test_what_other_ranks_hold_copies_of_is_saved_without_a_rank_that_is_gone(
     assert not any(file.name.startswith(f"part-{rank:05}") for file in find(out / "checkpoints").iterdir())
     assert train(config("tp2"), out, resume=True, ranks="threads")["steps"] == 5
     train(config("single"), tmp_path / "whole", ranks="threads")
-    found, expected = ({row["step"]: row["loss"] for row in read_metrics(each)} for each in (out, tmp_path / "whole"))
-    assert {4, 5} <= found.keys()  # a rank that is gone writes no rows
-    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)
+    found, expected = ([(row["step"], row["loss"]) for row in read_metrics(each)] for each in (out, tmp_path / "whole"))
+    assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
 
 
 @pytest.mark.parametrize("line", ["tp2", "dp2/zero1", "dp2/zero3", "pp2/1f1b mb2"])
@@ -107,12 +106,27 @@ def test_what_a_rank_that_is_gone_held_alone_is_named_and_nothing_is_saved(tmp_p
     assert names_in(out) == ["step-00000002", "step-00000004", "step-00000005"]  # and nothing of the failure
 
 
-def test_a_step_that_the_rank_which_is_gone_had_not_completed_is_saved_by_those_that_had(tmp_path, monkeypatch):
-    out = run_of(monkeypatch, tmp_path, "dp2 tp2", 3, EmergencyCheckpoint, "note")
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_step_that_the_rank_which_is_gone_had_not_completed_is_saved_by_those_that_had(tmp_path, monkeypatch, rank):
+    out = run_of(monkeypatch, tmp_path, "dp2 tp2", rank, EmergencyCheckpoint, "note")
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004"]
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4]  # as the first rank could not write the last
     assert train(config("dp2"), out, resume=True, ranks="threads")["steps"] == 5
     train(config("single"), tmp_path / "whole", ranks="threads")
     assert read_metrics(out)[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "whole")[-1]["loss"], rel=1e-5)
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5]
+
+
+def test_a_row_that_is_missing_takes_the_place_of_half_a_row(tmp_path):
+    file = tmp_path / METRICS_FILE
+    for before in ("", '{"step": 1}\n', '{"step": 1}\n{"st'):
+        file.write_text(before)
+        for _ in range(2):  # a row that is there is not written again
+            add_missing_row(tmp_path, {"step": 2})
+            assert [row["step"] for row in read_metrics(tmp_path)] == ([1, 2] if before else [2])
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        add_missing_row(tmp_path, {"step": 2})
 
 
 def test_ranks_that_have_found_the_state_wrong_forbid_the_others_to_save(tmp_path, monkeypatch, capsys):

@@ -111,7 +111,7 @@ def survivors_of(run: Run, optimizer: torch.optim.Optimizer | None) -> Survivors
 def save_alone(
     folder: Path, run: Run, optimizer: torch.optim.Optimizer, survivors: Survivors, state: SurvivorState, *,
     keep: int, failure: BaseException, most_s: float, settle: Callable[[], None],
-) -> str:  # fmt: skip
+) -> tuple[str, bool]:  # fmt: skip
     """Saves a checkpoint without collectives, after a failure, by the ranks that are left.
 
     Each rank that has failed or lost another calls it, with its ``state`` and the exception ``failure`` that ended its
@@ -122,7 +122,8 @@ def save_alone(
 
     Returns text that says what was saved, or why nothing was, on one of the ranks that came; "" on the others, and if
     there is nothing to say: no step is complete, the state is wrong, or the step has a checkpoint already. An error
-    while saving is such a text, and is not raised.
+    while saving is such a text, and is not raised. The second value is whether this rank has completed a checkpoint,
+    which is then that of ``state``'s step.
     """
     meeting = Meeting(folder / f".tmp-failed-{survivors.token}", survivors)
     step, decision = state.step, None
@@ -139,23 +140,23 @@ def save_alone(
         decision = meeting.agreed(prepare)
         final, step = folder / _name(decision.step or 0), decision.step
         if step is None or final.exists():
-            return ""
+            return "", False
         if not decision.ranks:
             why = f"step {step}, the last that was complete, is not saved: {decision.why_not}"
-            return why if meeting.decided_here else ""
+            return (why if meeting.decided_here else ""), False
         if run.world.rank not in decision.ranks:
-            return ""
+            return "", False
         settle()
         run.num_steps = step
         write, merge, _ = _contents(run, optimizer, survivors.writers(decision.ranks), {}, survivors, decision.ranks)
         wrote = write_alone(final, meeting, decision, write, merge, keep=keep, most_s=most_s)
         few = len(decision.ranks) < run.world.size
         by = f" by {numbered(decision.ranks)}, which held all of it" if few else ""
-        return f"step {step}, the last that was complete, is saved{by}" if wrote else ""
+        return (f"step {step}, the last that was complete, is saved{by}" if wrote else ""), wrote
     except Exception as why:  # the failure before it is the one to raise
         knows = not isinstance(why, FileNotFoundError)
         tells = step is not None and not state.forbids and meeting.tells(after_s=0.0 if knows else _TOLD_S)
-        return f"step {step} could not be saved: {str(why) or repr(why)}" if tells else ""
+        return (f"step {step} could not be saved: {str(why) or repr(why)}" if tells else ""), False
     finally:
         meeting.leave(decision)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from shardwright.parallelize.run import Run
 from shardwright.runtime.mixed_precision import LossScale
 from shardwright.tensor_bytes import bytes_of
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, OtherRunError
-from shardwright.train.progress import say
+from shardwright.train.progress import add_missing_row, say
 from shardwright.train.run_file import RUN_FILE
 
 _LARGE = 2**16
@@ -42,6 +43,7 @@ class EmergencyCheckpoint:
         self.run, self.optimizer, self.out, self.keep, self.most_s = run, optimizer, out, keep, most_s
         self._survivors = survivors_of(run, optimizer)
         self._step: int | None = None
+        self._row: dict[str, Any] = {}
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}  # the buffer, its version, and a copy of it
         self._scale: LossScale | None = None
         self._why_not = ""
@@ -57,9 +59,12 @@ class EmergencyCheckpoint:
         """
         self._lock = self._lock_now()
 
-    def note(self) -> None:
-        """Remembers the step's number and loss scale, and copies the buffers; called after each complete step."""
-        self._step, self._why_not = self.run.num_steps, ""
+    def note(self, row: dict[str, Any]) -> None:
+        """Remembers the step's number and loss scale, and copies the buffers; called after each complete step.
+
+        ``row`` has the step's metrics as far as one rank knows them: all but the memory of the others.
+        """
+        self._step, self._why_not, self._row = self.run.num_steps, "", row
         kept = kept_buffers(self.run.model)
         self._buffers = {name: self._copied(name, buffer) for name, buffer in kept.items()}
         self._scale = replace(self.run.loss_scale) if self.run.loss_scale is not None else None
@@ -79,7 +84,8 @@ class EmergencyCheckpoint:
         why nothing was. Nothing is saved, or said, if no step is complete or if the step has a checkpoint already.
         After a RankDifferenceError or CheckpointError the state, or a save, is wrong, and after an OtherRunError the
         folder is another run's: nothing is saved then either. If the folder was removed, it is made again with its
-        ``run.json``, since no run is resumed without that file. An error while saving is printed and not raised.
+        ``run.json``, since no run is resumed without that file. The step's row of metrics is written too, if the first
+        rank has not come to write it. An error while saving is printed and not raised.
         """
         now, is_gone = self._lock_now(), not (self.out / RUN_FILE).exists()
         if isinstance(failure, OtherRunError) or (now is not None and now != self._lock):
@@ -87,13 +93,16 @@ class EmergencyCheckpoint:
             return
         lost = isinstance(failure, CommunicationError)
         with self.run.world.transport.saving():
-            said = save_alone(
+            said, wrote = save_alone(
                 self.out / CHECKPOINTS, self.run, self.optimizer, self._survivors, self._state(failure),
                 keep=self.keep, failure=failure, most_s=min(self.most_s, _MOST_S) if lost else self.most_s,
                 settle=self._settle,
             )  # fmt: skip
         if said and is_gone and (self.out / RUN_FILE).exists():
             said += f"; '{self.out}' was removed, and is written anew without its metrics"
+        elif wrote:
+            with suppress(OSError):  # a checkpoint is worth more
+                add_missing_row(self.out, self._row)
         if said:
             say(said)
 

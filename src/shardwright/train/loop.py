@@ -352,10 +352,7 @@ class _Training:
                     self.optimizer.zero_grad()
         finite = isfinite(loss) and isfinite(norm or 0.0)  # waits for the device, whose time is the step's
         step_s = time.perf_counter() - start_s
-        if finite:
-            self.emergency.note()
         tokens = num_samples * self.tokens_per_sample or None
-        memory, bubble = step_usage(self.run, self.everyone)
         row: dict[str, Any] = {
             "step": run.num_steps,
             "loss": loss.item(),
@@ -364,11 +361,12 @@ class _Training:
             "step_ms": step_s * 1000,
             "samples_per_s": num_samples / step_s,
             "tokens_per_s": tokens / step_s if tokens else None,
-            "memory_bytes": memory.peak,
-            "held_bytes": memory.held,
-            "bubble": bubble,
             "time_s": time.time() - self.start_s,
         }
+        if finite:
+            self.emergency.note({**row})
+        memory, bubble = step_usage(self.run, self.everyone)
+        row |= {"memory_bytes": memory.peak, "held_bytes": memory.held, "bubble": bubble}
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
             row["eval_loss"] = self._evaluate()
         return row

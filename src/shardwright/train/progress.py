@@ -230,6 +230,21 @@ def _append(file: FileIO, line: str) -> None:
         raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes", str(file.name))
 
 
+def add_missing_row(out: Path, row: Mapping[str, Any]) -> None:
+    """Appends a step's row to ``metrics.jsonl`` unless its last row is of this step; half a row at the end is removed.
+
+    Raises: OSError: there is no such file, or the row cannot be written.
+    """
+    with (out / METRICS_FILE).open("rb+", buffering=0) as file:
+        *whole, half = file.read().splitlines(keepends=True) or [b""]
+        if half.endswith(b"\n"):
+            whole, half = [*whole, half], b""
+        last = _row(whole[-1]) if whole else None
+        if last is None or last["step"] < row["step"]:
+            file.truncate(file.tell() - len(half))
+            _append(file, json_text(row) + "\n")
+
+
 def cut_metrics(out: Path, last_step: int) -> int:
     """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again.
 
