@@ -1,13 +1,13 @@
 # %% [markdown]
 # # A transformers model
 #
-# A Llama of `transformers`, unmodified, under tensor and data parallelism: from a folder on disk, trained, and back
-# into a folder that `from_pretrained` reads. The model here is tiny and has random values, so that the page runs
-# anywhere; with your own folder nothing else changes.
+# A Llama of `transformers`, unmodified, under tensor and data parallelism: from a folder on disk, trained with a
+# `DataLoader` of dicts and the model's own loss, and back into a folder that `from_pretrained` reads. The model here is
+# tiny and has random values, so that the page runs anywhere; with your own folder nothing else changes.
 
 # %%
 import torch
-from torch import nn
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwright as sw
@@ -22,73 +22,70 @@ LlamaForCausalLM(config).save_pretrained("pretrained")  # stands for a folder th
 # %% [markdown]
 # ## The data and the loss
 #
-# Inputs are a dict of the model's keyword arguments. Targets are the next tokens, and the loss takes the model's
-# output. A loss returns a sum and a count, so that the mean is over all targets of the global batch, however they are
-# dealt out.
+# A batch is what `model(**batch)` takes, labels included. `sw.ModelLoss()` says that the model computes the loss from
+# them: it is the mean over all labels of the global batch, however the batch is dealt out.
+#
+# Every rank goes through the same batches, so the order has a seed. There is no `DistributedSampler`: `run.shard` gives
+# each rank its own part.
 
 # %%
-text = torch.tensor(list(b"shardwright places every tensor, runs the step, and keeps three promises. " * 8))
+text = torch.tensor(list(b"shardwright places every tensor, runs the step, and keeps four promises. " * 8))
+samples = [{"input_ids": part, "labels": part} for part in text.unfold(0, 24, 4)]
 
 
-def batches(num_steps, num_samples=4, length=24):
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        starts = torch.randint(len(text) - length, (num_samples,), generator=draw)
-        windows = torch.stack([text[start : start + length + 1] for start in starts])
-        yield {"input_ids": windows[:, :-1]}, windows[:, 1:]
-
-
-class NextToken(nn.Module):
-    def forward(self, output, targets):
-        logits = output["logits"].flatten(0, -2)
-        return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
+def batches():
+    return DataLoader(samples, batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
 
 
 # %% [markdown]
 # ## Is it equal?
 #
-# Two steps of each layout beside one device, in float64. The first line names what was cut.
+# Two steps of each layout beside one device, dropout masks included where a model has dropout. Each line ends with what
+# was cut.
 
 # %%
 model = LlamaForCausalLM.from_pretrained("pretrained", dtype=torch.float32)
 for layout in ("tp2", "dp2/zero3", "pp2/1f1b mb2"):
-    print(layout, "-", sw.verify(model, layout, list(batches(2)), loss=NextToken()))
+    print(layout, "-", sw.verify(model, layout, [*batches()][:2], loss=sw.ModelLoss()))
 
 # %% [markdown]
 # ## Training
 #
-# `example` shows the shapes of a batch, from which the model is recorded once and cut. `run.state_dict()` gives the
-# whole tensors under the model's own names, on every rank.
+# `sw.without_values()` builds the model without memory for its values, and each rank then reads its own slices from the
+# files, so that a model may be larger than any host. `example` shows the shapes of a batch, from which the model is
+# recorded once and cut. At the end, rank 0 writes the whole tensors, one after the other, and `config.json`.
 
 
 # %%
-def train(world, layout, model):
-    run = sw.parallelize(model, layout, world, loss=NextToken(), example=next(batches(1))[0])
+def train(world, layout, source, target):
+    with sw.without_values():
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(source))
+    run = sw.parallelize(model, layout, world, loss=sw.ModelLoss(), example=next(iter(batches())))
+    sw.load_weights(run, source)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
     losses = []
-    for batch in run.shard(batches(20)):
+    for batch in run.shard(batches()):
         losses.append(run.step(batch).item())
         optimizer.step()
-    return losses, run.state_dict()
+    sw.save_weights(run, target, format="transformers")
+    return losses
 
 
-losses, state = sw.launch(train, "dp2 tp2", "dp2 tp2", model, ranks="threads")[0]
-print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+losses = sw.launch(train, "dp2 tp2", "dp2 tp2", "pretrained", "tuned", ranks="threads")[0]
+print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 assert losses[-1] < losses[0]
 
 # %% [markdown]
 # ## Back to transformers
 
 # %%
-model.load_state_dict(state)
-model.save_pretrained("tuned")
 tuned = LlamaForCausalLM.from_pretrained("tuned")
 prompt = torch.tensor([list(b"shard")])
 found = tuned.generate(prompt, max_new_tokens=12, do_sample=False)
 print(bytes(found[0].tolist()))
 
 # %% [markdown]
-# - Each rank is given the whole model here, and keeps its slices. For a model that fits no host, build it under
-#   `sw.without_values()` and fill the run by `sw.load_weights(run, folder)`: each rank reads its slices only.
+# - A loss of your own on the model's output takes its place where you want one:
+#   [the guide](../../docs/guide.md) says what a loss returns.
 # - [Models of others](../../docs/models.md) lists 103 models, and what came of each under each layout.
-# - [`examples/transformers_llama.py`](../transformers_llama.py) is the same as a program with options.
+# - [`examples/transformers_llama.py`](../transformers_llama.py) is a program with options that does the same.
