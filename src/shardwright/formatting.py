@@ -43,6 +43,19 @@ def format_bytes(num_bytes: float) -> str:
     return _in_units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
+def format_decimal_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes as text in the units of datasheets, powers of 1000, such as "2.7 GB" or "80 GB".
+
+    >>> format_decimal_bytes(2.74e9), format_decimal_bytes(80e9), format_decimal_bytes(389_400_000)
+    ('2.74 GB', '80 GB', '389 MB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= 0.9995 * size:
+            value = num_bytes / size
+            return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def format_count(count: float) -> str:
     """Returns a count as text, from 1000 on with one decimal and a decimal prefix (k, M, G, T).
 

@@ -53,7 +53,7 @@ def test_the_sentence_names_how_much_slower_a_layout_is_and_where_it_loses_most(
 def test_the_sentence_about_a_layout_that_does_not_fit_names_its_memory_and_most_of_it():
     said = priced("dp2 bf16", memory_limit=1e-6).compare(priced("dp2").best).why()
     assert said.startswith("dp2 does not fit: ")
-    assert "on the fullest device, of 78.1 KiB that it may take; most of it " in said
+    assert "on the fullest device, of 80 kB that it may take; most of it " in said
 
 
 def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_and_a_page(tmp_path):

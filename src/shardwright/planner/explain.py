@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwright.axes import layout_axes
 from shardwright.cost.operators import PARTS
-from shardwright.formatting import format_bytes
+from shardwright.formatting import format_decimal_bytes
 from shardwright.planner.price import Price
 
 NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "constant of a step"}
@@ -132,9 +132,9 @@ class PriceDifference(NamedTuple):
             heaviest = max(other.memory, key=lambda each: each.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
             return (
-                f"{other.layout} does not fit: {format_bytes(other.memory_bytes)} on the fullest device, of "
-                f"{format_bytes(self.limit_bytes)} that it may take; most of it {kind}, "
-                f"{format_bytes(heaviest.by_kind[kind])}"
+                f"{other.layout} does not fit: {format_decimal_bytes(other.memory_bytes)} on the fullest device, of "
+                f"{format_decimal_bytes(self.limit_bytes)} that it may take; most of it {kind}, "
+                f"{format_decimal_bytes(heaviest.by_kind[kind])}"
             )
         slower = other.step_s / best.step_s - 1
         if other.layout == best.layout:

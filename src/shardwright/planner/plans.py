@@ -17,7 +17,7 @@ from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, nearest
-from shardwright.formatting import format_bytes, format_duration
+from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout, Precision
 from shardwright.models.losses import CrossEntropy
@@ -247,9 +247,9 @@ class Plans:
         limit = self.cluster.device.memory_bytes * self.memory_limit / 1e9
         lines.append(f"memory by stage   {stages} GB; limit {limit:.3g}")
         heaviest = max(best.memory, key=lambda each: each.num_bytes)
-        kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
-        lines.append(f"  the most        {kinds}, beside tensors {format_bytes(heaviest.beside)}")
-        sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in best.traffic_by_axis.items())
+        kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
+        lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
+        sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
         lines.append(f"traffic by axis   {sent or 'nothing'}")
         lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
         lines += self._rest()

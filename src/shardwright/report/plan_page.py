@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwright.formatting import format_bytes, format_seconds
+from shardwright.formatting import format_decimal_bytes, format_seconds
 from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
 from shardwright.planner.plans import UTILISATION, Plans
 from shardwright.report.charts import Bar, bar_list
@@ -42,7 +42,7 @@ def _summary(plans: Plans) -> str:
         ("step", format_seconds(best["step_s"]), f"{low} to {high}"),
         ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
         ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
-        ("memory", format_bytes(best["memory_bytes"]), f"of {format_bytes(plans.cluster.device.memory_bytes)}"),
+        ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {format_decimal_bytes(plans.cluster.device.memory_bytes)}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
     ]
     warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())
@@ -59,7 +59,7 @@ def _picture(plans: Plans) -> str:
         waterfall = {name_of_part(name): seconds for name, seconds in price.waterfall.items() if seconds > 0}
         steps.append(Bar(line, waterfall, format_seconds(price.step_s), f"{plans.utilisation(price):.0%} of peak"))
         note = "" if plans.fits(price) else "does not fit"
-        memory.append(Bar(line, {"memory": price.memory_bytes}, format_bytes(price.memory_bytes), note))
+        memory.append(Bar(line, {"memory": price.memory_bytes}, format_decimal_bytes(price.memory_bytes), note))
     full = float(max(plans.cluster.device.memory_bytes, *(each.memory_bytes for each in shown)))
     note = "A full bar is the memory of a device, or of the layout that takes most."
     body = (
@@ -76,7 +76,7 @@ def _layouts(plans: Plans) -> str:
         sent, most = sum(price.traffic_by_axis.values()), name_of_part(plans.limit(price))
         body.append([
             f"<code>{escape(str(price.layout))}</code>", format_seconds(price.step_s),
-            f"{plans.utilisation(price):.0%}", format_bytes(price.memory_bytes), format_bytes(sent),
+            f"{plans.utilisation(price):.0%}", format_decimal_bytes(price.memory_bytes), format_decimal_bytes(sent),
             f"{price.bubble:.1%}", escape(most) if plans.fits(price) else "does not fit",
         ])  # fmt: skip
     return section("Layouts", html_table(heads, body, numbers_from=1, stacked=True))
@@ -112,9 +112,9 @@ def _memory(plans: Plans) -> str:
     for first, last in _alike(stages):
         stage = stages[first]
         sizes = [*(stage.by_kind[kind] for kind in kinds), stage.beside, stage.num_bytes]
-        body.append([f"{first}" if first == last else f"{first} to {last}", *map(format_bytes, sizes)])
+        body.append([f"{first}" if first == last else f"{first} to {last}", *map(format_decimal_bytes, sizes)])
     heads = ["stage", *kinds, "beside tensors", "all"]
-    limit = format_bytes(plans.cluster.device.memory_bytes * plans.memory_limit)
+    limit = format_decimal_bytes(plans.cluster.device.memory_bytes * plans.memory_limit)
     note = f"At the moment at which a rank of the stage holds most. Limit: {limit}."
     return section(f"Memory of {plans.best.layout}", html_table(heads, body, numbers_from=1, stacked=True), note)
 
