@@ -163,6 +163,12 @@ def test_habits_of_other_libraries_are_told_what_a_run_has_instead():
                 getattr(run, name)
             assert line in str(caught.value)
         assert not hasattr(run, "unknown")
+        with pytest.raises(TypeError, match=r"write run\.predict\(inputs\), or run\.step\(batch\) to train"):
+            run(torch.ones(2, 4))
+        assert "fix:     write sw.save(folder, run, optimizer)" in refused(lambda: sw.save(run, "folder"))
+        assert "fix:     write sw.load(path, run, optimizer)" in refused(lambda: sw.load(run, "folder"))
+        assert "fix:     write sw.load_weights(run, source)" in refused(lambda: sw.load_weights("folder", run))
+        assert "given:   torch.nn.modules.linear.Linear" in refused(lambda: sw.save_weights(model, "folder"))
 
     sw.launch(work, 2, ranks="threads")
 

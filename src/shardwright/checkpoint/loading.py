@@ -18,7 +18,7 @@ from shardwright.checkpoint.optimizer_trial import check_options, check_steps
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
-from shardwright.parallelize.run import Run
+from shardwright.parallelize.run import Run, check_run
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.sharding.box import Piece, write
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -53,6 +53,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         has no state with which the optimizer can step; or a save that was under way has failed. PlanError: the averages
         of ``optimizer`` are applied.
     """
+    check_run(run, "sw.load(path, run, optimizer)")
     run.averages.check_not_applied(optimizer, verb="load")
     run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")

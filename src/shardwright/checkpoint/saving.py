@@ -19,7 +19,7 @@ from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, wr
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.formatting import format_bytes, numbered
-from shardwright.parallelize.run import Run
+from shardwright.parallelize.run import Run, check_run
 from shardwright.runtime.applied import Offload
 from shardwright.sharding.box import Box, Piece
 from shardwright.sharding.box import read as read_box
@@ -80,6 +80,7 @@ def save(
         writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
         the averages of ``optimizer`` are applied.
     """
+    check_run(run, "sw.save(folder, run, optimizer)")
     extra = check_extra(extra)
     run.averages.check_not_applied(optimizer, verb="save")
     run.wait_saves()

@@ -69,6 +69,13 @@ _WRITTEN_INSTEAD = {
 """What to write in place of attributes that modules and wrappers of other libraries have."""
 
 
+def check_run(run: Any, line: str) -> None:
+    """Raises PlanError if ``run``, an argument of a user's, is not a run; ``line`` is the line to write."""
+    if not isinstance(run, Run):
+        given = f"{type(run).__module__}.{type(run).__name__}".removeprefix("builtins.")
+        raise PlanError("the run is missing", given=given, allowed="what sw.parallelize returned", fix=f"write {line}")
+
+
 class Run:
     """One rank's part of a model under a layout, made by ``parallelize``: it trains, evaluates, predicts and saves.
 
@@ -121,6 +128,9 @@ class Run:
             line = _WRITTEN_INSTEAD.get(name)
             more = f"; {line}" if line else ""
             raise AttributeError(f"a run has no '{name}'{more}", name=name, obj=self)
+
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # noqa: D102  # it only raises
+            raise TypeError(f"a run is not called like a model; {_WRITTEN_INSTEAD['forward']}")
 
     @property
     def draws(self) -> RngTracker:

@@ -37,12 +37,13 @@ def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference
 def _summary(plans: Plans) -> str:
     best = plans.row(plans.best)
     low, high = format_seconds(best["step_s_low"]), format_seconds(best["step_s_high"])
+    memory = format_decimal_bytes(plans.cluster.device.memory_bytes)
     facts = [
         ("best layout", best["layout"], "" if best["fits"] else "does not fit; the nearest that was priced"),
         ("step", format_seconds(best["step_s"]), f"{low} to {high}"),
         ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
         ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
-        ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {format_decimal_bytes(plans.cluster.device.memory_bytes)}"),
+        ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {memory}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
     ]
     warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())

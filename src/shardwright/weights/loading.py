@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwright.parallelize.filling import LoadedWeights, Names, fill
-from shardwright.parallelize.run import Run
+from shardwright.parallelize.run import Run, check_run
 from shardwright.weights.stores import open_store
 
 
@@ -43,5 +43,6 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     >>> sw.launch(work, 2, ranks="threads")[1]
     (('weight', 'bias'), 8.0)
     """
+    check_run(run, "sw.load_weights(run, source)")
     path = Path(source)
     return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,7 +18,7 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Names, StateTensor, WeightStore, check_names, renamed, state_tensors
-from shardwright.parallelize.run import Run
+from shardwright.parallelize.run import Run, check_run
 from shardwright.parallelize.whole_state import gather_whole
 from shardwright.sharding.box import Box
 from shardwright.weights.adapters import ADAPTER, adapter_files, adapter_in, adapter_names, check_found, check_unwrapped
@@ -104,7 +105,10 @@ def save_weights(
     if max_file_bytes < 1:
         raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
     writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes)
-    return _save_run(source, writing) if isinstance(source, Run) else _save_path(Path(source), writing, model)
+    if isinstance(source, str | PathLike):
+        return _save_path(Path(source), writing, model)
+    check_run(source, "sw.save_weights(run, to)")
+    return _save_run(source, writing)
 
 
 class _WriteConfig(NamedTuple):
