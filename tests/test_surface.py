@@ -48,7 +48,7 @@ PARAMETERS = {
     "save": "folder run optimizer extra= keep= wait=",
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes=",
     "time_layers": "model inputs repeats",
-    "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds=",
+    "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
     "without_values": "",
 }
 """The parameters of functions: ``name=`` is given by name alone, and ``*`` stands for several."""

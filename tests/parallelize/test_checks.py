@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -171,6 +173,66 @@ def test_habits_of_other_libraries_are_told_what_a_run_has_instead():
         assert "given:   torch.nn.modules.linear.Linear" in refused(lambda: sw.save_weights(model, "folder"))
 
     sw.launch(work, 2, ranks="threads")
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero3", "tp2"])
+def test_a_plain_model_that_is_read_after_training_is_told_to_have_its_old_values(line):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    batch = (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
+
+    def work(world):
+        run = sw.parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        part = next(run.shard([batch]))
+        run.step(part)
+        if reads:
+            model.eval().state_dict()  # no update yet: they are equal
+            world.everyone().barrier()
+        optimizer.step()
+        return run.state_dict()
+
+    def trained():
+        return sw.launch(work, line, ranks="threads")[0]
+
+    reads = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = trained()
+    reads = False
+    with pytest.warns(UserWarning, match=r"state_dict\(\) is of the plain model, which still has the values of before"):
+        assert torch.equal(model.state_dict()["0.bias"], model[0].bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()  # it was said once
+        trained()
+        model.load_state_dict(state)
+        model.eval().state_dict()  # the trained values
+        trained()
+    with pytest.warns(UserWarning, match=r"(?s)eval\(\) is of the plain model.*write run\.evaluate\(batch\)"):
+        model.eval()
+
+
+class Sized(nn.Module):
+    def forward(self, rows, scale=1.0):
+        return rows * scale
+
+
+def test_a_batch_with_names_that_the_forward_lacks_says_which_and_the_line_to_write():
+    model = nn.Sequential(nn.Linear(4, 2), Sized())
+    batch = {"x": torch.ones(2, 4), "y": torch.zeros(2, dtype=torch.int64)}
+
+    def work(world):
+        run = sw.parallelize(model, "dp2", world)
+        text = refused(lambda: next(run.shard([batch], "y")))
+        assert "given:   a dict with x, by which the model is called as model(**inputs)" in text
+        assert "run.shard(batches, targets=lambda batch: (batch['x'], batch['y']))" in text
+        run.step(next(run.shard([batch], lambda batch: (batch["x"], batch["y"]))))
+
+    sw.launch(work, 2, ranks="threads")
+    text = refused(lambda: sw.verify(model, "dp2", [batch]))
+    assert "write sw.verify(model, layout, batches, targets='y')" in text
+    assert "no argument 'x'" in refused(lambda: sw.verify(model, "dp2", [batch], targets="y"))
+    assert sw.verify(model, "dp2", [batch], targets=lambda batch: (batch["x"], batch["y"])).equal
 
 
 class Loops(nn.Module):

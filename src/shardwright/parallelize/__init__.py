@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import check_apart
@@ -172,7 +172,7 @@ def _started(
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
     axes = {**_axes(plan, world), "world": everyone}
-    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, tuple(model.parameters()), check_every)
+    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, model, check_every)
 
 
 def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, inputs: Any) -> list[str]:
@@ -201,12 +201,12 @@ def _run_of(
     draws: Draws | None,
     seed: int,
     stop_at_nan: bool,
-    others: Sequence[Tensor] = (),
+    plain: nn.Module | None = None,
     check_every: int = 0,
 ) -> Run:
     """Returns the run of a job whose model has this rank's values: applies each strategy, then the common parts.
 
-    ``others`` are the plain model's parameters, which no step reads.
+    ``plain`` is the plain model, whose parameters no step reads.
     """
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
@@ -251,7 +251,7 @@ def _run_of(
     work = next((each.work for each in applied if each.work is not None), None)
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
-    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, others, check_every)
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every)
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -28,16 +28,19 @@ TARGETS = ("labels", "targets", "target", "label", "y")
 """The keys by which a batch that is a dict may name its targets."""
 
 
-def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any, Any]]:
+def pairs(
+    batches: Iterable[Any], targets: Targets = None, model: nn.Module | None = None, call: str = "run.shard(batches"
+) -> Iterator[tuple[Any, Any]]:
     """Yields the inputs and targets of each batch, with dict-like classes of other libraries turned into dicts.
 
     Without ``targets``, each batch is a pair (inputs, targets). A name is that of a key of a mapping (a dict, a
     ``BatchEncoding``), of a field of a dataclass or of a named tuple; the inputs are then a dict of all others, by
     which the model is called as ``model(**inputs)``. A number is a place in a tuple or list, such as -1; the inputs are
-    the others, one alone or a tuple of arguments. A function returns the pair itself.
+    the others, one alone or a tuple of arguments. A function returns the pair itself. ``model`` is what takes the
+    inputs, if that is to be checked, and ``call`` the beginning of the user's call, for errors.
 
     Raises: PlanError: the loader has split the batches between ranks already, a batch is no pair of inputs and targets,
-        or it has no such key, field or place; and as :func:`as_tensors`.
+        it has no such key, field or place, or the model's forward has no argument of a key; and as :func:`as_tensors`.
 
     >>> inputs, targets = next(pairs([{"tokens": torch.ones(2), "labels": torch.zeros(2)}], "labels"))
     >>> list(inputs), targets
@@ -59,8 +62,9 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
             allowed="an iterable of global batches",
             fix="write run.shard([(inputs, targets)])",
         )
+    checked = model is None
     for batch in batches:
-        pair = batch if targets is None else _split(batch, targets)
+        pair = batch if targets is None else _split(batch, targets, call)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(
                 "a batch is a pair of inputs and targets"
@@ -68,13 +72,44 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
                 else "the function given as targets returns a pair of inputs and targets",
                 given=_described(pair),
                 allowed="(inputs, targets); the inputs may be a tensor, a tuple of arguments or a dict of named ones",
-                fix=f"write {_line(batch)}" if not callable(targets) else "return (inputs, targets)",
+                fix=f"write {_line(batch, call)}" if not callable(targets) else "return (inputs, targets)",
             )
         inputs, wanted = pair
+        if model is not None and not checked:
+            checked = True  # once: the loader's batches are alike
+            _check_named(model, inputs, targets, call)
         yield as_tensors(inputs), as_tensors(wanted)
 
 
-def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]]) -> Any:
+def _check_named(model: nn.Module, inputs: Any, targets: Targets, call: str) -> None:
+    """Raises PlanError if named inputs have names of which the model's forward has no argument."""
+    if not isinstance(inputs, Mapping) or not (strange := unknown_names(model, inputs)):
+        return
+    names = list(inspect.signature(model.forward).parameters)
+    others = [f"batch[{name!r}]" for name in inputs]
+    found = others[0] if len(others) == 1 else f"({', '.join(others)})"
+    last = repr(targets) if isinstance(targets, str) else "'labels'"
+    raise PlanError(
+        f"the model's forward has no argument {strange[0]!r}, which a batch has",
+        given=f"a dict with {', '.join(map(str, inputs))}, by which the model is called as model(**inputs)",
+        allowed=f"arguments of the forward of {kind_of(model).__name__}: ({', '.join(names)})",
+        fix=f"rename the keys, or write {call}, targets=lambda batch: ({found}, batch[{last}]))",
+    )
+
+
+def unknown_names(model: nn.Module, names: Iterable[Any]) -> list[Any]:
+    """Returns those of ``names`` of which the forward of a model has no argument.
+
+    >>> unknown_names(nn.Linear(3, 1), ["input", "x"])
+    ['x']
+    """
+    every = inspect.signature(model.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in every.values()):
+        return []
+    return [name for name in names if name not in every]
+
+
+def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]], call: str) -> Any:
     """Returns the pair (inputs, targets) of a batch by the name or place of its targets, or by the user's function."""
     if callable(targets):
         return targets(batch)
@@ -89,7 +124,7 @@ def _split(batch: Any, targets: str | int | Callable[[Any], tuple[Any, Any]]) ->
         f"a batch has no targets {targets!r} beside inputs",
         given=_described(batch),
         allowed="the name of a key or field, the place in a tuple or list, or a function that returns a pair",
-        fix=f"write {_line(batch)}",
+        fix=f"write {_line(batch, call)}",
     )
 
 
@@ -232,13 +267,13 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _line(batch: Any) -> str:
-    """Returns, for an error, the call of ``run.shard`` that takes batches like this one."""
+def _line(batch: Any, call: str) -> str:
+    """Returns, for an error, the call that takes batches like this one; it begins with ``call``."""
     if named := named_parts(batch):
         name = next((each for each in TARGETS if each in named), next(reversed(named), "labels"))
         own = ", or loss=sw.ModelLoss() where the model computes its loss from them" if name == "labels" else ""
-        return f"run.shard(batches, targets={name!r}){own}"
+        return f"{call}, targets={name!r}){own}"
     if isinstance(batch, tuple | list) and len(batch) > 1:
-        return "run.shard(batches, targets=-1)"
+        return f"{call}, targets=-1)"
     inner = "(b, b)" if isinstance(batch, Tensor) else "(b.inputs, b.targets)"
-    return f"run.shard(batches, targets=lambda b: {inner})"
+    return f"{call}, targets=lambda b: {inner})"

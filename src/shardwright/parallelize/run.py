@@ -95,7 +95,7 @@ class Run:
 
     def __init__(
         self, job: Job, plan: Plan, world: World, axes: Mapping[str, Axis], executor: Executor, sync: GradientSync,
-        applied: Sequence[AppliedStrategy] = (), stop_at_nan: bool = False, others: Iterable[Tensor] = (),
+        applied: Sequence[AppliedStrategy] = (), stop_at_nan: bool = False, plain: nn.Module | None = None,
         check_every: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.loss = job.model, job.loss
@@ -118,8 +118,8 @@ class Run:
         self._check_every = check_every
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
-        known = (*others, *self.model.parameters())
-        self._guard = StepGuard(plan, self.parameters, known, are_compared=bool(check_every) and world.size > 1)
+        models = [self.model] if plain is None else [self.model, plain]
+        self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
 
     if not TYPE_CHECKING:
@@ -148,8 +148,9 @@ class Run:
 
         ``batches`` is any iterable, such as a ``DataLoader`` that gives the same batches on every rank. By default a
         batch is a pair (inputs, targets); inputs in a tuple are arguments of the model, and those in a dict named ones.
-        Of other batches ``targets`` says which part the targets are: the name of a key or field ("labels"), the place
-        in a tuple (-1), or a function that returns (inputs, targets). With ``loss=sw.ModelLoss()`` a batch is a mapping
+        Of other batches ``targets`` says which part the targets are: the name of a key or field ("labels"), the others
+        being arguments of the model by their names; the place in a tuple (-1); or a function that returns (inputs,
+        targets), such as ``lambda batch: (batch["x"], batch["y"])``. With ``loss=sw.ModelLoss()`` a batch is a mapping
         whose labels the model itself reads, and ``targets`` is left out.
 
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
@@ -169,7 +170,7 @@ class Run:
         """
         if targets is None and isinstance(self.loss, ModelLoss):
             targets = self.loss.pair
-        found = pairs(batches, targets)
+        found = pairs(batches, targets, self.model)
         if self.world.device.type in HOST:
             return map(self._from_global, found)
         if self._copies is None:

@@ -1,16 +1,19 @@
 """Raises errors for uses of torch's optimizers and clipping that would train nothing, or lose or distort gradients.
 
+A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()`` or after ``eval()``,
+gives a warning.
+
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
-``clip_grads_with_norm_``, is replaced by one that checks first. A guard is called only in the thread that made its
-run, since ranks may be threads.
+``clip_grads_with_norm_``, is replaced by one that checks first, and so are the two methods of modules. A guard is
+called only in the thread that made its run, since ranks may be threads.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
@@ -35,15 +38,15 @@ _OF_THREAD = threading.local()
 class StepGuard:
     """Watches a run's steps and every optimizer step and gradient clipping of torch, and raises an error for misuse.
 
-    ``parameters`` are the tensors that the run's optimizer updates. ``others`` are tensors that a user may confuse with
-    these and that no step of the run reads: the plain model's parameters, and the parameters of the run's model where a
-    strategy stores them in another form. If ranks ``are_compared``, the learning rates of every update are recorded for
-    the comparison. ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and ``num_updates`` the
-    steps of optimizers that update the run's parameters.
+    ``parameters`` are the tensors that the run's optimizer updates. ``models`` have tensors that a user may confuse
+    with these and that no step of the run reads: the run's model, where a strategy stores parameters in another form,
+    and behind it the plain model, if it is known. If ranks ``are_compared``, the learning rates of every update are
+    recorded for the comparison. ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and
+    ``num_updates`` the steps of optimizers that update the run's parameters.
     """
 
     def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor], *, are_compared: bool
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], models: Sequence[nn.Module], *, are_compared: bool
     ) -> None:
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = self._num_calls = 0
@@ -53,6 +56,8 @@ class StepGuard:
         self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
+        others = [p for model in models for p in model.parameters()]
+        self._plain = [(ref(model), _version_of(model)) for model in models[1:]]
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
         # gradients of a backward before the run, as of a first try of the model
         every = ((key, other()) for key, other in self._others.items())
@@ -121,6 +126,8 @@ class StepGuard:
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
             self.num_updates += 1
+            if self.num_updates == 1:
+                _UNTRAINED.update({id(model): (plain, version) for plain, version in self._plain if (model := plain())})
             if self.are_compared:
                 self.updates.add(optimizer)
         if self.are_compared and optimizer in self._of_all:  # also where this stage trains nothing
@@ -211,6 +218,54 @@ def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         guard.after_update(optimizer)
 
 
+_UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], int]] = {}
+"""Plain models whose runs have trained, by id, with the version of their values."""
+
+
+def _version_of(model: nn.Module) -> int:
+    """Returns a number that changes when a parameter of the model is written to."""
+    return sum(parameter._version for parameter in model.parameters())
+
+
+def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
+    """Warns, once a model, if its run has trained and it still has the values of before."""
+    plain, version = _UNTRAINED.get(id(model), (None, 0))
+    if plain is None or plain() is not model:
+        return
+    del _UNTRAINED[id(model)]
+    if version == _version_of(model):
+        warnings.warn(
+            explain(
+                f"{call} is of the plain model, which still has the values of before training",
+                given="a model that sw.parallelize was given: a run trains a copy of it",
+                allowed="the run, or the plain model after model.load_state_dict(run.state_dict())",
+                fix=fix,
+            ),
+            stacklevel=3,
+        )
+
+
+def _look_before_reading() -> None:
+    read, evaluate = nn.Module.state_dict, nn.Module.eval
+
+    @wraps(read)
+    def state_dict(self: nn.Module, *args: Any, **named: Any) -> Any:
+        if _UNTRAINED:
+            _warn_of_old_values(
+                self, "state_dict()", "write run.state_dict(), on every rank, or sw.save_weights(run, file)"
+            )
+        return read(self, *args, **named)
+
+    @wraps(evaluate)
+    def eval_with_look(self: nn.Module) -> nn.Module:
+        if _UNTRAINED:
+            _warn_of_old_values(self, "eval()", "write run.evaluate(batch) or run.predict(inputs), on every rank")
+        return evaluate(self)
+
+    nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+    nn.Module.eval = eval_with_look  # type: ignore[method-assign,assignment]
+
+
 def _look_before_clipping() -> None:
     scale = clip_grad._clip_grads_with_norm_
 
@@ -230,3 +285,4 @@ def _look_before_clipping() -> None:
 register_optimizer_step_pre_hook(_before_update)
 register_optimizer_step_post_hook(_after_update)
 _look_before_clipping()
+_look_before_reading()

@@ -58,7 +58,7 @@ from shardwright.models.given_loss import Loss, loss_for
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
-from shardwright.parallelize.batches import pairs
+from shardwright.parallelize.batches import Targets, pairs
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
 from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
@@ -119,6 +119,7 @@ def verify(
     launcher: Callable[..., Sequence[Any]] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     seconds: Mapping[str, float] = MappingProxyType({}),
+    targets: Targets = None,
 ) -> Verdict:
     """Trains under ``layout`` and on one device, a step per batch, and returns a verdict with the largest differences.
 
@@ -129,7 +130,8 @@ def verify(
     amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
     that a fault is found. ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it,
     ``verify`` starts them. ``alter`` and ``strategies`` need ranks that are threads, or a launcher. ``roles``,
-    ``seconds`` and ``strategies`` are those of ``parallelize``.
+    ``seconds`` and ``strategies`` are those of ``parallelize``, and ``targets`` is that of ``Run.shard``: which part
+    of a batch that is no pair the targets are.
 
     Raises: LayoutError, PlanError: the layout does not fit the model or this machine, there are no batches, ``dtype``
         is neither float64 nor float32, or a copy of the model has written to ``model``. RankFailedError: a rank failed.
@@ -145,7 +147,9 @@ def verify(
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
     loss = loss_for(loss, model)
-    batches = [loss.pair(batch) for batch in batches] if isinstance(loss, ModelLoss) else list(pairs(batches))
+    if targets is None and isinstance(loss, ModelLoss):
+        targets = loss.pair
+    batches = list(pairs(batches, targets, model, "sw.verify(model, layout, batches"))
     if launcher is None:
         check_can_start(layout.num_ranks, ranks)
     check_model(model)
