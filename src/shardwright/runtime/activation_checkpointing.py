@@ -57,7 +57,7 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
         wrap(module, Rung.RECOMPUTE, f"recompute:{plan.layout.recompute}", by="core", around=around)
 
 
-class _StopRecompute(BaseException):
+class _StopRecompute(Exception):  # noqa: N818  # torch calls a module's ``always_call`` hooks for an Exception alone
     """Raised to end a recomputation once all saved tensors are recomputed."""
 
 
@@ -174,12 +174,18 @@ class _Call:
         if self._versions() != self.versions:
             raise self.block.refused("")
 
+        stopped = False
+
         def save(tensor: Tensor) -> int:
+            nonlocal stopped
             number = len(found)
+            if stopped:  # code of the model has caught the exception, and goes on
+                raise _StopRecompute
             if number == len(self.saved) or self.saved[number] != (tensor.shape, tensor.dtype):
                 raise self.block.changed()
             found[number] = tensor.detach()
             if len(found) == len(self.saved) and not self.block.shared:
+                stopped = True
                 raise _StopRecompute
             return number
 
