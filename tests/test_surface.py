@@ -130,7 +130,7 @@ FLAGS = {
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN
     | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
-    | {"--cluster"},
+    | {"--cluster", "--data"},
     "plan": {"--layout", "--model", "--set", "--role", "--data", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html", "--replay"},
@@ -163,7 +163,7 @@ FLAGS = {
         "--ranks",
         "--json",
     },
-    "calibrate": {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
+    "calibrate": {"--layout", "--model", "--set", "--data", "--batch", "--seq", "--config", "--json"}
     | {"--out", "--num-ranks", "--base", "--force", "--ranks"},
     "doctor": {"--json"},
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}

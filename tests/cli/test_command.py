@@ -39,6 +39,77 @@ def test_show_prints_ranks_and_parameters():
     assert {"ranks", "parameters"} <= json.loads(found.stdout).keys()
 
 
+OWN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).sin())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.blocks, self.head = nn.Embedding(7, 16), nn.ModuleList([Block(), Block()]), nn.Linear(16, 7)
+
+    def forward(self, ids, *, shift=0.0):
+        x = self.token(ids) + shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build():
+    return Model()
+
+def pairs():
+    return [(torch.arange(5), torch.arange(5))] * 8
+
+def named():
+    return [{"tokens": torch.arange(5), "target": torch.arange(5)}] * 8
+"""
+
+
+def test_a_model_of_ones_own_is_shown_and_priced_on_a_sample_of_its_data(tmp_path, monkeypatch):
+    (tmp_path / "owned.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ("show", "--model", "owned:build", "--layout", "dp2 tp2", "--batch", "8", "--memory", "--json")
+    found = run(*asked, "--data", "owned:pairs")
+    assert (found.exit_code, found.stderr) == (0, "")
+    shown = json.loads(found.stdout)
+    assert all(not each["is_low"] for each in shown["shares"])
+    assert len(shown["memory"]) == 4
+    wrong = run(*asked, "--data", "owned:named")
+    assert wrong.exit_code == 2
+    assert "rename 'tokens' in the samples to an argument of the forward: ids, shift; or give pairs" in wrong.stderr
+    unknown = run("verify", "--model", "owned:build", "--layout", "dp2")  # bytes of text, for 7 tokens
+    assert unknown.exit_code == 2
+    assert "IndexError: index out of range" in unknown.stderr
+    asked = ("plan", "--model", "owned:build", "--data", "owned:pairs", "--cluster", "a100-80gb:1x2")
+    plan = run(*asked, "--layout", "tp2", "--json")
+    assert plan.exit_code == 0, plan.stderr
+    best = json.loads(plan.stdout)["layouts"][0]
+    assert best["tokens_per_s"] * best["step_s"] == pytest.approx(8 * 5)
+    sys.modules.pop("owned", None)
+
+
+def test_show_without_a_batch_of_a_model_of_ones_own_says_what_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "owned_rows.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(3, 3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ("--model", "owned_rows:build", "--layout", "dp2")
+    found = run("show", *asked)
+    assert found.exit_code == 0
+    assert "give --data package.module:factory, as to train" in found.stderr
+    for verb in (("show", *asked, "--memory"), ("plan", *asked, "--cluster", "a100-80gb:1x2")):
+        refused = run(*verb)
+        assert refused.exit_code == 2
+        assert "fix:     give --data package.module:factory, as to train" in refused.stderr
+    sys.modules.pop("owned_rows", None)
+
+
 def test_show_explains_one_module_as_its_first_rank_holds_it():
     asked = ("show", "--layout", "pp2 tp2 mb2", *TINY, "--set", "num_layers=2", "--explain")
     found = run(*asked, "blocks.1.mlp.up", "--json")

@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 
 
 @report_errors
-@with_shared("layout", "model", "set_", "batch", "seq", "config")
+@with_shared("layout", "model", "set_", "data", "batch", "seq", "config")
 def calibrate(
     shared: opt.Shared,
     out: Annotated[Path, typer.Option(help="The TOML file to write, which plan --cluster takes.")] = Path(
@@ -42,6 +42,7 @@ def calibrate(
     """
     from shardwright.cli.run_config import config_of, is_first_rank
     from shardwright.planner.calibrate import calibrate as measure
+    from shardwright.train.opening import opened_example
 
     backend = opt.ranks_of(ranks)
     if out.suffix != ".toml":
@@ -60,14 +61,14 @@ def calibrate(
     config = config_of(shared)
     layout = Layout.parse(config.layout)
     check_can_start(layout.num_ranks, backend)
-    _, _, model_config = config.build()
-    batch = config.example_batch(model_config)
+    _, _, batch = opened_example(config)
     if batch is None:
         raise PlanError(
             "a block of this model cannot be run: the shape of its batches is unknown",
             given=f"--model {config.model}",
-            allowed="the models mlp, attention, convnet and gpt",
-            fix="call shardwright.planner.calibrate.calibrate(build, batch, layout) with a batch of your own",
+            allowed="a model of your own with the data that it trains on, or mlp, attention, convnet and gpt",
+            fix="give --data package.module:factory, as to train, or call shardwright.planner.calibrate.calibrate("
+            "build, batch, layout) with a batch of your own",
         )
     found = measure(config.build, batch, layout, ranks=backend, base=base)
     if not is_first_rank():

@@ -33,7 +33,6 @@ from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
 from shardwright.nodes import Nodes
 from shardwright.parallelize.planning import job_for
-from shardwright.rng import without_values
 from shardwright.verify import verify as compare
 
 app = typer.Typer(
@@ -267,7 +266,7 @@ def verify(
     )
 )
 @report_errors
-@with_shared("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
+@with_shared("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "config")
 def show(
     shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
@@ -298,7 +297,8 @@ def show(
 ) -> None:
     """Shows a layout: what each rank holds and sends, how each layer is parallelized and why, a pipeline's schedule.
 
-    With more than 4,096 ranks it lists one of each set of identical ranks, and the size of the set.
+    A model of your own is read on a sample of the --data that it trains on. With more than 4,096 ranks the command
+    lists one of each set of identical ranks, and the size of the set.
     """
     from shardwright.cli.rehearsal import explanation_of, ledger_of, timelines_of
     from shardwright.cli.run_config import config_of
@@ -306,13 +306,18 @@ def show(
     from shardwright.report.pictures import draw_layout
     from shardwright.report.show import show_text
     from shardwright.train.measuring import layer_seconds
+    from shardwright.train.opening import opened_example
 
     backend = opt.ranks_of(ranks)
     config = config_of(shared)
     opt.check_one_process(config)
-    with without_values():
-        plain, loss, model_config = config.build()
-    inputs = config.example(model_config)
+    plain, loss, batch = opened_example(config)
+    if batch is None:
+        warn(
+            f"warning: no batch of '{config.model}' is known, so only what shows in its modules is cut: give --data "
+            "package.module:factory, as to train"
+        )
+    inputs = None if batch is None else batch[0]
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
     timed = "timed layers" if job.seconds else ""
@@ -330,7 +335,7 @@ def show(
         draw_layout(description, png)
     text = show_text(description, width)
     if with_memory:
-        found, ledger = ledger_of(config, job, model_config, backend, memory_png, width, measured=measured)
+        found, ledger = ledger_of(config, job, batch, backend, memory_png, width, measured=measured)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     description, text = {**description, **seen}, text + timelines
     if explain is not None:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, with_shared
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
-from shardwright.rng import without_values
 
 if TYPE_CHECKING:
     from shardwright.planner.explain import PriceDifference
@@ -25,23 +24,34 @@ if TYPE_CHECKING:
     from shardwright.train.config import TrainConfig
 
 
-def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
-    """Returns a global batch (inputs, targets) for the config's model, as meta tensors.
+def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
+    """Returns the config's model and its loss, without values, and a global batch (inputs, targets) as meta tensors.
 
-    Raises: PlanError: ``model_config`` is None, as for a user's own model factory, so its shape is unknown.
+    Raises: PlanError: the model is a user's own, and the shape of its batches is unknown; and as
+        :func:`~shardwright.train.opening.opened_example`.
     """
-    found = replace(config, layout="single", batch=1).example_batch(model_config)
+    from shardwright.train.opening import opened_example
+
+    model, loss, found = opened_example(replace(config, layout="single", batch=1))
     if found is None:
         raise PlanError(
             "a step of this model cannot be priced: the shape of its batches is unknown",
             given=f"--model {config.model}",
-            allowed="the models mlp, attention, convnet and gpt",
-            fix="call shardwright.plan_layouts(model, cluster, batch, ...) with a batch of your own",
+            allowed="a model of your own with the data that it trains on, or mlp, attention, convnet and gpt",
+            fix="give --data package.module:factory, as to train, or call shardwright.plan_layouts(model, cluster, "
+            "batch, ...) with a batch of your own",
         )
     many: tuple[Any, Any] = tree_map_only(
         Tensor, lambda t: torch.empty((config.batch, *t.shape[1:]), dtype=t.dtype, device="meta"), found
     )
-    return many
+    return model, loss, many
+
+
+def _num_tokens(batch: tuple[Any, Any]) -> int:
+    """Returns the number of tokens of a global batch whose first input is one of token ids, else that of samples."""
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    is_text = first.dim() > 1 and not first.is_floating_point()
+    return int(first.shape[0] * (first.shape[1] if is_text else 1))
 
 
 @report_errors
@@ -75,7 +85,8 @@ def plan(
 ) -> None:
     """Predicts what layouts cost on a cluster, and which is best: seconds part by part, memory by stage, traffic.
 
-    With --layout it prices that one alone. The exit code is 2 if none fits the device's memory.
+    With --layout it prices that one alone. A model of your own is read on a sample of the --data that it trains on.
+    The exit code is 2 if none fits the device's memory.
     """
     from shardwright.cli.run_config import config_of
     from shardwright.cost.cluster import Cluster
@@ -87,21 +98,19 @@ def plan(
 
         emit(*replayed(replay, shared, cluster), as_json=as_json)
         return
-    if "data" in shared:
-        raise PlanError(
-            "a plan reads no data",
-            given=f"--data {shared['data']}",
-            allowed="--data beside --replay, for a run whose data are a factory",
-            fix="leave out --data",
-        )
     cluster = cluster or "a100-80gb"
     config = config_of(shared)
+    if "data" in shared and ":" not in config.model:
+        raise PlanError(
+            "a plan of a built-in model reads no data",
+            given=f"--data {shared['data']}",
+            allowed="--data beside a --model of your own, or beside --replay",
+            fix="leave out --data",
+        )
     layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None
     numbers = ranks_in(ranks)
     on = Cluster.parse(cluster, layout.num_ranks if layout else numbers[0] if numbers else None)
-    with without_values():
-        model, loss, model_config = config.build()
-    batch = batch_of(config, model_config)
+    model, loss, batch = model_and_batch(config)
     if numbers and (explain or png or html):
         raise PlanError(
             "a picture, a page and an explanation are of one number of ranks",
@@ -112,7 +121,7 @@ def plan(
     price = partial(
         plan_layouts, model, batch=batch, loss=loss, memory_limit=memory_limit, roles=config.roles,
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
-        tokens=config.batch * (1 if batch[0].is_floating_point() else config.seq),
+        tokens=_num_tokens(batch),
     )  # fmt: skip
     words = [word.strip() for word in without.split(",") if word.strip()]
     found = [

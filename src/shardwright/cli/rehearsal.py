@@ -26,7 +26,14 @@ from shardwright.train.measuring import measure, measure_accounts
 
 
 def ledger_of(
-    config: TrainConfig, job: Job, model_config: Any, ranks: Ranks, png: Path | None, width: int, *, measured: bool
+    config: TrainConfig,
+    job: Job,
+    batch: tuple[Any, Any] | None,
+    ranks: Ranks,
+    png: Path | None,
+    width: int,
+    *,
+    measured: bool,
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the ranks' predicted memory over a step as data and as text; with ``measured``, that of a real run too.
 
@@ -34,15 +41,15 @@ def ledger_of(
     or threads. If ``png`` is given, a picture of the memory is written there. ``width`` is that of the text in
     characters.
 
-    Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
+    Raises: PlanError: ``batch`` is None: that of a user's own model, without its data, is unknown.
     """
-    batch, layout = config.example_batch(model_config), Layout.parse(config.layout)
+    layout = Layout.parse(config.layout)
     if batch is None:
         raise PlanError(
             "the memory of a step of this model cannot be predicted: the shape of its batches is unknown",
             given=f"--memory with --model {config.model}",
-            allowed="the models mlp, attention, convnet and gpt",
-            fix="call shardwright.ledger.predict_memory(job, layout, rank, batch) with a batch of your own",
+            allowed="a model of your own with the data that it trains on, or mlp, attention, convnet and gpt",
+            fix="give --data package.module:factory, as to train",
         )
     predicted = predicted_accounts(job, layout, batch, ranks)
     found = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if measured else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -16,9 +17,12 @@ from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
 from shardwright.models.model_loss import ModelLoss
+from shardwright.parallelize.batches import unknown_names
 from shardwright.parallelize.planning import on_device
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, global_batch
+
+_SMALL = 2**28
 
 
 def check_room(model: nn.Module, layout: Layout) -> None:
@@ -41,30 +45,56 @@ def check_room(model: nn.Module, layout: Layout) -> None:
         )
 
 
-def check_takes(config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset) -> None:
+def check_takes(
+    config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset, *, builds_large: bool = True
+) -> None:
     """Raises PlanError if a forward of a user's own model, or its loss, fails on the first sample of the data.
 
-    The forward runs on the meta device. If it fails there, the model is built from ``config`` again and tried with
-    values, because some code reads values.
+    The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
+    because only then a token is seen that is not in the vocabulary, for one. So is, if ``builds_large``, a larger model
+    that fails on the meta device, since some code reads values.
     """
     batch = global_batch(data, range(1))
-    with suppress(Exception), torch.no_grad():
-        inputs, targets = on_device(batch, torch.device("meta"))
-        loss(call_model(model, inputs), targets)
+    failure, is_large = failure_on_meta(model, loss, batch), sum(p.nbytes for p in model.parameters()) > _SMALL
+    if failure is None and is_large:
         return
-    real, _, _ = config.build()
+    if not is_large or builds_large:
+        real, _, _ = config.build()
+        failure = _failure(real, loss, batch)
+    if failure is None:
+        return
+    if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):
+        fix = f"{failure.fix}; a factory named to the command returns the pair of its model and this loss"
+        raise PlanError(failure.what, given=failure.given, allowed=failure.allowed, fix=fix) from failure
+    shapes = tree_map_only(Tensor, lambda each: f"{list(each.shape)} of {each.dtype}", batch[0])
+    raise PlanError(
+        f"the model '{config.model}' cannot take the data '{config.data}'",
+        given=f"{shapes}: {type(failure).__name__}: {failure}".splitlines()[0],
+        allowed="data whose samples the model and the loss take",
+        fix=_fix(model, batch[0]),
+    ) from failure
+
+
+def failure_on_meta(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
+    """Returns the exception of a forward of ``model`` and ``loss`` on the meta device; None if there is none."""
+    return _failure(model, loss, on_device(batch, torch.device("meta")))
+
+
+def _failure(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
     inputs, targets = batch
     try:
         with torch.no_grad():
-            loss(call_model(real, inputs), targets)
+            loss(call_model(model, inputs), targets)
     except Exception as failure:  # any Python code may run here
-        if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):
-            fix = f"{failure.fix}; a factory named to the command returns the pair of its model and this loss"
-            raise PlanError(failure.what, given=failure.given, allowed=failure.allowed, fix=fix) from failure
-        shapes = tree_map_only(Tensor, lambda each: f"{list(each.shape)} of {each.dtype}", inputs)
-        raise PlanError(
-            f"the model '{config.model}' cannot take the data '{config.data}'",
-            given=f"{shapes}: {type(failure).__name__}: {failure}".splitlines()[0],
-            allowed="data whose samples the model and the loss take",
-            fix="give --data and --seq that fit, or call shardwright.verify and parallelize with batches of your own",
-        ) from failure
+        return failure
+    return None
+
+
+def _fix(model: nn.Module, inputs: Any) -> str:
+    """Returns how samples become those that a model takes."""
+    names = list(inspect.signature(model.forward).parameters)
+    if isinstance(inputs, dict) and (strange := unknown_names(model, inputs)):
+        return f"rename {strange[0]!r} in the samples to an argument of the forward: {', '.join(names)}; or give pairs"
+    if not isinstance(inputs, dict) and {"input_ids", "labels"} <= {*names}:
+        return "give --data package.module:factory of a dataset of dicts with input_ids and labels, as the model takes"
+    return "give --data and --seq that fit, or call shardwright.verify and parallelize with batches of your own"

@@ -119,10 +119,10 @@ def _account(world: World, config: TrainConfig, seconds: Seconds) -> MemoryAccou
 
 def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
     """Returns a run after ``WARM_UP`` steps, its optimizer, and this rank's part of the next batch."""
-    plain, loss, model_config, data = opened(config)
+    plain, loss, _, data = opened(config)
     run = parallelize(
         plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
-        example=config.example(model_config), seconds=seconds, offload_folder=config.offload_folder or None,
+        example=inputs_of(data, config.batch), seconds=seconds, offload_folder=config.offload_folder or None,
     )  # fmt: skip
     order = SampleOrder(len(data), config.batch, config.seed)
     optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)

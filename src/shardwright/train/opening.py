@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.errors import PlanError
 from shardwright.models.given_loss import loss_for
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import ModelLoss
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Split, open_data
+from shardwright.train.data import Dataset, Split, global_batch, open_data
+from shardwright.train.fitting import check_takes, failure_on_meta
 from shardwright.train.given_data import MapDataset
 
 
@@ -49,6 +51,32 @@ def opened(config: TrainConfig, split: Split = "train", *, with_values: bool = F
         loss = ModelLoss() if loss is None and own else loss
         data.pair = loss.pair if isinstance(loss, ModelLoss) else None
     return TrainingJob(model, loss_for(loss if loss is not None else CrossEntropy(), model), model_config, data)
+
+
+def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any] | None]:
+    """Returns the model and its loss, without values, and a global batch (inputs, targets) as training reads them.
+
+    The batch is for planning alone. That of a built-in model is random. That of a user's own model is the first sample
+    of its data, repeated; it is None if no data are named and the model does not take the default ones.
+
+    Raises: PlanError: as :func:`opened`; or the model does not take the data that are named.
+    """
+    with without_values():
+        model, loss, model_config = config.build()
+    if model_config is not None:
+        return model, loss, config.example_batch(model_config)
+    try:
+        model, loss, _, data = opened(config)
+        if config.data != TrainConfig.data:
+            check_takes(config, model, loss, data, builds_large=False)
+        elif failure_on_meta(model, loss, global_batch(data, range(1))) is not None:
+            return model, loss, None
+    except PlanError:
+        if config.data != TrainConfig.data:
+            raise
+        return model, loss, None
+    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda each: each.expand(config.batch, *each.shape), data.sample(0))
+    return model, loss, batch
 
 
 def other_split(config: TrainConfig, first: TrainingJob, split: Split) -> Dataset:

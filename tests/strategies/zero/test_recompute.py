@@ -77,7 +77,9 @@ def test_no_more_weights_are_unsharded_at_once_than_without_recomputation(word):
         assert 0 < most_again <= most
 
 
-@pytest.mark.parametrize("line", ["dp2/zero3/bucket:0 recompute:full", "dp2 recompute:full", "dp2/zero3 mb2 recompute:selective"])
+@pytest.mark.parametrize(
+    "line", ["dp2/zero3/bucket:0 recompute:full", "dp2 recompute:full", "dp2/zero3 mb2 recompute:selective"]
+)
 def test_a_block_whose_code_catches_exceptions_is_computed_again_rightly(line):
     verdict = verify(Blocks(Tries), line, [batch(), batch()])
     assert verdict.equal, str(verdict)
