@@ -87,3 +87,46 @@ def test_a_folder_gives_the_config_and_the_tokenizer_and_the_dtype_is_noted(tmp_
     assert (config["dtype"], config["architectures"]) == ("bfloat16", ["GPT2LMHeadModel"])
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
     assert again.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("line", ["tp2", "dp2/zero3", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("whole", [None, ["lm_head"]])
+def test_a_model_with_an_adapter_is_filled_from_its_base_model_and_from_its_own_folder(tmp_path, line, whole):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = model_of(config_of("llama"))
+    base.save_pretrained(tmp_path / "base")
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    expected = base(**batch).loss.item()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=whole)
+    wrapped = peft.get_peft_model(model_of(config_of("llama")), config)  # other values than those of the base model
+
+    def run_of(world):
+        return sw.parallelize(wrapped, line, world, loss=sw.ModelLoss(), example=batch)
+
+    def tuned(world):
+        run = run_of(world)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.05)
+        found = sw.load_weights(run, tmp_path / "base")
+        assert not found.missing + found.unexpected
+        (part,) = run.shard([batch])
+        before = run.evaluate(part).item()
+        for _ in range(2):
+            run.step(part)
+            optimizer.step()
+        sw.save_weights(run, tmp_path / "adapter", format="transformers")
+        return before, run.evaluate(part).item()
+
+    def again(world):
+        run = run_of(world)
+        sw.load_weights(run, tmp_path / "base")
+        sw.load_weights(run, tmp_path / "adapter")
+        (part,) = run.shard([batch])
+        return run.evaluate(part).item()
+
+    before, after = sw.launch(tuned, line, ranks="threads")[0]
+    assert before == pytest.approx(expected, rel=1e-5)
+    assert after < before
+    assert sw.launch(again, line, ranks="threads")[0] == pytest.approx(after, rel=1e-6)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert theirs(**batch).loss.item() == pytest.approx(after, rel=1e-5)

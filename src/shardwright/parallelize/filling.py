@@ -8,7 +8,7 @@ before anything of the run is changed, and all ranks raise together::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -173,12 +173,14 @@ class _FoundWeights(NamedTuple):
 
 
 def fill(
-    run: Run, open_store: Callable[[], WeightStore], what: str, names: Names = None, *, strict: bool = True
-) -> LoadedWeights:
+    run: Run, open_store: Callable[[], WeightStore], what: str, names: Names = None, *, strict: bool = True,
+    find_names: Callable[[Collection[str], Collection[str]], Names] | None = None,
+) -> LoadedWeights:  # fmt: skip
     """Writes the values of a store into the run's parameters and persistent buffers; all ranks call it.
 
     ``open_store`` returns the store on each rank, and ``what`` is its description in errors. ``names`` turns names of
-    the plain model into those of the store. With ``strict``, every tensor of the model must be in the store and every
+    the plain model into those of the store; if it is None or "", ``find_names`` may choose it by the names of both.
+    With ``strict``, every tensor of the model must be in the store and every
     tensor of the store in the model.
 
     Traffic: gathers of names and shapes, and of error texts, as text; one all-reduce of two numbers.
@@ -190,6 +192,9 @@ def fill(
     problem, store, match = "", None, _FoundWeights({}, (), ())
     try:
         store = open_store()
+        if not names and find_names is not None:
+            plain = {name for target in targets for name in target.names} | passed_over
+            names = find_names(plain, store.tensors.keys())
         match = _matched(targets, passed_over, store, what, names, strict=strict)
         _check_ties(run, targets, store, match, what)
     except CheckpointError as failure:

@@ -74,6 +74,32 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
     return {places[id(tensor)]: new if new.startswith(_WRAPPER) else _WRAPPER + new for new, tensor in found.items()}
 
 
+def names_beside_adapter(
+    model: nn.Module, plain: Collection[str], held: Collection[str]
+) -> Mapping[str, str | None] | None:
+    """Returns the names that the tensors of a model wrapped by peft have in weights without that wrapper.
+
+    ``plain`` are the names of the model's tensors, and ``held`` those of the weights: of the base model, which are none
+    of the adapter's, or of the folder of its adapter, which are those alone. A tensor without a name there has None.
+    Returns None for a model without one adapter, and for weights whose names are those of the wrapped model.
+    """
+    adapter = adapter_in(model) if getattr(model, "peft_config", None) else None
+    if adapter is None or not {*plain}.isdisjoint(held):
+        return None
+    own, whole = adapter_names(model, adapter, plain), f".modules_to_save.{adapter}."
+    # a copy of a layer of the base model, which is trained whole; a stage without that layer does not name it
+    own |= {name: name.replace(whole, ".") for name in plain if whole in name}
+    if all(name.startswith(_WRAPPER) for name in held):
+        return {name: own.get(name) for name in plain}
+    return {name: _base_name(name, whole) if name not in own or whole in name else None for name in plain}
+
+
+def _base_name(name: str, whole: str) -> str:
+    for inner in (_INNER, ".original_module.", whole):
+        name = name.replace(inner, ".")
+    return name.removeprefix(_WRAPPER)
+
+
 def check_found(adapter: str, names: Collection[str]) -> None:
     """Raises CheckpointError if an adapter has no ``names`` of tensors that can be written as they are."""
     if not names:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from shardwright.parallelize.filling import LoadedWeights, Names, fill
 from shardwright.parallelize.run import Run, check_run
+from shardwright.weights.adapters import names_beside_adapter
 from shardwright.weights.stores import open_store
 
 
@@ -22,6 +24,8 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     names, of which those it lacks stay, or a function. None as a name leaves that tensor as it is. With ``strict``,
     every tensor of the model must be in the source and every tensor of the source, or with a prefix every one that
     begins with it, in the model; without, what is in both is loaded. A tied tensor may be under any of its names.
+    A model wrapped by peft is filled from the weights of its base model, beside which its adapter stays as it is, or
+    from the folder of its adapter alone, without ``names``.
     Floating-point values are rounded to the dtype in which the run stores the tensor, which is that of master weights
     under ``bf16`` and ``fp16``. State of an optimizer, the step number and the seed stay as they are.
 
@@ -45,4 +49,5 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     """
     check_run(run, "sw.load_weights(run, source)")
     path = Path(source)
-    return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict)
+    find_names = partial(names_beside_adapter, run.model)
+    return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict, find_names=find_names)
