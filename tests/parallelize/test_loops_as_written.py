@@ -410,6 +410,35 @@ def test_a_kind_of_model_of_which_some_shift_their_labels_and_some_do_not_is_ask
     assert sw.ModelLoss(shifted=True).for_model(model).shifted is True
 
 
+def ForCausalLMLoss():  # noqa: N802  # the name in transformers
+    """Stands for the loss of causal language models."""
+
+
+class CallsLoss(nn.Module):
+    """A model without a kind, as GPT-2 of transformers is, whose forward calls the loss that it was given."""
+
+    loss_type = None
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss_function = loss
+
+    def forward(self, ids, labels):
+        return self.loss_function(ids, labels)
+
+
+class CallsNone(CallsLoss):
+    def forward(self, ids, labels):
+        return ids.sum()
+
+
+def test_a_model_without_a_kind_that_calls_the_loss_of_language_models_shifts():
+    assert sw.ModelLoss().for_model(CallsLoss(ForCausalLMLoss)).shifted is True
+    assert sw.ModelLoss().for_model(nn.Sequential(CallsLoss(ForCausalLMLoss))).shifted is True  # as peft wraps it
+    assert sw.ModelLoss().for_model(CallsLoss(nn.functional.cross_entropy)).shifted is None
+    assert sw.ModelLoss().for_model(CallsNone(ForCausalLMLoss)).shifted is None
+
+
 SCHEDULES = torch.optim.lr_scheduler
 
 

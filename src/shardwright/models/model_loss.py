@@ -5,6 +5,7 @@ Ranks and microbatches add up sums and counts, so each mean is multiplied by the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,8 +34,8 @@ class ModelLoss(nn.Module):
     those equal to ``ignore_index`` are not counted.
 
     ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
-    default the ``loss_type`` of a model of transformers says so where one class of losses stands behind it: causal
-    language models shift, and masked ones and classifiers do not. Models for conditional generation are of both kinds:
+    default the ``loss_type`` of a model of transformers, or the loss that its forward calls, says so where one class of
+    losses stands behind it: causal language models shift, and masked ones and classifiers do not. Models for conditional generation are of both kinds:
     Llava shifts, and T5 does not. A mean whose targets are counted wrongly would weigh ranks with fewer targets
     wrongly, so a model that does not say is an error for labels of sequences.
 
@@ -64,11 +65,16 @@ class ModelLoss(nn.Module):
         self.labels, self.shifted, self.ignore_index = labels, shifted, ignore_index
 
     def for_model(self, model: nn.Module) -> ModelLoss:
-        """Returns this loss for ``model``, with ``shifted`` read from the model's ``loss_type`` if that says it."""
+        """Returns this loss for ``model``, with ``shifted`` read from the model's ``loss_type`` if that says it.
+
+        A model of transformers without one, such as GPT-2, whose forward calls ``loss_function`` gets the default of
+        transformers there, the loss of causal language models.
+        """
         kind = getattr(model, "loss_type", None)
-        if self.shifted is not None or not isinstance(kind, str):
+        if self.shifted is not None:
             return self
-        return ModelLoss(self.labels, shifted=_SHIFTED.get(kind), ignore_index=self.ignore_index)
+        shifted = _SHIFTED.get(kind) if isinstance(kind, str) else True if _takes_default(model) else None
+        return ModelLoss(self.labels, shifted=shifted, ignore_index=self.ignore_index)
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
         """Returns (inputs, targets) of a batch: all of it, and its labels. A pair is returned as it is."""
@@ -101,6 +107,15 @@ class ModelLoss(nn.Module):
                 fix="write loss=sw.ModelLoss(shifted=True)",
             )
         return targets[:, 1:] if self.shifted else targets
+
+
+def _takes_default(model: nn.Module) -> bool:
+    """Returns whether the code of a model calls ``loss_function``, and that is the loss of causal language models."""
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and "loss_function" in code.co_names:
+            return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    return False
 
 
 class MeanLoss(nn.Module):
