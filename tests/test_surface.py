@@ -169,7 +169,17 @@ FLAGS = {
     "launch": {"LAYOUT", "--slurm", "--ray", "--k8s", "--nodes", "--out", "--name", "--time", "--save-before"}
     | {"--restarts", "--cpus", "--gpus", "--sbatch", "--kind", "--image", "--claim", "--mount", "--dry-run"},
     "checkpoint inspect": {"PATH", "--json"},
-    "checkpoint export": {"PATH", "TO", "--format", "--config", "--dtype", "--prefix", "--max-file-gb", "--json"},
+    "checkpoint export": {
+        "PATH",
+        "TO",
+        "--format",
+        "--config",
+        "--model",
+        "--dtype",
+        "--prefix",
+        "--max-file-gb",
+        "--json",
+    },
 }
 
 OPTIONS = [

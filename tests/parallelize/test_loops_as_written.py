@@ -410,7 +410,7 @@ def test_a_kind_of_model_of_which_some_shift_their_labels_and_some_do_not_is_ask
     assert sw.ModelLoss(shifted=True).for_model(model).shifted is True
 
 
-def ForCausalLMLoss():  # noqa: N802  # the name in transformers
+def ForCausalLMLoss():  # the name in transformers
     """Stands for the loss of causal language models."""
 
 

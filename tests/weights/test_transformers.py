@@ -130,3 +130,56 @@ def test_a_model_with_an_adapter_is_filled_from_its_base_model_and_from_its_own_
     assert sw.launch(again, line, ranks="threads")[0] == pytest.approx(after, rel=1e-6)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert theirs(**batch).loss.item() == pytest.approx(after, rel=1e-5)
+
+
+MINE = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def build():
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained("base"))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+def data():
+    tokens = torch.arange(40)
+    return [{"input_ids": part, "labels": part} for part in tokens.unfold(0, 8, 2)]
+"""
+
+
+def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_peft_reads_it(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    from typer.testing import CliRunner
+
+    from shardwright.cli.main import app
+
+    def run(*words):
+        return CliRunner().invoke(app, list(words))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "tuned_llama.py").write_text(MINE)
+    torch.manual_seed(0)
+    base = model_of(config_of("llama"))
+    base.save_pretrained("base")
+    own = ("--model", "tuned_llama:build", "--data", "tuned_llama:data")
+    trained = run(
+        "train", *own, "--weights", "base", "--layout", "tp2", "--ranks", "threads", "--batch", "4", "--steps", "3",
+        "--lr", "0.05", "--warmup", "0", "--out", "run",
+    )  # fmt: skip
+    assert trained.exit_code == 0, trained.stderr
+    exported = run("checkpoint", "export", "run", "adapter", "--format", "transformers", "--model", "tuned_llama:build")
+    assert exported.exit_code == 0, exported.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    every = torch.arange(40).unfold(0, 8, 2)
+    with torch.no_grad():
+        before = base(input_ids=every, labels=every).loss.item()
+        after = peft.PeftModel.from_pretrained(base, "adapter").eval()(input_ids=every, labels=every).loss.item()
+    assert after < before
+    assert losses[0] == pytest.approx(before, rel=0.1)  # of other samples, by the values of the base model
+    wrong = run("checkpoint", "export", "run", "again", "--format", "transformers", "--model", "tuned_llama:data")
+    assert wrong.exit_code == 2
+    assert "write --model tuned_llama:build" in wrong.stderr
+    refused = run("sample", "run", *own, "--ranks", "threads")
+    assert refused.exit_code == 2
+    assert "fix:     write shardwright predict, which shows outputs beside targets" in refused.stderr

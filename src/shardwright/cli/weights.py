@@ -30,7 +30,11 @@ def export(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="transformers: the folder from which config.json and tokenizer are copied.")
+        Path | None, typer.Option(help="transformers: a folder from which config.json and tokenizer are copied.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="package.module:factory of your own model, for its ties, config and adapter of peft."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="as stored")] = None,
     prefix: Annotated[str, typer.Option(help="What each name gets before it, such as 'model.'.")] = "",
@@ -39,14 +43,16 @@ def export(
 ) -> None:
     """Writes the weights of a checkpoint for other programs, under the plain model's names.
 
-    A .pt file and a folder of torch.distributed.checkpoint (dcp) have a tied tensor under each name, if PATH is a run.
+    A folder of transformers needs --config or --model, and for a model wrapped by peft --model makes it the folder of
+    its adapter. A .pt file and a folder of torch.distributed.checkpoint (dcp) have a tied tensor under each name, if
+    PATH is a run.
     """
     if dtype is not None and dtype not in DTYPES:
         raise PlanError("no such dtype", given=dtype, allowed=", ".join(DTYPES), fix="--dtype bfloat16")
     kind: Any = format
     saved = save_weights(
-        path, to, format=kind, names=prefix, dtype=None if dtype is None else getattr(torch, dtype),
-        config=config, model=_model_of(path), max_file_bytes=int(max_file_gb * 1e9),
+        path, to, format=kind, names=prefix or None, dtype=None if dtype is None else getattr(torch, dtype),
+        config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9),
     )  # fmt: skip
     files = [str(file) for file in saved.files]
     where = f"{to}" if len(files) == 1 else f"{to} ({len(files)} files)"
@@ -54,15 +60,22 @@ def export(
     emit(value, f"{where}: {len(saved.names)} tensors, {format_bytes(saved.num_bytes)}", as_json=as_json)
 
 
-def _model_of(path: Path) -> nn.Module | None:
-    """Returns the plain model of a run in a folder, without values; None if it is none of the models that come along.
+def _model_of(path: Path, model: str | None) -> nn.Module | None:
+    """Returns the plain model of a run in a folder, without values; of a factory ``model``, if the user has named it.
 
-    Its ties are not in a checkpoint. A folder alone runs no code, so that a factory of the user's is not called.
+    Without ``model`` it is that of the run, if it is one of those that come along, else None: a folder alone runs no
+    code. The model has what is not in a checkpoint, such as ties.
+
+    Raises: CheckpointError, PlanError: there is no such factory, it fails, or the run has another model.
     """
     from shardwright.train.config import TrainConfig
-    from shardwright.train.run_file import RUN_FILE, options_of
+    from shardwright.train.run_file import RUN_FILE, options_of, read_run
 
     run = next((each for each in (path, path.parent, path.parent.parent) if (each / RUN_FILE).is_file()), None)
+    if model is not None:
+        named = {} if run is None else read_run(run, model=model, data=TrainConfig.data)
+        with without_values():
+            return TrainConfig(model=model, settings=named.get("settings", {})).build()[0]
     try:
         options = {} if run is None else options_of(run)
         if options.get("model", TrainConfig.model) not in MODELS or run is None:

@@ -35,9 +35,9 @@ class ModelLoss(nn.Module):
 
     ``shifted`` says that the model predicts the next token, and so leaves out the first label of each sequence. By
     default the ``loss_type`` of a model of transformers, or the loss that its forward calls, says so where one class of
-    losses stands behind it: causal language models shift, and masked ones and classifiers do not. Models for conditional generation are of both kinds:
-    Llava shifts, and T5 does not. A mean whose targets are counted wrongly would weigh ranks with fewer targets
-    wrongly, so a model that does not say is an error for labels of sequences.
+    losses stands behind it: causal language models shift, and masked ones and classifiers do not. Models for
+    conditional generation are of both kinds: Llava shifts, and T5 does not. A mean whose targets are counted wrongly
+    would weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
 
     Layouts that cut the tokens of a sequence (``/seq``) need a loss on the logits instead: a shift would cross ranks.
 

@@ -93,7 +93,7 @@ def _batches(data: Dataset, num: int, size: int, *, says: str) -> Iterator[tuple
         waited.show(min(start + size, num))
 
 
-def _scores(output: Any) -> Any:
+def scores_of(output: Any) -> Any:
     """Returns the tensor of a model's output that is compared with targets: the output itself, or its ``logits``."""
     return output.get("logits", output) if isinstance(output, Mapping) else output
 
@@ -129,7 +129,7 @@ def _evaluate(
         nonlocal right, count
         for inputs, targets in _batches(data, num, config.batch, says=f"evaluated of {split}" * (world.rank == 0)):
             yield from run.shard([(inputs, targets)])
-            matches = _is_right(_scores(run.predict(inputs)), targets, shifted=shifted)
+            matches = _is_right(scores_of(run.predict(inputs)), targets, shifted=shifted)
             if matches is not None:
                 wanted = targets[:, 1:] if shifted else targets
                 counted = torch.ones_like(matches) if ignored is None else wanted.cpu() != ignored
@@ -146,7 +146,7 @@ def _predict(
     num = min(num, len(data))
     outputs, wanted = [], []
     for inputs, targets in _batches(data, num, config.batch, says=f"predicted of {split}" * (world.rank == 0)):
-        output = _scores(run.predict(inputs))
+        output = scores_of(run.predict(inputs))
         if not isinstance(output, Tensor):
             raise PlanError(
                 "a model whose output is written is one that returns a tensor",

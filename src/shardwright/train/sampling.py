@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardwright.checkpoint.loading import load
 from shardwright.comm.launch import launch
@@ -18,7 +19,9 @@ from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite, check_seed
 from shardwright.train.data import global_batch, open_data
+from shardwright.train.opening import inputs_of, opened, other_split
 from shardwright.train.out_folder import CHECKPOINTS
+from shardwright.train.predicting import scores_of
 
 LEAST_TEMPERATURE = 1e-6
 """The temperature below which the most likely token is taken, because logits divided by less may overflow."""
@@ -59,9 +62,14 @@ def _rank(
     """Runs on each rank: loads the checkpoint, then generates text byte by byte or classifies pictures."""
     with without_values():
         plain, loss, model_config = config.build()
+    example, data = config.example(model_config), None
+    if model_config is None:  # a user's own model is read on its data, which say how its samples become pairs
+        found = opened(config)
+        plain, loss, example = found.model, found.loss, inputs_of(found.data, config.batch)
+        data = other_split(config, found, "eval")
     run = parallelize(
         plain, layout, world, loss=loss, seed=config.seed, roles=config.roles,
-        example=config.example(model_config),
+        example=example,
     )  # fmt: skip
     load(run_folder / CHECKPOINTS, run)
     if isinstance(model_config, GPTConfig):
@@ -75,13 +83,16 @@ def _rank(
                 token = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, token], dim=1)
         return bytes(tokens[0].clamp(max=255).tolist()).decode(errors="replace")
-    data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
+    data = data or open_data(config.data, seq=config.seq, model=model_config, split="eval")
     inputs, targets = global_batch(data, range(min(num, len(data))))
-    if targets.is_floating_point():
+    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.is_floating_point():
         raise PlanError(
-            "this model cannot be sampled from", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt"
+            "this model cannot be sampled from",
+            given=config.model,
+            allowed="the built-in gpt, which continues a text, and models that classify",
+            fix="write shardwright predict, which shows outputs beside targets, or export the weights",
         )
-    classes = run.predict(inputs).argmax(-1).cpu()
+    classes = scores_of(run.predict(inputs)).argmax(-1).cpu()
     lines = [
         f"{i}: {c}{'' if c == t else f' (is {t})'}"
         for i, (c, t) in enumerate(zip(classes.tolist(), targets.tolist(), strict=True))
