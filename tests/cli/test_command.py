@@ -65,6 +65,13 @@ class Model(nn.Module):
 def build():
     return Model()
 
+class Folds(Model):
+    def forward(self, ids):
+        return super().forward(ids.reshape(len(ids), -1))
+
+def folds():
+    return Folds()
+
 def pairs():
     return [(torch.arange(5), torch.arange(5))] * 8
 
@@ -85,6 +92,12 @@ def test_a_model_of_ones_own_is_shown_and_priced_on_a_sample_of_its_data(tmp_pat
     wrong = run(*asked, "--data", "owned:named")
     assert wrong.exit_code == 2
     assert "rename 'tokens' in the samples to an argument of the forward: ids, shift; or give pairs" in wrong.stderr
+    own = ("--model", "owned:folds", "--data", "owned:pairs", "--layout", "dp2 mb2", "--ranks", "threads")
+    few = run("verify", *own, "--batch", "2")
+    assert few.exit_code == 2
+    assert "given:   batch=2 for 4 shares of it under dp2 mb2: " in few.stderr
+    assert "fix:     write --batch 4" in few.stderr
+    assert run("verify", *own, "--batch", "4").exit_code == 0
     unknown = run("verify", "--model", "owned:build", "--layout", "dp2")  # bytes of text, for 7 tokens
     assert unknown.exit_code == 2
     assert "IndexError: index out of range" in unknown.stderr

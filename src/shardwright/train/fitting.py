@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_map_only
 from shardwright import devices
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
-from shardwright.formatting import format_bytes
+from shardwright.formatting import first_line, format_bytes
 from shardwright.layout import Layout
 from shardwright.models.model_loss import ModelLoss
+from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.batches import unknown_names
-from shardwright.parallelize.planning import on_device
+from shardwright.parallelize.planning import on_device, rows
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, global_batch
 
@@ -52,9 +53,17 @@ def check_takes(
 
     The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
     because only then a token is seen that is not in the vocabulary, for one. So is, if ``builds_large``, a larger model
-    that fails on the meta device, since some code reads values.
+    that fails on the meta device, since some code reads values. A batch of which a rank gets no sample is refused for a
+    model that cannot compute on none.
     """
-    batch = global_batch(data, range(1))
+    batch, num = global_batch(data, range(1)), num_shares(Layout.parse(config.layout))
+    if config.batch < num and (failure := failure_on_meta(model, loss, rows(batch, 0, 0))) is not None:
+        raise PlanError(
+            "the batch leaves ranks without a sample, and the model cannot compute on none",
+            given=f"batch={config.batch} for {num} shares of it under {config.layout}: {first_line(failure)}",
+            allowed=f"a batch of {num} samples or more",
+            fix=f"write --batch {num}",
+        )
     failure, is_large = failure_on_meta(model, loss, batch), sum(p.nbytes for p in model.parameters()) > _SMALL
     if failure is None and is_large:
         return
