@@ -19,7 +19,8 @@ from shardwright.layout import Layout
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.batches import unknown_names
-from shardwright.parallelize.planning import on_device, rows
+from shardwright.parallelize.planning import on_device, rows, structural_copy
+from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, global_batch
 
@@ -57,14 +58,20 @@ def check_takes(
     model that cannot compute on none.
     """
     batch, num = global_batch(data, range(1)), num_shares(Layout.parse(config.layout))
-    if config.batch < num and (failure := failure_on_meta(model, loss, rows(batch, 0, 0))) is not None:
-        raise PlanError(
-            "the batch leaves ranks without a sample, and the model cannot compute on none",
-            given=f"batch={config.batch} for {num} shares of it under {config.layout}: {first_line(failure)}",
-            allowed=f"a batch of {num} samples or more",
-            fix=f"write --batch {num}",
-        )
+    least = min(config.batch, len(data) % config.batch or config.batch)  # the last batch of an epoch may be smaller
     failure, is_large = failure_on_meta(model, loss, batch), sum(p.nbytes for p in model.parameters()) > _SMALL
+    none = _failure_on_none(model, loss, batch) if failure is None and least < num else None
+    if none is not None:
+        sizes = range(num, min(len(data), config.batch + 2 * num) + 1)
+        fitting = [size for size in sizes if len(data) % size == 0 or len(data) % size >= num]
+        near = min(fitting, key=lambda size: abs(size - config.batch), default=num)
+        raise PlanError(
+            "a batch leaves ranks without a sample, and the model cannot compute on none",
+            given=f"{least} of {len(data)} samples in a batch, for {num} shares under {config.layout}: "
+            f"{first_line(none)}",
+            allowed=f"{num} samples or more in each batch, the last of an epoch too",
+            fix=f"write --batch {near}",
+        )
     if failure is None and is_large:
         return
     if not is_large or builds_large:
@@ -87,6 +94,13 @@ def check_takes(
 def failure_on_meta(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
     """Returns the exception of a forward of ``model`` and ``loss`` on the meta device; None if there is none."""
     return _failure(model, loss, on_device(batch, torch.device("meta")))
+
+
+def _failure_on_none(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
+    """Returns the exception of a forward on no samples, by layers that take none, as a run's do; None if none."""
+    own = structural_copy(model)
+    support_empty_batches(own)
+    return failure_on_meta(own, loss, rows(batch, 0, 0))
 
 
 def _failure(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
