@@ -60,6 +60,13 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
             fix="write run.shard([(inputs, targets)])",
         )
     for batch in batches:
+        if isinstance(batch, Microbatch):
+            raise PlanError(
+                "run.shard takes global batches, and gives each rank its part",
+                given="a part that run.shard or run.part has made already",
+                allowed="an iterable of global batches",
+                fix="write run.shard(batches) once",
+            )
         pair = batch if targets is None else _split(batch, targets)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(
