@@ -176,8 +176,19 @@ def with_shared(*names: str) -> Callable[[F], F]:
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``."""
-    print(json_text(value) if as_json else _printable(text))  # noqa: T201  # the result of the command
+    """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``.
+
+    If the reader of standard output has gone, as ``| head -1`` goes after a line, the rest is dropped: the command has
+    done its work, and its exit code tells the outcome of it. Raises: OSError: standard output is on a full disk.
+    """
+    try:
+        # flushed, since at Python's end a failure to write could no longer be told
+        print(json_text(value) if as_json else _printable(text), flush=True)  # noqa: T201  # the command's result
+    except OSError as failure:
+        with open(os.devnull, "w") as nowhere:  # what is still buffered would raise again at Python's end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if not isinstance(failure, BrokenPipeError):
+            raise
 
 
 def warn(text: str) -> None:
