@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import shardwright
 from processor_time import takes_less
 from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.manifest import MANIFEST, find, signed
 from shardwright.cli.main import app
 from shardwright.cli.options import emit
 
@@ -416,6 +417,17 @@ def test_a_program_that_imports_the_library_keeps_its_signals(tmp_path, name):
 
 
 # ---- export
+
+
+def test_a_terminal_obeys_no_name_of_a_checkpoint(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    manifest = find(run / "checkpoints") / MANIFEST
+    entries = json.loads(manifest.read_text())
+    del entries["sha256"]
+    manifest.write_text(signed(json.dumps(entries | {"layout": "dp2\x1b]0;title\x07\x1b[2J"}, indent=1)))
+    found = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
+    assert found.exit_code == 0
+    assert r"dp2\x1b]0;title\x07\x1b[2J" in found.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")

@@ -18,7 +18,7 @@ import typer
 from shardwright.comm.limits import Ranks
 from shardwright.command_signals import INTERRUPTED
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError, explain
-from shardwright.formatting import json_text
+from shardwright.formatting import json_text, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -183,7 +183,7 @@ def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """
     try:
         # flushed, since at Python's end a failure to write could no longer be told
-        print(json_text(value) if as_json else _printable(text), flush=True)  # noqa: T201  # the command's result
+        print(json_text(value) if as_json else printable(text), flush=True)  # noqa: T201  # the command's result
     except OSError as failure:
         with open(os.devnull, "w") as nowhere:  # what is still buffered would raise again at Python's end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -194,12 +194,7 @@ def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
 def warn(text: str) -> None:
     """Prints a message on standard error, if that is open, so that it does not mix with the result."""
     with suppress(OSError):
-        print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
-
-
-def _printable(text: str) -> str:
-    """Returns text in which characters that are not valid UTF-8 are written as escapes."""
-    return text.encode(errors="backslashreplace").decode()
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
 
 
 @contextmanager

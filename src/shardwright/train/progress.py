@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from shardwright.formatting import format_bytes, format_count, json_text
+from shardwright.formatting import format_bytes, format_count, json_text, printable
 from shardwright.train.loggers import open_logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +29,7 @@ _LINE_EVERY_S = 5.0
 def say(text: str) -> None:
     """Prints a line on standard error, without buffering, unless that is closed: a run goes on without its lines."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
 class StatusLog:
