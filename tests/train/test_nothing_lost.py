@@ -22,8 +22,8 @@ from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
-from shardwright.comm.backends.run_folder import STORE, run_folder
 from shardwright.comm.backends.message_blocks import MessageBlock
+from shardwright.comm.backends.run_folder import STORE, run_folder
 from shardwright.comm.launch import launch
 from shardwright.errors import (
     CheckpointError,

@@ -164,8 +164,8 @@ def _check_arguments(loss: Callable[..., Any]) -> None:
             "a loss is called with the model's output and the targets",
             given=f"{name}, which takes ({names})",
             allowed="a module or function of (output, targets)",
-            fix="write loss=lambda output, targets: (loss_sum, count), and take apart there what the model or the batch "
-            "gives as a tuple",
+            fix="write loss=lambda output, targets: (loss_sum, count), and take apart there what the model or the "
+            "batch gives as a tuple",
         ) from failure
 
 

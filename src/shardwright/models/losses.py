@@ -122,9 +122,7 @@ def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:
     return loss_sum / divisor, divisor
 
 
-def check_same_shape(
-    name: str, shape: torch.Size, other_name: str, other_shape: torch.Size, or_else: str = ""
-) -> None:
+def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size, or_else: str = "") -> None:
     """Raises PlanError unless both shapes are equal, since broadcasting in a loss is always a mistake.
 
     ``or_else`` is what else may mend it, for the error.
