@@ -52,6 +52,7 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
     """
     _check_unsplit(batches)
     is_one = isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(b, Tensor) for b in batches))
+    batches = batches if is_one else map(_no_part, batches)
     if is_one and targets is None:
         raise PlanError(
             "run.shard takes batches, as a loader yields them",
@@ -60,13 +61,6 @@ def pairs(batches: Iterable[Any], targets: Targets = None) -> Iterator[tuple[Any
             fix="write run.shard([(inputs, targets)])",
         )
     for batch in batches:
-        if isinstance(batch, Microbatch):
-            raise PlanError(
-                "run.shard takes global batches, and gives each rank its part",
-                given="a part that run.shard or run.part has made already",
-                allowed="an iterable of global batches",
-                fix="write run.shard(batches) once",
-            )
         pair = batch if targets is None else _split(batch, targets)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(
@@ -225,6 +219,18 @@ def _check_unsplit(batches: Any) -> None:
                 fix="write DataLoader(data, batch_size=<global>, shuffle=True, generator=torch.Generator()"
                 ".manual_seed(0)), the same on every rank and without a sampler",
             )
+
+
+def _no_part(batch: Any) -> Any:
+    """Returns a batch. Raises PlanError: it is a rank's part of one already, as of a second ``run.shard``."""
+    if isinstance(batch, Microbatch):
+        raise PlanError(
+            "run.shard takes global batches, and gives each rank its part",
+            given="a part that run.shard or run.part has made already",
+            allowed="an iterable of global batches",
+            fix="write run.shard(batches) once",
+        )
+    return batch
 
 
 def _described(value: Any) -> str:
