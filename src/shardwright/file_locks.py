@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True) -> bool:
@@ -31,9 +31,9 @@ def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True)
     return True
 
 
-def is_same(file: IO[str], path: Path) -> bool:
+def is_same(file: IO[Any], path: Path) -> bool:
     """Returns whether ``path`` still names the open file ``file``; False if the path was removed or names another."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -23,6 +24,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")  # but colours
+
+
+def printable(text: str) -> str:
+    """Returns text for a terminal, in which control codes and what is no UTF-8 are written as escapes.
+
+    A name in a checkpoint or run of another person could else move the cursor, or set the title of the window. Tabs,
+    newlines and colours stay.
+
+    >>> printable("step 3\\x1b[2J\\n")
+    'step 3\\\\x1b[2J\\n'
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text).encode(errors="backslashreplace").decode()
 
 
 def first_line(failure: object) -> str:

@@ -138,6 +138,7 @@ def _first(table):
 WRONG = {
     "an entry too many": lambda m: m.update(more=1),
     "a step before the first": lambda m: m.update(step=-1),
+    "a step that no run reaches": lambda m: m.update(step=2**63),
     "a step that is true": lambda m: m.update(step=True),
     "a seed that no generator takes": lambda m: m.update(seed=10**30),
     "files as a list": lambda m: m.update(files=[]),
@@ -165,6 +166,7 @@ WRONG = {
     "a rate that is text": lambda m: m["groups"][0]["options"].update(lr="x"),
     "a rate that is not a number": lambda m: m["groups"][0]["options"].update(lr=math.nan),
     "a rate without end": lambda m: m["groups"][0]["options"].update(lr=math.inf),
+    "a rate that is true": lambda m: m["groups"][0]["options"].update(lr=True),
     "a rate below 0": lambda m: m["groups"][0]["options"].update(lr=-0.5),
     "an eps without end": lambda m: m["groups"][0]["options"].update(eps=math.inf),
     "a decay without end": lambda m: m["groups"][0]["options"].update(weight_decay=math.inf),
@@ -172,6 +174,7 @@ WRONG = {
     "a parameter in two groups": lambda m: m["groups"].append(m["groups"][0]),
     "a step count below 0": lambda m: m["scalars"]["0.bias"].update(step=["float32", -1.0]),
     "a step count that is not a number": lambda m: m["scalars"]["0.bias"].update(step=["float32", math.nan]),
+    "a step count that no run reaches": lambda m: m["scalars"]["0.bias"].update(step=["float32", 1e300]),
     "several step counts": lambda m: m["scalars"]["0.bias"].update(step=["float32", [1.0, 2.0]]),
     "betas that are not numbers": lambda m: m["groups"][0]["options"].update(betas=[math.nan, 0.9]),
 }

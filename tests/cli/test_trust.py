@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 import shardwright
 from processor_time import takes_less
 from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.manifest import MANIFEST, find, signed
 from shardwright.cli.main import app
+from shardwright.cli.options import emit
 
 TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
 TRAIN = ["train", "--steps", "1", "--ranks", "threads", *TINY]
@@ -415,6 +417,30 @@ def test_a_program_that_imports_the_library_keeps_its_signals(tmp_path, name):
 
 
 # ---- export
+
+
+def test_a_terminal_obeys_no_name_of_a_checkpoint(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    manifest = find(run / "checkpoints") / MANIFEST
+    entries = json.loads(manifest.read_text())
+    del entries["sha256"]
+    manifest.write_text(signed(json.dumps(entries | {"layout": "dp2\x1b]0;title\x07\x1b[2J"}, indent=1)))
+    found = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
+    assert found.exit_code == 0
+    assert r"dp2\x1b]0;title\x07\x1b[2J" in found.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_result_whose_reader_has_gone_is_dropped_and_one_on_a_full_disk_is_told(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:  # as of "| head -1"; it raises when it is closed unless what it holds goes elsewhere
+        monkeypatch.setattr("sys.stdout", out)
+        emit({}, "text", as_json=False)
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        with pytest.raises(OSError, match="No space left"):
+            emit({}, "text", as_json=True)
 
 
 def test_export_writes_beside_and_leaves_nothing_else(trained, tmp_path):

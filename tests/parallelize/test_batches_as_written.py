@@ -164,6 +164,16 @@ def test_a_plain_pair_in_place_of_a_part_is_refused(method):
         ) in text
 
 
+def test_parts_that_are_given_to_shard_again_are_refused():
+    work = lambda run: refused(next, run.shard(run.shard([(X, Y)])))  # noqa: E731
+    assert all("write run.shard(batches) once" in text for text in on_ranks("dp2", work))
+
+
+def test_targets_that_are_no_classes_are_told_of_the_loss_that_was_forgotten():
+    work = lambda run: refused(run.step, next(run.shard([(X, X)])))  # noqa: E731
+    assert all("loss=torch.nn.MSELoss()" in text for text in on_ranks("dp2", work, plain()))
+
+
 def test_inputs_and_targets_as_two_arguments_of_a_step_are_refused():
     for text in on_ranks("dp2", lambda run: refused(run.step, X, Y)):
         assert "given:   Tensor [6, 4], and then Tensor [6]\n" in text
@@ -236,6 +246,8 @@ def test_sizes_that_do_not_tell_where_the_classes_are_are_refused():
         (nn.CrossEntropyLoss, "write loss=CrossEntropyLoss()"),
         ("cross_entropy", "write loss=torch.nn.CrossEntropyLoss()"),
         (nn.CrossEntropyLoss(reduction="sum"), "leave out reduction"),
+        (nn.TripletMarginLoss(), "write loss=lambda output, targets"),
+        (lambda output: output.mean(), "write loss=lambda output, targets"),
     ],
 )
 def test_what_is_no_loss_is_refused_before_anything_is_sent(loss, fix):

@@ -103,6 +103,19 @@ def test_a_rank_with_another_learning_rate_is_named(line):
     assert "in the updates: learning rates" in found[0]
 
 
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "pp2 mb2"])
+def test_a_rank_with_another_option_of_its_optimizer_is_named_where_no_copy_would_differ_too(line):
+    def harm(run, step, optimizer, batch):
+        if run.world.rank == 1 and step == 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        return True, batch
+
+    found = trained(line, harm)
+    assert len(set(found)) == 1
+    assert "in the updates: options" in found[0]
+    assert "('weight_decay', 0.5)" in found[0]
+
+
 def test_stages_may_have_optimizers_and_groups_of_their_own():
     model = plain()
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError, PlanError
@@ -210,6 +211,25 @@ def test_a_folder_that_is_removed_while_a_run_goes_on_is_written_anew_at_the_nex
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004", "step-00000006"]
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert train(config(steps=7), out, resume=True, ranks="threads")["steps"] == 7
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+@pytest.mark.parametrize("what", ["run", "run/checkpoints"])
+def test_a_folder_that_is_removed_while_a_checkpoint_is_written_is_written_anew_with_it(
+    tmp_path, monkeypatch, line, what
+):
+    out, plain, moved = tmp_path / "run", saving.save_file, tmp_path / "moved"
+
+    def save_file(tensors, path):
+        if not moved.exists() and "step-00000004" in path and "part-00000" in path:
+            (tmp_path / what).rename(moved)  # at once, whatever other ranks write there
+        return plain(tensors, path)
+
+    monkeypatch.setattr(saving, "save_file", save_file)
+    train(config(layout=line, steps=6, save_every=2), out, ranks="threads")
+    assert moved.exists()
+    assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004", "step-00000006"]
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_file_of_metrics_that_is_removed_is_written_anew_with_all_its_rows(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from shardwright.checkpoint.manifest import read, steps_in
 from shardwright.checkpoint.saving import LOSS_SCALE
 from shardwright.cli.main import app
 from shardwright.comm.backends.message_blocks import MessageBlock
+from shardwright.comm.backends.run_folder import STORE, run_folder
 from shardwright.comm.launch import launch
 from shardwright.errors import (
     CheckpointError,
@@ -199,6 +200,14 @@ def test_ranks_that_cannot_meet_since_the_temporary_folder_is_full_are_refused(t
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(PlanError, match="there is no folder for temporary files"):
         launch(print, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot reserve room for an empty file")
+def test_the_file_by_which_ranks_meet_keeps_its_room_when_the_disk_fills_later():
+    with run_folder() as folder:
+        file = (folder / STORE).stat()
+    assert file.st_size == 0
+    assert file.st_blocks * 512 >= 2**20
 
 
 def test_a_block_of_shared_memory_that_cannot_be_had_is_explained():

@@ -37,7 +37,7 @@ def check_schema(found: Any) -> None:
     _need(isinstance(found, dict), "no table of entries")
     for key in sorted(KEYS ^ found.keys()):
         raise ValueError(f"{'no' if key in KEYS else 'an unknown'} entry {key!r:.80}")
-    rules = {"step": _is_count, "version": _is_version, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
+    rules = {"step": _is_step, "version": _is_version, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
     for key, rule in rules.items():
         _need(rule(found[key]), f"'{key}' is {found[key]!r:.80}")
     for key in ("files", "tensors", "scalars"):
@@ -90,7 +90,7 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         for key, pair in entry.items():
             fits = isinstance(pair, list) and len(pair) == 2 and (pair[0] == "" or pair[0] in DTYPES)
             _need(fits and (_is_number(pair[1]) if pair[0] else _is_plain(pair[1])), f"'{key}' of {name!r:.80}")
-            is_count = key != "step" or not pair[0] or (isinstance(pair[1], int | float) and 0 <= pair[1] < inf)
+            is_count = key != "step" or not pair[0] or (isinstance(pair[1], int | float) and 0 <= pair[1] < 2**63)
             _need(is_count, f"the step count of {name!r:.80} is {pair[1]!r:.80}")
     _need(isinstance(groups, list), "'groups' is no list")
     named = Counter[str]()
@@ -106,7 +106,7 @@ def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
         nan = next((key for key, value in options.items() if any(each != each for each in tree_leaves(value))), "")
         _need(not nan, f"the option '{nan}' of a param group is not a number")
         rate = options.get("lr")  # load asks torch for the rest, which refuses no infinity
-        _need(rate is None or (isinstance(rate, int | float) and rate >= 0), f"the learning rate is {rate!r:.80}")
+        _need(rate is None or (type(rate) in (int, float) and rate >= 0), f"the learning rate is {rate!r:.80}")
         for key in ("lr", "eps", "weight_decay"):
             _need(inf not in tree_leaves(options.get(key)), f"the option '{key}' of a param group is infinite")
 
@@ -122,6 +122,10 @@ def _is_int(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return _is_int(value) and value >= 0
+
+
+def _is_step(value: Any) -> bool:
+    return _is_count(value) and value < 2**63
 
 
 def _is_version(value: Any) -> bool:

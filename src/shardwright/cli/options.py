@@ -18,7 +18,7 @@ import typer
 from shardwright.comm.limits import Ranks
 from shardwright.command_signals import INTERRUPTED
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError, explain
-from shardwright.formatting import json_text
+from shardwright.formatting import json_text, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -176,19 +176,25 @@ def with_shared(*names: str) -> Callable[[F], F]:
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``."""
-    print(json_text(value) if as_json else _printable(text))  # noqa: T201  # the result of the command
+    """Prints a command's result on standard output: ``value`` as one JSON object with ``as_json``, else ``text``.
+
+    If the reader of standard output has gone, as ``| head -1`` goes after a line, the rest is dropped: the command has
+    done its work, and its exit code tells the outcome of it. Raises: OSError: standard output is on a full disk.
+    """
+    try:
+        # flushed, since at Python's end a failure to write could no longer be told
+        print(json_text(value) if as_json else printable(text), flush=True)  # noqa: T201  # the command's result
+    except OSError as failure:
+        with open(os.devnull, "w") as nowhere:  # what is still buffered would raise again at Python's end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if not isinstance(failure, BrokenPipeError):
+            raise
 
 
 def warn(text: str) -> None:
     """Prints a message on standard error, if that is open, so that it does not mix with the result."""
     with suppress(OSError):
-        print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
-
-
-def _printable(text: str) -> str:
-    """Returns text in which characters that are not valid UTF-8 are written as escapes."""
-    return text.encode(errors="backslashreplace").decode()
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # what the command says beside it
 
 
 @contextmanager

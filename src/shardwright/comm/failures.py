@@ -38,7 +38,7 @@ _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 class FailureNote(NamedTuple):
     """A rank's report of its failure to the launcher: the rank, the time, the exception and its traceback as text.
 
-    ``time_s`` is in seconds since the epoch, as ``time.time()`` gives it.
+    ``time_s`` is in seconds of a clock that all processes of the machine share and that is never set.
     """
 
     rank: int
@@ -62,7 +62,7 @@ def note_of(rank: int, failure: BaseException) -> FailureNote:
         pickle.loads(pickle.dumps(failure))
     except Exception:  # an exception of any class may fail to be pickled; its text is enough
         failure = RuntimeError(str(failure))
-    return FailureNote(rank, time.time(), failure, text)
+    return FailureNote(rank, time.monotonic(), failure, text)
 
 
 def first_failure(

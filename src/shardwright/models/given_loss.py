@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from typing import Any
@@ -117,8 +118,8 @@ def as_loss(loss: Any) -> nn.Module:
     None means cross entropy. Functions, and torch's losses that return the mean, are wrapped; other modules are
     returned as they are.
 
-    Raises: PlanError: ``loss`` is a class instead of an instance, cannot be called, or is one of torch's losses with
-        another ``reduction`` than "mean".
+    Raises: PlanError: ``loss`` is a class instead of an instance, cannot be called with an output and targets, or is
+        one of torch's losses with another ``reduction`` than "mean".
 
     >>> loss_sum, count = as_loss(lambda output, targets: ((output - targets).abs().sum(), 3))(torch.ones(3), 0)
     >>> loss_sum.item(), count
@@ -140,11 +141,32 @@ def as_loss(loss: Any) -> nn.Module:
             allowed="a module or function that returns (sum, count), or a loss of torch that returns the mean",
             fix=f"write loss={name}()" if isinstance(loss, type) else "write loss=torch.nn.CrossEntropyLoss()",
         )
+    _check_arguments(loss)
     if not isinstance(loss, nn.Module):
         module = _MODULES.get(loss) if isinstance(loss, Hashable) else None
         return SumLoss(module()) if module is not None else FunctionLoss(loss)
     of_torch = type(loss).forward.__module__ == nn.modules.loss.__name__
     return SumLoss(loss) if of_torch and isinstance(getattr(loss, "reduction", None), str) else loss
+
+
+def _check_arguments(loss: Callable[..., Any]) -> None:
+    """Raises PlanError if a loss does not take two arguments, as torch's triplet, CTC and Gaussian losses do not."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # of native code
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as failure:
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
+        names = ", ".join(signature.parameters)
+        raise PlanError(
+            "a loss is called with the model's output and the targets",
+            given=f"{name}, which takes ({names})",
+            allowed="a module or function of (output, targets)",
+            fix="write loss=lambda output, targets: (loss_sum, count), and take apart there what the model or the "
+            "batch gives as a tuple",
+        ) from failure
 
 
 def loss_for(loss: Any, model: nn.Module) -> nn.Module:

@@ -18,6 +18,9 @@ from torch.nn import functional
 from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction
 
+OTHER_LOSS = ", or a model of other targets its loss, such as parallelize(..., loss=torch.nn.MSELoss())"
+"""What to write where the loss is cross entropy because none was given."""
+
 Count = TypeVar("Count", float, Tensor)
 """A number of targets, as a number or as a tensor that stays on its device."""
 
@@ -43,7 +46,7 @@ class CrossEntropy(nn.Module):
     def forward(self, logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of cross entropies and the count, over every target that is not ignored."""
         check_tensors(logits_V, targets)
-        check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape)
+        check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape, OTHER_LOSS)
         flat_logits = logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V
         flat_targets = targets.flatten() if targets.dim() else targets
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
@@ -119,8 +122,10 @@ def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:
     return loss_sum / divisor, divisor
 
 
-def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size) -> None:
+def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size, or_else: str = "") -> None:
     """Raises PlanError unless both shapes are equal, since broadcasting in a loss is always a mistake.
+
+    ``or_else`` is what else may mend it, for the error.
 
     >>> check_same_shape("outputs", torch.Size([2, 1]), "targets", torch.Size([2]))
     Traceback (most recent call last):
@@ -130,7 +135,7 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
       fix:     give targets the shape (2, 1)
     """
     if shape != other_shape:
-        given, fix = f"{tuple(shape)} and {tuple(other_shape)}", f"give {other_name} the shape {tuple(shape)}"
+        given, fix = f"{tuple(shape)} and {tuple(other_shape)}", f"give {other_name} the shape {tuple(shape)}{or_else}"
         raise PlanError(f"{name} and {other_name} differ in shape", given=given, allowed="equal shapes", fix=fix)
 
 

@@ -55,6 +55,7 @@ def pairs(
     """
     _check_unsplit(batches)
     is_one = isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(b, Tensor) for b in batches))
+    batches = batches if is_one else map(_no_part, batches)
     if is_one and targets is None:
         raise PlanError(
             "run.shard takes batches, as a loader yields them",
@@ -253,6 +254,18 @@ def _check_unsplit(batches: Any) -> None:
                 fix="write DataLoader(data, batch_size=<global>, shuffle=True, generator=torch.Generator()"
                 ".manual_seed(0)), the same on every rank and without a sampler",
             )
+
+
+def _no_part(batch: Any) -> Any:
+    """Returns a batch. Raises PlanError: it is a rank's part of one already, as of a second ``run.shard``."""
+    if isinstance(batch, Microbatch):
+        raise PlanError(
+            "run.shard takes global batches, and gives each rank its part",
+            given="a part that run.shard or run.part has made already",
+            allowed="an iterable of global batches",
+            fix="write run.shard(batches) once",
+        )
+    return batch
 
 
 def _described(value: Any) -> str:

@@ -214,7 +214,7 @@ def num_rows(tree: Any) -> int:
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",
-            given=f"tensors of shapes {', '.join(map(str, shapes)) or 'no tensors'}",
+            given=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensors",
             allowed="one number in dim 0 of all",
             fix="give every tensor of the batch the samples in dim 0",
         )

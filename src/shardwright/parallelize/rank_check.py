@@ -42,7 +42,7 @@ GLOBAL_BATCH = "the global batch"
 _LOADER = "write DataLoader(data, batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))"
 _FIXES = {
     "the step": "let every rank take the same steps, on global batches of as many samples",
-    "the updates": "let every rank call optimizer.step() after each step, and set the same rates",
+    "the updates": "let every rank call optimizer.step() after each step, and set the same rates and options",
     "the batch": f"give every rank the same global batches: the same order of the samples, from one seed: {_LOADER}",
     GLOBAL_BATCH: f"let all ranks load equal global batches, shuffled by a generator with one seed: {_LOADER}; "
     "or let each load its own samples, run.part(inputs, targets, num_global) of run.share(num_global)",

@@ -1,8 +1,9 @@
-"""Notes the steps and learning rates of a run's optimizers as text, which ranks compare with each other."""
+"""Notes the steps, learning rates and options of a run's optimizers as text, which ranks compare with each other."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 
 class UpdateLog:
-    """Counts the steps of the optimizers given to :meth:`add`, and records the learning rates of each step.
+    """Counts the steps of the optimizers given to :meth:`add`, and records the rates and options of each step.
 
     Optimizers are numbered in the order of their first steps, so that the same code gives the same text on all ranks.
-    The value of a learning rate that is a tensor is not read.
+    The value of a learning rate or option that is a tensor is not read.
 
     >>> log, weight = UpdateLog(), torch.nn.Parameter(torch.ones(1))
     >>> log.add(torch.optim.SGD([weight], lr=0.5))
@@ -24,30 +25,49 @@ class UpdateLog:
 
     def __init__(self) -> None:
         self.num_updates = 0
-        self._past_rates = 0  # a digest: what differed between two comparisons of the ranks counts
+        self._past = 0  # a digest: what differed between two comparisons of the ranks counts
         self._numbers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._count = itertools.count()
-        self._recent_rates: dict[int, str] = {}  # by number, of each optimizer that has made a step since lines()
+        # by number, rates and options of each optimizer that has made a step since lines()
+        self._recent: dict[int, tuple[str, str]] = {}
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records one step of an optimizer, with the learning rates of its groups."""
+        """Records one step of an optimizer, with its class and the learning rates and options of its groups."""
         self.num_updates += 1
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._count)
-        self._recent_rates[self._numbers[optimizer]] = rates = _rates_of(optimizer)
-        self._past_rates = crc32(rates.encode(), self._past_rates)
+        self._recent[self._numbers[optimizer]] = texts = _rates_of(optimizer), _options_of(optimizer)
+        self._past = crc32("".join(texts).encode(), self._past)
 
     def lines(self) -> dict[str, str]:
-        """Returns three texts by name: the number of steps so far, learning rates, and a digest of all rates so far.
+        """Returns texts by name: the number of steps so far, rates, options, and a digest of all of these so far.
 
-        The learning rates are the latest of each optimizer that has made a step since the last call.
+        Rates and options are the latest of each optimizer that has made a step since the last call.
         """
-        rates, self._recent_rates = " ".join(sorted(self._recent_rates.values())), {}
-        past = f"rates of digest {self._past_rates:08x}"
-        return {"number of updates": str(self.num_updates), "learning rates": rates, "rates of all updates": past}
+        recent, self._recent = sorted(self._recent.values()), {}
+        return {
+            "number of updates": str(self.num_updates),
+            "learning rates": " ".join(rates for rates, _ in recent),
+            "options": " ".join(options for _, options in recent),
+            "rates of all updates": f"rates and options of digest {self._past:08x}",
+        }
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> str:
     """Returns the learning rates as text; one that is a tensor is not read, which would wait for its device."""
     rates = (group.get("lr", 0) for group in optimizer.param_groups)
     return str(["a tensor" if isinstance(rate, Tensor) else float(rate) for rate in rates])
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the class of an optimizer and the options of its groups, such as weight decay and betas, as text."""
+    found = []
+    for group in optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if key not in ("lr", "params") and _is_plain(value)}
+        found.append(str(sorted(plain.items())))
+    return f"{type(optimizer).__name__} {' '.join(found)}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value has the same text on all ranks that use the same one; a tensor's would be read for it."""
+    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))

@@ -388,6 +388,16 @@ class _Training:
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
     def _save(self, *, wait: bool = True) -> None:
+        try:
+            self._write_checkpoint(wait=wait)
+        except CheckpointError as failure:  # on all ranks
+            gone = not (self.out / RUN_FILE).exists() or not (self.out / CHECKPOINTS).exists()
+            if not any(self._on_any_rank(self.world.rank == 0 and gone)):
+                raise
+            self.log.warn(f"warning: {failure}; it was removed meanwhile, and is written once more")
+            self._write_checkpoint(wait=True)
+
+    def _write_checkpoint(self, *, wait: bool) -> None:
         gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
         if any(self._on_any_rank(gone and not self._write_anew())):
             raise in_use(self.out)

@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from shardwright.formatting import format_bytes, format_count, json_text
+from shardwright.file_locks import is_same
+from shardwright.formatting import format_bytes, format_count, json_text, printable
 from shardwright.train.loggers import open_logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,7 @@ _LINE_EVERY_S = 5.0
 def say(text: str) -> None:
     """Prints a line on standard error, without buffering, unless that is closed: a run goes on without its lines."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
+        print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # all that training prints, beside the progress bar
 
 
 class StatusLog:
@@ -92,7 +93,7 @@ class Log:
         with self._warning():
             if self._file is None:
                 self._file = self._path.open("ab+", buffering=0)
-            elif not os.fstat(self._file.fileno()).st_nlink:  # it was removed
+            elif not is_same(self._file, self._path):  # it was removed, or moved with its folder
                 with self._warning(), suppress(FileNotFoundError):
                     self.write_anew()
             _append(self._file, json_text(row) + "\n")
@@ -127,12 +128,12 @@ class Log:
             say(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left")
 
     def write_anew(self) -> None:
-        """Writes all rows into a new ``metrics.jsonl`` if that file was removed; else does nothing.
+        """Writes all rows into a new ``metrics.jsonl`` if that file was removed or moved; else does nothing.
 
         Raises: OSError: the file cannot be written, or a file of that name exists again: that file is another run's,
             and stays as it is.
         """
-        if self.writes and self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+        if self.writes and self._file is not None and not is_same(self._file, self._path):
             self._file.seek(0)
             file = self._path.open("xb+", buffering=0)
             try:

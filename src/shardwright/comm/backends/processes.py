@@ -26,7 +26,7 @@ from shardwright.comm.backends import rank_devices
 from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
-from shardwright.comm.backends.run_folder import run_folder
+from shardwright.comm.backends.run_folder import STORE, run_folder
 from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
 from shardwright.comm.backends.task_pickle import dumps, is_importable
 from shardwright.comm.backends.watchdog import Report, end_with
@@ -120,7 +120,7 @@ def _join_store(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, 
     else:
         os.environ.update(bind_sockets(os.environ))
     if folder is not None:
-        return FileStore(f"{folder}/store", size), rank, size, ()
+        return FileStore(f"{folder}/{STORE}", size), rank, size, ()
     store = _new_store(rank, size, timeout)
     rank, nodes, hosts = number_by_node(store, rank, size)
     elsewhere = [host for host, node in zip(hosts, nodes, strict=True) if node != nodes[rank]]
@@ -196,7 +196,8 @@ def run_processes(
         with started.running():
             for rank in range(num_ranks):
                 pipes, pid = FORK_SERVER.fork()
-                (folder / f"{rank}.pid").write_text(str(pid))
+                with suppress(OSError):  # the disk is full: a run needs none of these files
+                    (folder / f"{rank}.pid").write_text(str(pid))
                 task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
                 started.add(RankProcess.started(rank, pipes, pid, task))
             return [pickle.loads(result) for result in started.wait()]

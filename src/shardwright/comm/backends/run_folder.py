@@ -7,6 +7,8 @@ left over.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -18,11 +20,15 @@ from shardwright.comm.backends.message_blocks import folder_for_sockets
 from shardwright.errors import PlanError
 from shardwright.file_locks import lock
 
+STORE = "store"
+"""The name of the file in the run's folder by which ranks meet."""
+
 SAVES = ".saves"
 """The end of the name of a file in the run's folder, after the rank's number, while that rank saves after a failure."""
 
 _PREFIX = "shardwright-run-"
 _ROOM_BYTES = 2**20
+_KEEP_SIZE = 1
 
 
 @contextmanager
@@ -30,6 +36,8 @@ def run_folder() -> Iterator[Path]:
     """Returns a context that yields a new folder, which only this user can enter, and removes it at the end.
 
     At its start it also removes the folders of this user's runs that were killed.
+
+    The folder has an empty file by which ranks meet, with a mebibyte of the disk reserved for it where the system can.
 
     Raises: PlanError: as :func:`~shardwright.comm.backends.message_blocks.folder_for_sockets`, or the folder cannot be
         made there, or not have a file of a mebibyte.
@@ -46,25 +54,36 @@ def run_folder() -> Iterator[Path]:
     except OSError as failure:
         raise _no_room(base, failure) from failure
     try:
-        _check_room(folder)
+        _reserve_room(folder)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
 
 
-def _check_room(folder: Path) -> None:
-    """Raises PlanError if the folder has no room for the file by which ranks meet.
+def _reserve_room(folder: Path) -> None:
+    """Makes the file by which ranks meet, with room that stays when the disk fills. Raises PlanError: there is none.
 
     A rank of 8 writes some hundred bytes into it. Where a part of them has no room, torch (2.13) reads for ever, in
     native code and with the file's lock, which neither a time limit nor the rank that could not write then ends.
     """
-    path = folder / "room"
+    path = folder / STORE
     try:
         path.write_bytes(bytes(_ROOM_BYTES))
-        path.unlink()
+        os.truncate(path, 0)
+        with path.open("ab") as file:
+            _reserve(file.fileno())
     except OSError as failure:
         raise _no_room(folder.parent, failure) from failure
+
+
+def _reserve(handle: int) -> None:
+    """Reserves the room of an open file, which stays empty, on systems that can. Raises OSError: there is no room."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # Python has only that which adds zeros
+    if fallocate is not None and fallocate(handle, _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(_ROOM_BYTES)):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(number, os.strerror(number))
 
 
 def _no_room(base: Path, failure: OSError) -> PlanError:
