@@ -26,11 +26,12 @@ A layout with ``compile`` first takes steps that count for nothing, so that all 
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
 
 The tolerance (``TOLERANCE``) is 1e-10 in float64 and 1e-5 in float32, with one exception. If a tensor differs by more,
-and the model rounds to a narrower dtype inside (norms that compute in float32), the reference is run again to measure
-by how much one device differs from itself (``reference.py`` says how). Each tensor for which that is more than the
-tolerance is allowed three times (``SEVERAL``) its own such difference, at least one rounding of the narrow dtype and at
-most 1,000 (``MOST``). So is a loss that is a float32 number: its own difference is at least one rounding. All other
-tensors keep the tolerance, and a model that rounds to no narrower dtype keeps it for all.
+the reference is run again to measure by how much one device differs from itself (``reference.py`` says how): because
+the model rounds to a narrower dtype inside, as norms that compute in float32 do, or because it magnifies roundings, as
+a stack of BatchNorms over two values each does. Each tensor is allowed three times (``SEVERAL``) its own such
+difference if that is more than the tolerance, and at least one rounding of the narrow dtype where the difference itself
+is more; but at most 1,000 (``MOST``) roundings of the narrow dtype, or of float32 where no operator rounds. So is a
+loss that is a float32 number: its own difference is at least one rounding. All other tensors keep the tolerance.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ SEVERAL = 3
 """The factor by which a tensor's error may exceed one device's own rounding error, if that is beyond the tolerance."""
 
 MOST = 1000
-"""The most that ``SEVERAL`` may allow, in roundings of the narrow dtype: a larger error would prove nothing."""
+"""The most that ``SEVERAL`` may allow, in roundings of the narrow dtype: a larger error would prove nothing.
+
+Float64 counts as float32 here, so that a model that magnifies roundings is allowed no more than one that makes them.
+"""
 
 NARROW_FLOOR = 0.1
 """The value in place of ``FLOOR``, the least divisor of an error, for gradients of layouts in bf16 and fp16."""
@@ -335,7 +339,7 @@ def _compare(
     expected: TrainingOutcome,
     found: Sequence[TrainingOutcome],
     dtype: torch.dtype,
-    measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference | None],
+    measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference],
     cuts: Sequence[CutShare],
 ) -> Verdict:
     """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors.
@@ -404,12 +408,13 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
         return lambda kind, name: tolerance, 0.0
     kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.later}
     rounding = torch.finfo(own.narrowest).eps
+    most = MOST * max(rounding, torch.finfo(torch.float32).eps)
     largest = max(error for errors in kinds.values() for error in errors.values())
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
         # the loss reads all that is rounded, and is one number: in one comparison its roundings may cancel by chance
         rounds = (largest if kind == "loss" else error) > tolerance
-        return min(max(SEVERAL * error, rounding), MOST * rounding) if rounds else tolerance
+        return max(tolerance, min(max(SEVERAL * error, rounding if rounds else 0.0), most))
 
     return allowed, largest if largest > tolerance else 0.0

@@ -46,7 +46,7 @@ FLOOR = 1e-3
 
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3
-"""The number of pairs of runs beside the reference, of whose second differences the median counts.
+"""The number of pairs of runs beside the reference, of whose differences the median counts.
 
 So one pair that moves a number across a kink of the model counts for nothing.
 """
@@ -241,7 +241,8 @@ def _dtypes(tree: Any) -> set[torch.dtype]:
 class DeviceDifference:
     """The relative errors between training runs on one device that differ by rounding alone.
 
-    ``narrowest`` is the narrowest dtype to which operators of the model round.
+    ``narrowest`` is the narrowest dtype to which operators of the model round: that of the comparison if none is
+    narrower.
     """
 
     narrowest: torch.dtype
@@ -254,19 +255,20 @@ class DeviceDifference:
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
     draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, differing: Mapping[_Key, float],
-) -> DeviceDifference | None:  # fmt: skip
+) -> DeviceDifference:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
+    In pairs of runs every initial value is larger and smaller by one rounding of the narrowest dtype of the model. If
+    that is narrower than ``dtype``, the second difference counts, in which what the model makes of the change itself
+    cancels. Else the larger first difference counts: it is what the model makes of one rounding of ``dtype``.
     ``differing`` are the errors, by kind and name, of the tensors that differ on the ranks. More runs are compared if
-    the first ones show no rounding of one of these, and it differs by less than a rounding. The result is None if no
-    operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result of :func:`reference` for
-    the same arguments; this function calls :func:`reference` several times more.
+    the first ones show no rounding of one of these, and it differs by less than a rounding. ``expected`` is the result
+    of :func:`reference` for the same arguments; this function calls :func:`reference` several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
-    if recorder.narrowest == dtype:
-        return None
     h = torch.finfo(recorder.narrowest).eps
+    differences = _first if recorder.narrowest == dtype else _second
     shifted = partial(reference, plain, loss, batches, seed, plan, draws, eps=expected.eps)
     changed = {name: expected.buffers[name] for name in expected.changed}
     small = {key: error for key, error in differing.items() if error <= h}
@@ -279,18 +281,17 @@ def own_errors(
         up, down = (shifted(shift=partial(_shift, step, len(pairs))) for step in (h, -h))
         pairs.append((up, down))
         of = {
-            "gradients": _second(up.gradients, down.gradients, expected.gradients),
-            "later": _second(up.parameters, down.parameters, expected.parameters)
-            | _second(up.buffers, down.buffers, changed),
+            "gradients": _differences(differences, up.gradients, down.gradients, expected.gradients),
+            "later": _differences(differences, up.parameters, down.parameters, expected.parameters)
+            | _differences(differences, up.buffers, down.buffers, changed),
         }
         found.append({(kind, name): error for kind, errors in of.items() for name, error in errors.items()})
     own = _medians(h, found)
-    every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]
-    losses = [max(abs(a + b - 2 * c) / max(abs(c), 1e-30) for a, b, c in each) for each in every]
+    losses = [max(_differences(differences, *map(_losses_of, (*pair, expected))).values()) for pair in pairs]
     of_loss = torch.finfo(expected.loss_dtype).eps  # a number of few digits, which two runs often round alike
     return DeviceDifference(
         recorder.narrowest,
-        max(median(losses) / 3**0.5, of_loss),
+        max(median(losses), of_loss),
         {name: error for (kind, name), error in own.items() if kind == "gradients"},
         {name: error for (kind, name), error in own.items() if kind == "later"},
     )
@@ -304,15 +305,31 @@ def _shift(step: float, number: int, name: str, value: Tensor) -> None:
         value.mul_(1 + step * signs)
 
 
-def _second(
-    up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None]
-) -> dict[str, float]:
-    """Returns the second difference of each tensor over sqrt(3), as a relative error."""
+def _losses_of(outcome: TrainingOutcome) -> Named:
+    """Returns the losses as tensors, each under the number of its step."""
+    return {str(step): torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(outcome.losses)}
+
+
+def _first(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
+    """Returns the largest difference of two results from the one between them."""
+    return torch.maximum((up - middle).abs(), (down - middle).abs()).max()
+
+
+def _second(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
+    """Returns the largest second difference of three results, over sqrt(3)."""
+    return (up + down - 2 * middle).abs().max() / 3**0.5
+
+
+def _differences(
+    difference: Callable[[Tensor, Tensor, Tensor], Tensor], up: Mapping[str, Tensor | None],
+    down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None],
+) -> dict[str, float]:  # fmt: skip
+    """Returns the difference of each tensor in three runs, as a relative error."""
     errors = {}
     for name, scale in scales(middle, FLOOR).items():
         a, b, c = up.get(name), down.get(name), middle[name]
         if a is not None and b is not None and c is not None and c.numel():
-            errors[name] = float((a + b - 2 * c).abs().max()) / scale / 3**0.5
+            errors[name] = float(difference(a, b, c)) / scale
     return errors
 
 
