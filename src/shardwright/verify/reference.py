@@ -91,6 +91,7 @@ def reference(
     eps: float | None = None,
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
+    narrow: torch.dtype | None = None,
 ) -> TrainingOutcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
@@ -98,7 +99,8 @@ def reference(
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
     default it is ``FLOOR`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
-    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run.
+    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
+    a dtype in which all is computed, as under a layout in bf16.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
@@ -111,6 +113,9 @@ def reference(
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
     key_draws(model, rng, draws)
+    if narrow is not None:
+        _narrow(model, narrow)
+        batches = [tree_map_only(Tensor, partial(_narrowed, narrow), batch) for batch in batches]
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = TrainingOutcome([], {}, {})
@@ -147,6 +152,19 @@ def reference(
         name for name in different if before[name].is_floating_point() or before[name].is_complex()
     )
     return outcome
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds a model's floating-point parameters and buffers to ``dtype``, in place."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = _narrowed(dtype, parameter.data)
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update({name: _narrowed(dtype, buffer) for name, buffer in buffers.items()})
+
+
+def _narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:
@@ -295,6 +313,29 @@ def own_errors(
         {name: error for (kind, name), error in own.items() if kind == "gradients"},
         {name: error for (kind, name), error in own.items() if kind == "later"},
     )
+
+
+def narrow_errors(
+    plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, draws: Draws | None,
+    expected: TrainingOutcome, narrow: torch.dtype, floor: float, differing: Mapping[_Key, float],
+) -> DeviceDifference:  # fmt: skip
+    """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
+
+    It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
+    ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
+    as for :func:`scales`. ``differing`` is not read: each run shows the errors of all tensors.
+    """
+    quarter = torch.finfo(narrow).eps / 4
+    errors, losses = dict[str, float](), []
+    for number, step in enumerate((0.0, quarter, -quarter)):
+        shift = partial(_shift, step, number)
+        found = reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, shift=shift, narrow=narrow)
+        for name, scale in scales(expected.gradients, floor).items():
+            a, b = found.gradients.get(name), expected.gradients[name]
+            if a is not None and b is not None and b.numel():
+                errors[name] = max(errors.get(name, 0.0), float((a.to(b.dtype) - b).abs().max()) / scale)
+        losses.append(abs(found.losses[0] - expected.losses[0]) / max(abs(expected.losses[0]), 1e-30))
+    return DeviceDifference(narrow, max(losses), errors, {})
 
 
 def _shift(step: float, number: int, name: str, value: Tensor) -> None:

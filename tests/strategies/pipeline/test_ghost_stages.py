@@ -657,3 +657,22 @@ def test_what_a_layer_decides_by_inputs_or_random_numbers_is_decided_on_every_st
     torch.manual_seed(0)
     result = verify(model().double(), line, [*batches(), mixed_batch(4), *batches(), *batches()])
     assert result.equal, str(result)
+
+
+class ChecksIds(nn.Module):
+    """Counts ids in the inputs, as code does that puts the features of pictures in the places of their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, ids):
+        if int((ids == 7).sum()) != 2 * len(ids):
+            raise ValueError("two places are for pictures")
+        return self.head(self.embedding(ids))
+
+
+def test_code_that_stops_on_the_made_up_values_of_a_record_is_refused_with_what_it_says():
+    ids = torch.tensor([[1, 7, 7, 2]] * 4)
+    with pytest.raises(LayoutError, match=r"cannot be recorded(?s:.*)ValueError: two places are for pictures"):
+        verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
