@@ -64,6 +64,11 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
+def _autocasts() -> tuple[bool, ...]:
+    """Returns whether autocast is on, for each type of device that the code of models turns it on for."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
 class ParameterIndex:
     """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor has its first name."""
 
@@ -123,6 +128,7 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self._device, self._values, self._draw = device, values, draw
         self._running: list[tuple[str, int]] = []
+        self._autocasts: list[tuple[bool, ...]] = []  # on entry of each running module, by type of device
         self._num_draws = Counter[tuple[str, int]]()
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
@@ -172,6 +178,7 @@ class _ForwardRecorder(TorchFunctionMode):
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
             self._note_callers(sys._getframe(1), self._running[-1][0], "")
+            self._note_autocast()
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
@@ -256,6 +263,11 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
             frame = frame.f_back
 
+    def _note_autocast(self) -> None:
+        """Notes that the running module's own code has turned autocast on or off, if it has."""
+        if _autocasts() != self._autocasts[-1]:
+            self.record.autocasting.add(self._running[-1][0])
+
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
         original: Callable[..., Any] = module._call_impl
@@ -267,13 +279,16 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
+                self._note_autocast()
             self._running.append((path, number))
+            self._autocasts.append(_autocasts())
             try:
                 if is_unit:
                     return self._call_unit(path, number, original, args, named)
                 return self._call_opened(path, original, args, named)
             finally:
                 self._running.pop()
+                self._autocasts.pop()
 
         self._code_of_call = call.__code__  # of every module the same
         return call

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
 from shardwright.analysis.forward_events import record_events
@@ -676,3 +677,33 @@ def test_code_that_stops_on_the_made_up_values_of_a_record_is_refused_with_what_
     ids = torch.tensor([[1, 7, 7, 2]] * 4)
     with pytest.raises(LayoutError, match=r"cannot be recorded(?s:.*)ValueError: two places are for pictures"):
         verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
+
+
+class Autocasting(Layers):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_autocast_around_modules_of_several_stages_is_refused_and_inside_of_one_is_equal():
+    assert "turns torch.autocast on or off" in refusal(Autocasting)
+    model = nn.Sequential(Autocasting(num=1), nn.Linear(WIDTH, WIDTH), Autocasting(num=1))
+    assert verify(model, "pp2 mb2", batches(), dtype=torch.float32)
+
+
+class Reentrant(Residuals):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.first(x))
+
+    def step(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])
+def test_a_checkpoint_that_cannot_be_cut_is_named_with_tensor_parallelism_too(line):
+    with pytest.raises(LayoutError, match="the backward runs code of Reentrant as a whole"):
+        plan_of(model_of(Reentrant), line)
