@@ -64,9 +64,12 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _autocasts() -> tuple[bool, ...]:
-    """Returns whether autocast is on, for each type of device that the code of models turns it on for."""
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+_CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
+"""The functions that return their operand itself if it has the dtype that they are asked for."""
+
+
+def _is_autocast_on() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 class ParameterIndex:
@@ -128,7 +131,7 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self._device, self._values, self._draw = device, values, draw
         self._running: list[tuple[str, int]] = []
-        self._autocasts: list[tuple[bool, ...]] = []  # on entry of each running module, by type of device
+        self._has_autocast = False
         self._num_draws = Counter[tuple[str, int]]()
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
@@ -169,6 +172,9 @@ class _ForwardRecorder(TorchFunctionMode):
             self._values.selects_all = False
         if self._values.num_selected > selected and self._unit is None:
             self.record.selecting.add(self._running[-1][0])
+        if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
+            with below_functions():
+                results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
         made = tensors_of(results)
         written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
         if self._unit is not None:
@@ -178,7 +184,6 @@ class _ForwardRecorder(TorchFunctionMode):
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
             self._note_callers(sys._getframe(1), self._running[-1][0], "")
-            self._note_autocast()
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
@@ -263,11 +268,6 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
             frame = frame.f_back
 
-    def _note_autocast(self) -> None:
-        """Notes that the running module's own code has turned autocast on or off, if it has."""
-        if _autocasts() != self._autocasts[-1]:
-            self.record.autocasting.add(self._running[-1][0])
-
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
         original: Callable[..., Any] = module._call_impl
@@ -279,16 +279,14 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
-                self._note_autocast()
+            self._has_autocast |= _is_autocast_on()
             self._running.append((path, number))
-            self._autocasts.append(_autocasts())
             try:
                 if is_unit:
                     return self._call_unit(path, number, original, args, named)
                 return self._call_opened(path, original, args, named)
             finally:
                 self._running.pop()
-                self._autocasts.pop()
 
         self._code_of_call = call.__code__  # of every module the same
         return call

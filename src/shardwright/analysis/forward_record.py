@@ -123,7 +123,6 @@ class ForwardRecord:
     outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
     ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
     and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``.
-    ``autocasting`` are those whose own code turns ``torch.autocast`` on or off, which meta tensors do not follow.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -141,7 +140,6 @@ class ForwardRecord:
     selecting: set[str] = field(default_factory=set)
     checkpointed: set[str] = field(default_factory=set)
     own_backward: set[str] = field(default_factory=set)
-    autocasting: set[str] = field(default_factory=set)
     draws: bool = False
 
 

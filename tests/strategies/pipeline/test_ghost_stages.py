@@ -679,16 +679,17 @@ def test_code_that_stops_on_the_made_up_values_of_a_record_is_refused_with_what_
         verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
 
 
-class Autocasting(Layers):
+class Autocasting(Residuals):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
+            y = super().forward(x)
+        return y.float()
 
 
-def test_autocast_around_modules_of_several_stages_is_refused_and_inside_of_one_is_equal():
-    assert "turns torch.autocast on or off" in refusal(Autocasting)
-    model = nn.Sequential(Autocasting(num=1), nn.Linear(WIDTH, WIDTH), Autocasting(num=1))
-    assert verify(model, "pp2 mb2", batches(), dtype=torch.float32)
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/zb-v mb4", "pp2 mb2 tp2"])
+def test_autocast_may_be_around_modules_of_several_stages(line):
+    verdict = verify(model_of(Autocasting, num=8), line, batches(), dtype=torch.float32)
+    assert verdict, str(verdict)
 
 
 class Reentrant(Residuals):

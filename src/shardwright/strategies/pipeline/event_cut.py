@@ -88,14 +88,6 @@ def cut_events(
     closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
     if "" in closed:
         raise _own_backward(model)
-    closed |= record.autocasting  # the dtypes of what its calls give are known where they are computed alone
-    if "" in closed:
-        raise LayoutError(
-            f"{type(model).__name__} turns torch.autocast on or off around its modules, so stages cannot be cut",
-            given="torch.autocast in the model's own forward, which a record without values does not follow",
-            allowed="torch.autocast in the code of a module inside, as a block; bf16 or fp16 in the layout",
-            fix="write bf16 in the layout in place of torch.autocast",
-        )
     best: EventStages | None = None
     failures: list[LayoutError] = []
     for finest in FINEST[:1] if names or seconds else FINEST:
