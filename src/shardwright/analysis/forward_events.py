@@ -68,10 +68,6 @@ _CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "
 """The functions that return their operand itself if it has the dtype that they are asked for."""
 
 
-def _is_autocast_on() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
 class ParameterIndex:
     """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor has its first name."""
 
@@ -279,7 +275,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
-            self._has_autocast |= _is_autocast_on()
+            self._has_autocast |= torch._C._is_any_autocast_enabled()
             self._running.append((path, number))
             try:
                 if is_unit:
