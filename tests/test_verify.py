@@ -229,6 +229,58 @@ def test_a_millionth_of_the_gradients_of_later_steps_is_seen_in_the_parameters(n
     assert not verdict.equal
 
 
+def scales_gradient(name, factor):
+    def alter(run):
+        step = run.step
+
+        def wrong(batch):
+            loss = step(batch)
+            run.parameters[name].grad.mul_(factor)
+            return loss
+
+        run.step = wrong
+
+    return alter
+
+
+def test_a_model_that_magnifies_bf16_is_allowed_three_times_what_plain_torch_in_bf16_is_off_by():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(4)]
+    model, given = nn.Sequential(*layers, nn.Linear(32, 8)), [(torch.randn(32, 32), torch.randint(8, (32,)))]
+    verdict = verify(model, "dp2 bf16", given)
+    assert verdict, str(verdict)
+    assert verdict.tolerance < verdict.gradients_error < verdict.allowed <= 0.5
+    assert f"one device itself differs by {verdict.own_error:.0e}" in str(verdict)
+    for name, factor in {"4.weight": 1.2, "0.0.weight": 2.0, "0.1.bias": 0.0}.items():
+        assert not verify(model, "dp2 bf16", given, alter=scales_gradient(name, factor)), name
+
+
+class Magnifies(nn.Module):
+    """A logistic map, iterated 30 times, of which each magnifies all roundings before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.layer(x).sigmoid()
+        for _ in range(30):
+            y = 3.9 * y * (1 - y)
+        return self.head(y)
+
+
+def test_a_model_that_magnifies_roundings_is_allowed_three_times_what_one_rounding_does_on_one_device():
+    torch.manual_seed(0)
+    model, given = Magnifies(), [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+    verdict = verify(model, "dp3", given)
+    assert verdict.equal
+    assert verdict.tolerance < verdict.max_relative_error < verdict.allowed < 1e-4
+    assert f"one device itself differs by {verdict.own_error:.0e}" in str(verdict)
+
+    assert not verify(model, "dp3", given, alter=scales_gradient("head.weight", 1 + 1e-4))
+    assert verify(nn.Linear(4, 3), "dp3", given).allowed == verdict.tolerance
+
+
 @pytest.mark.parametrize("line", ["dp2", "dp4", "mb2", "dp3 mb2"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_gradient_that_is_truly_zero_is_no_difference_after_several_steps_either(line, seed):

@@ -129,7 +129,7 @@ class RngTracker:
             cannot be known which of these calls it repeats.
         """
         number = self._calls[layer]
-        if self._in_unrestored_backward() and layer in self._first:
+        if self.repeats and layer in self._first:
             if number > self._first[layer] + 1:
                 raise PlanError(
                     f"which of its calls dropout '{layer}' repeats in the backward cannot be known",
@@ -143,8 +143,9 @@ class RngTracker:
             self._calls[layer] += 1
         return number
 
-    def _in_unrestored_backward(self) -> bool:
-        """Whether a backward is running in which no snapshot was restored."""
+    @property
+    def repeats(self) -> bool:
+        """Whether a backward is running in which no snapshot was restored, so that calls in it are recomputations."""
         return not torch.compiler.is_dynamo_compiling() and _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:
@@ -155,7 +156,7 @@ class RngTracker:
         """
         step, moment = self._step, self._moment
         samples, calls, first = self._samples, Counter(self._calls), dict(self._first)
-        repeats, backward = self._in_unrestored_backward(), self._backward
+        repeats, backward = self.repeats, self._backward
 
         def restore() -> None:
             self._step, self._moment = step, moment

@@ -301,3 +301,59 @@ def test_the_generators_of_python_and_numpy_are_restored_after_a_forward_that_fa
     assert found == ["Python's random", "numpy.random"]
     assert random.getstate() == state
     assert np.random.get_state()[1].tolist() == numpys
+
+
+class Rotates(nn.Module):
+    """Turns its input by random numbers, or by those that it is given, and drops elements."""
+
+    def forward(self, x, turn=None):
+        turn = torch.randn(4, dtype=x.dtype) if turn is None else turn
+        return functional.dropout(x * turn, 0.5), turn
+
+
+class _Again(torch.autograd.Function):
+    """Keeps the random numbers of the forward, and runs the rest again in the backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, inner):
+        y, turn = inner(x)
+        ctx.inner = inner
+        ctx.save_for_backward(x, turn)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, turn = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.inner(x, turn)[0].backward(dy)
+        return x.grad, None
+
+
+class Turned(nn.Module):
+    def __init__(self, again):
+        super().__init__()
+        self.again = again
+        self.layer, self.inner = nn.Linear(4, 4).double(), Rotates()
+
+    def forward(self, x):
+        return _Again.apply(self.layer(x), self.inner) if self.again else self.inner(self.layer(x))[0]
+
+
+def test_a_backward_that_keeps_some_draws_of_the_forward_repeats_the_others():
+    torch.manual_seed(0)
+    plain, x = Turned(again=False), torch.randn(8, 4, dtype=torch.float64)
+    gradients = []
+    for again in (False, True):
+        model, rng = copy.deepcopy(plain), RngTracker(3, samples=range(8))
+        model.again = again
+        key_draws(model, rng, ModelGraph(plain, x).draws)
+        restore = []
+        for part in (range(3), range(3, 8)):  # two microbatches in flight
+            rng.samples = part
+            restore.append((model(x[part.start : part.stop]).square().sum(), rng.snapshot()))
+        for loss, restored in restore:
+            restored()
+            loss.backward()
+        gradients.append(model.layer.weight.grad)
+    assert torch.equal(*gradients)

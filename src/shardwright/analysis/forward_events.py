@@ -64,6 +64,10 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
+_CONVERSIONS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
+"""The functions that return their operand itself if it has the dtype that they are asked for."""
+
+
 class ParameterIndex:
     """Looks up the name of a model's parameter or buffer by the tensor itself; a tied tensor has its first name."""
 
@@ -123,6 +127,7 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self._device, self._values, self._draw = device, values, draw
         self._running: list[tuple[str, int]] = []
+        self._has_autocast = False
         self._num_draws = Counter[tuple[str, int]]()
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
@@ -163,6 +168,9 @@ class _ForwardRecorder(TorchFunctionMode):
             self._values.selects_all = False
         if self._values.num_selected > selected and self._unit is None:
             self.record.selecting.add(self._running[-1][0])
+        if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
+            with below_functions():
+                results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
         made = tensors_of(results)
         written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
         if self._unit is not None:
@@ -267,6 +275,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
+            self._has_autocast |= torch._C._is_any_autocast_enabled()
             self._running.append((path, number))
             try:
                 if is_unit:

@@ -208,7 +208,10 @@ def _values_on_parts(
                         if kind == "F":
                             starts[chunk] = stage.forward(chunk, number)
                         else:
-                            torch.autograd.backward(starts[chunk], stage.gradients(chunk, number))
+                            gradients = stage.gradients(chunk, number)
+                            reached = [starts[chunk][place] for place in gradients]
+                            if reached:
+                                torch.autograd.backward(reached, tuple(gradients.values()))
                             stage.pass_back(chunk, number)
                     sent[chunk].update((r.source, r.kind, r.axis, r.num_bytes) for r in records)
             values = stage.crossing(planned.chunked.edges)

@@ -155,8 +155,11 @@ class ModelPart(Protocol):
         """Runs a microbatch through a chunk and sends its outputs; returns the tensors to differentiate."""
         ...
 
-    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the received gradient of each tensor that ``forward`` returned; None for a loss."""
+    def gradients(self, chunk: int, number: int) -> Mapping[int, Tensor | None]:
+        """Returns the received gradients of the tensors that ``forward`` returned, by index; None for a loss.
+
+        A tensor that the loss does not reach has no entry.
+        """
         ...
 
     def pass_back(self, chunk: int, number: int) -> None:
@@ -188,9 +191,9 @@ class WholeModel:
         microbatch = self._microbatches[number]
         return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
 
-    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns ``(None,)``: without stages no gradient is received, and the backward starts from the loss itself."""
-        return (None,)
+    def gradients(self, chunk: int, number: int) -> Mapping[int, Tensor | None]:
+        """Returns ``{0: None}``: without stages no gradient is received, and the backward starts from the loss."""
+        return {0: None}
 
     def pass_back(self, chunk: int, number: int) -> None:
         """Does nothing: without stages no rank needs the gradient of the model's inputs."""
@@ -326,12 +329,13 @@ class Executor:
         for restore in snapshots:
             restore()
         self._missing = {group.name: set(group.parameters) for group in self.param_groups}
+        gradients = self.work.gradients(chunk, number)
+        starts = [starts[place] for place in gradients]
         if kind == "B" and any(group.is_selected for group in self.param_groups):
             self._expect_used(starts)
-        gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
             if starts:
-                torch.autograd.backward(starts, gradients)
+                torch.autograd.backward(starts, tuple(gradients.values()))
         self.work.pass_back(chunk, number)
         if kind == "B":
             self._end_backward(number, chunk)

@@ -54,10 +54,20 @@ class _ModuleDraws:
         if not self.keyed.running:
             self.keyed.__exit__(*error)
 
-    def next(self, device: torch.device) -> KeyedNumbers:
-        """Returns the random numbers of the next draw in this call, for tensors on ``device``."""
+    def next(self, name: str, device: torch.device) -> KeyedNumbers:
+        """Returns the random numbers of the next draw in this call, for tensors on ``device``.
+
+        ``name`` is the function that draws. Code that a backward runs again may leave out draws whose results it has
+        kept, so there the next draw of that function in the forward is the one that is repeated.
+        """
         if isinstance(self.call, PlanError):
             raise self.call
+        drawn = self.keyed.drawn.setdefault((self.path, self.call), [])
+        if self.keyed.rng.repeats:
+            while self.number < len(drawn) and drawn[self.number] != name:
+                self.number += 1
+        else:
+            drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
         return self.keyed.numbers(self.path, self.call, self.number - 1, samples, device, self.tokens)
@@ -81,6 +91,7 @@ class KeyedDraws(TorchFunctionMode):
         super().__init__()
         self.rng, self.draws = rng, draws
         self.running: list[_ModuleDraws] = []
+        self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None
@@ -124,7 +135,7 @@ class KeyedDraws(TorchFunctionMode):
             return func(*args, **named)
         x = call.drawn(None)
         device = x.device if isinstance(x, Tensor) else call.empty().device
-        numbers = self.running[-1].next(device)
+        numbers = self.running[-1].next(call.name, device)
         if not getattr(_get_current_function_mode(), "takes_draws", False):
             return _KEYED[call.kind](call, x, numbers)
 

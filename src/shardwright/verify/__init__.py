@@ -20,17 +20,20 @@ afterwards. Kernels and collectives may add in another order at every run. That 
 ``verify`` does not ask for deterministic ones, because it is to prove what will run. ``train --deterministic`` does.
 
 A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
-layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings.
+layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings
+(``ROUNDINGS``). In bf16 a tensor that differs by more, as behind BatchNorm and ReLU, is allowed three times what plain
+torch in bf16 differs by on one device, and at most a half (``MOST_AT_ALL``).
 
 A layout with ``compile`` first takes steps that count for nothing, so that all steps that are compared run compiled.
 The reference is plain torch, uncompiled, and the tolerance is the same: a compiler may only order sums differently.
 
 The tolerance (``TOLERANCE``) is 1e-10 in float64 and 1e-5 in float32, with one exception. If a tensor differs by more,
-and the model rounds to a narrower dtype inside (norms that compute in float32), the reference is run again to measure
-by how much one device differs from itself (``reference.py`` says how). Each tensor for which that is more than the
-tolerance is allowed three times (``SEVERAL``) its own such difference, at least one rounding of the narrow dtype and at
-most 1,000 (``MOST``). So is a loss that is a float32 number: its own difference is at least one rounding. All other
-tensors keep the tolerance, and a model that rounds to no narrower dtype keeps it for all.
+the reference is run again to measure by how much one device differs from itself (``reference.py`` says how): because
+the model rounds to a narrower dtype inside, as norms that compute in float32 do, or because it magnifies roundings, as
+a stack of BatchNorms over two values each does. Each tensor is allowed three times (``SEVERAL``) its own such
+difference if that is more than the tolerance, and at least one rounding of the narrow dtype where the difference itself
+is more; but at most 1,000 (``MOST``) roundings of the narrow dtype, or of float32 where no operator rounds. So is a
+loss that is a float32 number: its own difference is at least one rounding. All other tensors keep the tolerance.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ from shardwright.verify.reference import (
     cloned,
     copied_buffers,
     copied_gradients,
+    narrow_errors,
     own_errors,
     reference,
     scales,
@@ -95,7 +99,13 @@ SEVERAL = 3
 """The factor by which a tensor's error may exceed one device's own rounding error, if that is beyond the tolerance."""
 
 MOST = 1000
-"""The most that ``SEVERAL`` may allow, in roundings of the narrow dtype: a larger error would prove nothing."""
+"""The most that ``SEVERAL`` may allow, in roundings of the narrow dtype: a larger error would prove nothing.
+
+Float64 counts as float32 here, so that a model that magnifies roundings is allowed no more than one that makes them.
+"""
+
+MOST_AT_ALL = 0.5
+"""The most that ``SEVERAL`` may allow in any dtype: a gradient that is missing, or twice as large, is off by 1."""
 
 NARROW_FLOOR = 0.1
 """The value in place of ``FLOOR``, the least divisor of an error, for gradients of layouts in bf16 and fp16."""
@@ -173,7 +183,12 @@ def verify(
     else:
         found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     check_untouched(model, before)
-    measure = partial(own_errors, plain, loss, batches, seed, plan, draws, dtype, expected)
+    narrow = compute_dtype(dtype, plan.layout)
+    given = (plain, loss, batches, seed, plan, draws)
+    if narrow == dtype:
+        measure = partial(own_errors, *given, dtype, expected)
+    else:
+        measure = partial(narrow_errors, *given, expected, narrow, NARROW_FLOOR)
     return _compare(plan, expected, found, dtype, measure, shares_of(job, plan))
 
 
@@ -339,7 +354,7 @@ def _compare(
     expected: TrainingOutcome,
     found: Sequence[TrainingOutcome],
     dtype: torch.dtype,
-    measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference | None],
+    measure: Callable[[Mapping[tuple[str, str], float]], DeviceDifference],
     cuts: Sequence[CutShare],
 ) -> Verdict:
     """Returns the verdict; ``measure``, called only if it may matter, returns one device's own rounding errors.
@@ -371,7 +386,7 @@ def _compare(
     kinds = {"gradients": gradients, "later": later}
     every = ((kind, name, error) for kind, errors in kinds.items() for name, error in errors.items())
     differing = {(kind, name): error for kind, name, error in every if not error <= tolerance}
-    own = measure(differing) if differs and narrow == dtype else None
+    own = measure(differing) if differs and narrow != torch.float16 else None  # without a loss scale it underflows
     allowed, own_error = _allowed(own, tolerance)
     errors = {
         name: _largest((gradients.get(name, 0.0), parameters.get(name, 0.0))) for name in expected.parameters
@@ -408,12 +423,13 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
         return lambda kind, name: tolerance, 0.0
     kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.later}
     rounding = torch.finfo(own.narrowest).eps
+    most = min(MOST * max(rounding, torch.finfo(torch.float32).eps), MOST_AT_ALL)
     largest = max(error for errors in kinds.values() for error in errors.values())
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
         # the loss reads all that is rounded, and is one number: in one comparison its roundings may cancel by chance
         rounds = (largest if kind == "loss" else error) > tolerance
-        return min(max(SEVERAL * error, rounding), MOST * rounding) if rounds else tolerance
+        return max(tolerance, min(max(SEVERAL * error, rounding if rounds else 0.0), most))
 
     return allowed, largest if largest > tolerance else 0.0

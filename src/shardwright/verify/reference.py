@@ -46,7 +46,7 @@ FLOOR = 1e-3
 
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3
-"""The number of pairs of runs beside the reference, of whose second differences the median counts.
+"""The number of pairs of runs beside the reference, of whose differences the median counts.
 
 So one pair that moves a number across a kink of the model counts for nothing.
 """
@@ -91,6 +91,7 @@ def reference(
     eps: float | None = None,
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
+    narrow: torch.dtype | None = None,
 ) -> TrainingOutcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
@@ -98,7 +99,8 @@ def reference(
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
     default it is ``FLOOR`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
-    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run.
+    change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
+    a dtype in which all is computed, as under a layout in bf16.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
@@ -111,6 +113,9 @@ def reference(
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
     key_draws(model, rng, draws)
+    if narrow is not None:
+        _narrow(model, narrow)
+        batches = [tree_map_only(Tensor, partial(_narrowed, narrow), batch) for batch in batches]
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = TrainingOutcome([], {}, {})
@@ -147,6 +152,19 @@ def reference(
         name for name in different if before[name].is_floating_point() or before[name].is_complex()
     )
     return outcome
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds a model's floating-point parameters and buffers to ``dtype``, in place."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = _narrowed(dtype, parameter.data)
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update({name: _narrowed(dtype, buffer) for name, buffer in buffers.items()})
+
+
+def _narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:
@@ -241,7 +259,8 @@ def _dtypes(tree: Any) -> set[torch.dtype]:
 class DeviceDifference:
     """The relative errors between training runs on one device that differ by rounding alone.
 
-    ``narrowest`` is the narrowest dtype to which operators of the model round.
+    ``narrowest`` is the narrowest dtype to which operators of the model round: that of the comparison if none is
+    narrower.
     """
 
     narrowest: torch.dtype
@@ -254,19 +273,20 @@ class DeviceDifference:
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
     draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, differing: Mapping[_Key, float],
-) -> DeviceDifference | None:  # fmt: skip
+) -> DeviceDifference:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
 
+    In pairs of runs every initial value is larger and smaller by one rounding of the narrowest dtype of the model. If
+    that is narrower than ``dtype``, the second difference counts, in which what the model makes of the change itself
+    cancels. Else the larger first difference counts: it is what the model makes of one rounding of ``dtype``.
     ``differing`` are the errors, by kind and name, of the tensors that differ on the ranks. More runs are compared if
-    the first ones show no rounding of one of these, and it differs by less than a rounding. The result is None if no
-    operator of the model rounds to a narrower dtype than ``dtype``. ``expected`` is the result of :func:`reference` for
-    the same arguments; this function calls :func:`reference` several times more.
+    the first ones show no rounding of one of these, and it differs by less than a rounding. ``expected`` is the result
+    of :func:`reference` for the same arguments; this function calls :func:`reference` several times more.
     """
     recorder = RoundingRecorder(dtype)
     reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
-    if recorder.narrowest == dtype:
-        return None
     h = torch.finfo(recorder.narrowest).eps
+    differences = _first if recorder.narrowest == dtype else _second
     shifted = partial(reference, plain, loss, batches, seed, plan, draws, eps=expected.eps)
     changed = {name: expected.buffers[name] for name in expected.changed}
     small = {key: error for key, error in differing.items() if error <= h}
@@ -279,21 +299,43 @@ def own_errors(
         up, down = (shifted(shift=partial(_shift, step, len(pairs))) for step in (h, -h))
         pairs.append((up, down))
         of = {
-            "gradients": _second(up.gradients, down.gradients, expected.gradients),
-            "later": _second(up.parameters, down.parameters, expected.parameters)
-            | _second(up.buffers, down.buffers, changed),
+            "gradients": _differences(differences, up.gradients, down.gradients, expected.gradients),
+            "later": _differences(differences, up.parameters, down.parameters, expected.parameters)
+            | _differences(differences, up.buffers, down.buffers, changed),
         }
         found.append({(kind, name): error for kind, errors in of.items() for name, error in errors.items()})
     own = _medians(h, found)
-    every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]
-    losses = [max(abs(a + b - 2 * c) / max(abs(c), 1e-30) for a, b, c in each) for each in every]
+    losses = [max(_differences(differences, *map(_losses_of, (*pair, expected))).values()) for pair in pairs]
     of_loss = torch.finfo(expected.loss_dtype).eps  # a number of few digits, which two runs often round alike
     return DeviceDifference(
         recorder.narrowest,
-        max(median(losses) / 3**0.5, of_loss),
+        max(median(losses), of_loss),
         {name: error for (kind, name), error in own.items() if kind == "gradients"},
         {name: error for (kind, name), error in own.items() if kind == "later"},
     )
+
+
+def narrow_errors(
+    plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, draws: Draws | None,
+    expected: TrainingOutcome, narrow: torch.dtype, floor: float, differing: Mapping[_Key, float],
+) -> DeviceDifference:  # fmt: skip
+    """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
+
+    It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
+    ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
+    as for :func:`scales`. ``differing`` is not read: each run shows the errors of all tensors.
+    """
+    quarter = torch.finfo(narrow).eps / 4
+    errors, losses = dict[str, float](), []
+    for number, step in enumerate((0.0, quarter, -quarter)):
+        shift = partial(_shift, step, number)
+        found = reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, shift=shift, narrow=narrow)
+        for name, scale in scales(expected.gradients, floor).items():
+            a, b = found.gradients.get(name), expected.gradients[name]
+            if a is not None and b is not None and b.numel():
+                errors[name] = max(errors.get(name, 0.0), float((a.to(b.dtype) - b).abs().max()) / scale)
+        losses.append(abs(found.losses[0] - expected.losses[0]) / max(abs(expected.losses[0]), 1e-30))
+    return DeviceDifference(narrow, max(losses), errors, {})
 
 
 def _shift(step: float, number: int, name: str, value: Tensor) -> None:
@@ -304,15 +346,31 @@ def _shift(step: float, number: int, name: str, value: Tensor) -> None:
         value.mul_(1 + step * signs)
 
 
-def _second(
-    up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None]
-) -> dict[str, float]:
-    """Returns the second difference of each tensor over sqrt(3), as a relative error."""
+def _losses_of(outcome: TrainingOutcome) -> Named:
+    """Returns the losses as tensors, each under the number of its step."""
+    return {str(step): torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(outcome.losses)}
+
+
+def _first(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
+    """Returns the largest difference of two results from the one between them."""
+    return torch.maximum((up - middle).abs(), (down - middle).abs()).max()
+
+
+def _second(up: Tensor, down: Tensor, middle: Tensor) -> Tensor:
+    """Returns the largest second difference of three results, over sqrt(3)."""
+    return (up + down - 2 * middle).abs().max() / 3**0.5
+
+
+def _differences(
+    difference: Callable[[Tensor, Tensor, Tensor], Tensor], up: Mapping[str, Tensor | None],
+    down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None],
+) -> dict[str, float]:  # fmt: skip
+    """Returns the difference of each tensor in three runs, as a relative error."""
     errors = {}
     for name, scale in scales(middle, FLOOR).items():
         a, b, c = up.get(name), down.get(name), middle[name]
         if a is not None and b is not None and c is not None and c.numel():
-            errors[name] = float((a + b - 2 * c).abs().max()) / scale / 3**0.5
+            errors[name] = float(difference(a, b, c)) / scale
     return errors
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
 from shardwright.analysis.forward_events import record_events
@@ -657,3 +658,53 @@ def test_what_a_layer_decides_by_inputs_or_random_numbers_is_decided_on_every_st
     torch.manual_seed(0)
     result = verify(model().double(), line, [*batches(), mixed_batch(4), *batches(), *batches()])
     assert result.equal, str(result)
+
+
+class ChecksIds(nn.Module):
+    """Counts ids in the inputs, as code does that puts the features of pictures in the places of their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, ids):
+        if int((ids == 7).sum()) != 2 * len(ids):
+            raise ValueError("two places are for pictures")
+        return self.head(self.embedding(ids))
+
+
+def test_code_that_stops_on_the_made_up_values_of_a_record_is_refused_with_what_it_says():
+    ids = torch.tensor([[1, 7, 7, 2]] * 4)
+    with pytest.raises(LayoutError, match=r"cannot be recorded(?s:.*)ValueError: two places are for pictures"):
+        verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
+
+
+class Autocasting(Residuals):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return y.float()
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/zb-v mb4", "pp2 mb2 tp2"])
+def test_autocast_may_be_around_modules_of_several_stages(line):
+    verdict = verify(model_of(Autocasting, num=8), line, batches(), dtype=torch.float32)
+    assert verdict, str(verdict)
+
+
+class Reentrant(Residuals):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.first(x))
+
+    def step(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])
+def test_a_checkpoint_that_cannot_be_cut_is_named_with_tensor_parallelism_too(line):
+    with pytest.raises(LayoutError, match="the backward runs code of Reentrant as a whole"):
+        plan_of(model_of(Reentrant), line)

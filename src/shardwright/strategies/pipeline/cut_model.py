@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from shardwright.analysis.tracer import line_of
@@ -64,6 +65,9 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             if found is None or found.gives_dict or _most_work(recorded) < _most_work(found):
                 return recorded
     if failure is not None:
+        if job.recorded and job.example is not None:  # neither way is open: a record may say what is in its way
+            with suppress(TypeError):
+                cut_events(job.model, num_chunks, job.example, **asked)
         raise failure
     assert found is not None, "cut, or failed"
     if job.example is not None and others == {"tp"} and not job.recorded:

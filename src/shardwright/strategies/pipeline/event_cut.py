@@ -29,7 +29,7 @@ from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.strategies.pipeline.cut import check_num_names, partition
@@ -168,7 +168,9 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             others = [record_events(model, inputs, units, partial(_drawn_as, number)) for number in (0.0, 0.999)]
             record = max(record, *others, key=lambda each: len(each.events))
         return record, inputs
-    except (ValueReadError, NotImplementedError, RuntimeError) as failure:
+    except (TypeError, LayoutError, PlanError):
+        raise
+    except Exception as failure:  # also of the user's own code, which may check values that a record does not have
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
             given=f"{type(failure).__name__}: {first_line(failure)}{line_of(failure)}",

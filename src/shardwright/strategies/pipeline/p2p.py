@@ -182,10 +182,19 @@ KEPT_KEYS = 256
 
 @dataclass
 class _EdgeSpecs:
-    """The specs kept under one key, by edge (from chunk, to chunk), and the edges whose receiver has been sent them."""
+    """The specs kept under one key, by edge (from chunk, to chunk), and the edges whose receiver has been sent them.
+
+    ``reached`` says, for each activation of an edge that needs a gradient, whether the last backward has reached it.
+    """
 
     specs: dict[tuple[int, int], ValueSpec] = field(default_factory=dict)
     announced: set[tuple[int, int]] = field(default_factory=set)
+    reached: dict[tuple[int, int], tuple[bool, ...]] = field(default_factory=dict)
+
+    def tells_reached(self, edge: tuple[int, int]) -> bool:
+        """Returns whether the next gradients of an edge come with word of which activations the backward reached."""
+        has_any = any(leaf.needs_gradient for leaf in self.specs[edge].tensors)
+        return has_any and not all(self.reached.get(edge, (False,)))
 
 
 class _Receive(NamedTuple):
@@ -236,9 +245,12 @@ class P2P:
     def set_spec(self, key: object, edge: tuple[int, int], spec: ValueSpec) -> None:
         """Stores, under ``key``, the shapes and dtypes of messages from chunk to chunk (``edge``), as if received.
 
-        For rehearsals alone: in a run the sender sends them ahead of its first message.
+        Backwards count as reaching all of them. For rehearsals alone: in a run the sender sends both with its first
+        message.
         """
-        self._by_key.setdefault(key, _EdgeSpecs()).specs[edge] = spec
+        kept = self._by_key.setdefault(key, _EdgeSpecs())
+        kept.specs[edge] = spec
+        kept.reached[edge] = tuple(True for leaf in spec.tensors if leaf.needs_gradient)
 
     def spec(self, message: StageMessage) -> ValueSpec:
         """Returns the shapes and dtypes of a message's activations, which their gradients have too."""
@@ -275,12 +287,31 @@ class P2P:
         for leaf, tensor in zip(spec.tensors, tensors, strict=True):
             self._send(leaf, tensor, to)
 
-    def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor], to: int) -> None:
+    def reached(self, message: StageMessage) -> tuple[bool, ...]:
+        """Returns, for each activation of a message that needs a gradient, whether the backward has reached it."""
+        return self._by_microbatch[message.microbatch].reached[message.source, message.target]
+
+    def set_local_reached(self, message: StageMessage, reached: tuple[bool, ...]) -> None:
+        """Stores which activations a backward has reached, where they have passed between two chunks of this stage."""
+        self._by_microbatch[message.microbatch].reached[message.source, message.target] = reached
+
+    def send_gradients(
+        self, message: StageMessage, gradients: Sequence[Tensor], reached: tuple[bool, ...], to: int
+    ) -> None:
         """Sends gradients of a message's activations to stage ``to``, which sent these and so knows the shapes.
 
-        Traffic: one send for each tensor, of this rank's part if the activation was scattered.
+        ``reached`` says which of them the backward has reached; the gradients of others are zeros. The receiver is told
+        the first time, and as long as one was not reached: a parameter behind that activation has no gradient, which is
+        not a gradient of zeros.
+
+        Traffic: one send for each tensor, of this rank's part if the activation was scattered; while the receiver is
+            told, one more of a byte for each tensor before.
         """
-        leaves = (leaf for leaf in self.spec(message).tensors if leaf.needs_gradient)
+        kept, edge = self._by_microbatch[message.microbatch], (message.source, message.target)
+        if kept.tells_reached(edge):
+            kept.reached[edge] = reached
+            self.axis.for_strategy("core").send(torch.tensor(reached, dtype=torch.uint8, device=self.axis.device), to)
+        leaves = (leaf for leaf in kept.specs[edge].tensors if leaf.needs_gradient)
         for leaf, gradient in zip(leaves, gradients, strict=True):
             self._send(leaf, gradient, to)
 
@@ -294,13 +325,15 @@ class P2P:
     def post(self, messages: Sequence[StageMessage]) -> None:
         """Posts receives, without waiting, for ``messages`` and all that their senders send earlier.
 
-        It stops at the first message of unknown shapes, which :meth:`take` receives.
+        It stops at the first message ahead of which shapes come, or which activations a backward has reached; that is
+        received by :meth:`take`.
         """
         for message in messages:
             queue = self._queues.get(self._source_of.get(message, -1))
             while queue and message not in self._posted:
                 first = queue[0]
-                if (first.source, first.target) not in self._by_microbatch[first.microbatch].specs:
+                kept, edge = self._by_microbatch[first.microbatch], (first.source, first.target)
+                if edge not in kept.specs or (first.kind == "B" and kept.tells_reached(edge)):
                     break
                 self._post(queue.popleft())
 
@@ -313,12 +346,15 @@ class P2P:
         # Messages of one stage come in its order, so those before this one are posted first.
         while message not in self._posted:
             first = self._queues[stage].popleft()
-            specs, edge = self._by_microbatch[first.microbatch].specs, (first.source, first.target)
-            if edge not in specs:
+            kept, edge = self._by_microbatch[first.microbatch], (first.source, first.target)
+            core = self.axis.for_strategy("core")
+            if edge not in kept.specs:
                 assert first.kind == "F", "values cross before their gradients do"
-                core = self.axis.for_strategy("core")
                 size = int(core.receive((1,), torch.int64, stage))
-                specs[edge] = _unpack_spec(bytes(core.receive((size,), torch.uint8, stage).tolist()))
+                kept.specs[edge] = _unpack_spec(bytes(core.receive((size,), torch.uint8, stage).tolist()))
+            if first.kind == "B" and kept.tells_reached(edge):
+                num = sum(leaf.needs_gradient for leaf in kept.specs[edge].tensors)
+                kept.reached[edge] = tuple(map(bool, core.receive((num,), torch.uint8, stage).tolist()))
             self._post(first)
         posted = self._posted.pop(message)
         for each in posted:

@@ -151,17 +151,23 @@ class PipelineStage(Generic[StagesT]):
     def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
         raise NotImplementedError
 
-    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the gradient of each tensor that :meth:`forward` returned, as received from the chunks that took it.
+    def gradients(self, chunk: int, number: int) -> Mapping[int, Tensor | None]:
+        """Returns the gradients of the tensors that :meth:`forward` returned, as the chunks that took them sent them.
 
-        Gradients from several chunks are added up. None stands for the loss, from which the backward starts.
+        They are listed by the index of the tensor. Gradients from several chunks are added up. None stands for the
+        loss, from which the backward starts. A tensor that the loss does not reach has no entry.
         """
         saved = self._saved[chunk, number]
-        found: list[Tensor | None] = [None] * len(saved.starts)
+        crossed = {position for _, positions in saved.outgoing for position in positions}
+        found: dict[int, Tensor | None] = dict.fromkeys(
+            place for place in range(len(saved.starts)) if place not in crossed
+        )
         for message, positions in saved.outgoing:
-            for position, gradient in zip(positions, self._arrived.pop(message, []), strict=True):
-                before = found[position]
-                found[position] = gradient if before is None else before + gradient
+            reached = self.p2p.reached(message) if positions else ()
+            for position, gradient, is_reached in zip(positions, self._arrived.pop(message, []), reached, strict=True):
+                if is_reached:
+                    before = found.get(position)
+                    found[position] = gradient if before is None else before + gradient
         return found
 
     def pass_back(self, chunk: int, number: int) -> None:
@@ -171,15 +177,17 @@ class PipelineStage(Generic[StagesT]):
         """
         for incoming in self._saved.pop((chunk, number)).incoming:
             found = incoming.gradients or [None] * len(incoming.tensors)
+            reached = tuple(gradient is not None for gradient in found)
             pairs = zip(found, incoming.tensors, strict=True)
             gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
             # The autograd node refers to `incoming`: emptying it breaks a cycle that only the collector would free.
             incoming.tensors = incoming.gradients = ()
             back = incoming.message._replace(kind="B")
             if receiver(back, self.stage_of) == self.stage:
+                self.p2p.set_local_reached(incoming.message, reached)
                 self._arrived[back] = gradients
             else:
-                self.p2p.send_gradients(incoming.message, gradients, receiver(back, self.stage_of))
+                self.p2p.send_gradients(incoming.message, gradients, reached, receiver(back, self.stage_of))
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
         """Returns this rank's chunks that use ``parameter``; only its first chunk if none does."""
