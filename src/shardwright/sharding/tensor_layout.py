@@ -130,8 +130,13 @@ class TensorLayout:
 
     def on_all(self, axis: str) -> TensorLayout:
         """Returns this layout on all indices of ``axis`` again, without the restriction that :meth:`only` set."""
-        others = (step for step in self.steps if not (isinstance(step, _HeldOnly) and step.axis == axis))
-        return TensorLayout(self.shape, tuple(others))
+        steps: list[_LayoutStep] = []
+        for step in self.steps:
+            if isinstance(step, _FlatSlices):
+                steps.append(step._replace(beside=tuple(each.on_all(axis) for each in step.beside)))
+            elif not (isinstance(step, _HeldOnly) and step.axis == axis):
+                steps.append(step)
+        return TensorLayout(self.shape, tuple(steps))
 
     def flat(self, axis: str, parts: int, beside: Sequence[TensorLayout] = (), place: int = 0) -> TensorLayout:
         """Returns this layout with local tensors flattened and sharded over ``axis`` in ``parts`` slices, as in ZeRO.
@@ -206,6 +211,14 @@ class TensorLayout:
     def num_elements(self, coord: Coord) -> int:
         """Returns the number of elements that the rank at ``coord`` stores; a missing axis counts as index 0."""
         return prod(self.local_shape(coord))
+
+    def held_along(self, axis: str) -> tuple[int, ...]:
+        """Returns the indices of an axis on which alone the tensor is held, as :meth:`only` says; () if all hold it.
+
+        >>> TensorLayout.whole((2, 3)).only("pp", [0, 3]).held_along("pp")
+        (0, 3)
+        """
+        return next((each.indices for each in self.steps if isinstance(each, _HeldOnly) and each.axis == axis), ())
 
     def is_held_at(self, coord: Coord) -> bool:
         """Returns whether ranks at ``coord``, such as those of a pipeline stage, may hold any of the tensor.

@@ -49,8 +49,8 @@ def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
             if trained or frozen:
                 # One key, one sequence: its parameters are on the same stages, sharded and summed over the same axes,
                 # and one collective has one dtype.
-                coords = ({"pp": stage} if "pp" in layout.axes else {} for stage in range(plan.mesh["pp"]))
-                stages = tuple(stage for stage, coord in enumerate(coords) if layout.pieces(coord))
+                held = layout.held_along("pp") or range(plan.mesh["pp"])
+                stages = tuple(stage for stage in held if layout.pieces({"pp": stage}))
                 sums, dtypes = partial_axes(plan, name), (plan.compute_dtypes[name], plan.stored_dtypes[name])
                 found.setdefault((group.name, trained, layout.axes, stages, sums, dtypes), []).append(name)
     return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
