@@ -136,7 +136,7 @@ class AlikeRanks:
         return tuple(tables.values())
 
     def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> Table:
-        """Returns the table of what each rank sums of a param group, on stages that hold it; over ``summed`` ones too."""
+        """Returns the table of what each rank of a stage sums of a param group; of all its stages along ``summed``."""
         plan = self._plan
         layouts = [plan.state[name].gradient for name in group.parameters]
         held = {axis: sorted({i for each in layouts for i in each.held_along(axis)}) for axis in mesh_axes("stages")}
@@ -182,7 +182,7 @@ class AlikeRanks:
         tables = [*self._size_tables, *self._sum_tables, *self._row_tables(coord)]
         found = {axis: _first_alike(axis, mesh[axis], tables) for axis in axes}
         for axis in (axis for axis in axes if any(axis in cut.parted for cut in self._cuts)):
-            # values that cross are known for one of the ranks that compute alike, and then whether their parts are equal
+            # what crosses is known for one of the ranks that compute alike; then also whether all parts are equal
             firsts = ({**coord, **{a: found[a][coord[a]] for a in axes}, axis: first} for first in set(found[axis]))
             values = sorted({size for at in firsts for size in self._parted_elements(at)})
             parts = zip(*([b - a for a, b in pairwise(balanced(size, mesh[axis]))] for size in values), strict=True)

@@ -152,9 +152,9 @@ class StepCalls(NamedTuple):
 
     The tuples have one entry for each microbatch, the same object for microbatches with as many samples on every rank:
     :meth:`kinds` counts those. ``module_calls`` are the calls of this rank, and ``everywhere`` those of all stages.
-    ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device. ``crossing`` holds the tensors that pipeline chunks send each other, by the name of the value. ``sent`` counts the
-    collectives of each chunk, by its number, if stages run the model's own forward on tensor-parallel shards; else it
-    is empty.
+    ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device. ``crossing`` holds the
+    tensors that pipeline chunks send each other, by the name of the value. ``sent`` counts the collectives of each
+    chunk, by its number, if stages run the model's own forward on tensor-parallel shards; else it is empty.
     """
 
     module_calls: tuple[ModuleCalls, ...]
@@ -228,7 +228,8 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
     """
     found: list[Traffic] = []
     for group in plan.param_groups:
-        here = tuple(name for name in group.parameters if sync_axes(plan, name)[:1] == (axis,))
+        held = (name for name in group.parameters if plan.state[name].gradient.is_held_at(coord))
+        here = tuple(name for name in held if sync_axes(plan, name)[:1] == (axis,))
         found += group_sums(plan, group._replace(parameters=here), coord) if here else ()
     return tuple(found)
 

@@ -220,6 +220,20 @@ class TensorLayout:
         """
         return next((each.indices for each in self.steps if isinstance(each, _HeldOnly) and each.axis == axis), ())
 
+    def is_cut_evenly(self, axis: str) -> bool:
+        """Returns whether all indices of an axis hold copies, or disjoint parts of one size, on all other coordinates.
+
+        >>> from shardwright.sharding.box import balanced_ranges
+        >>> [TensorLayout.whole((n,)).cut("tp", 0, balanced_ranges(n, 2)).is_cut_evenly("tp") for n in (4, 5)]
+        [True, False]
+        """
+        mine = [step for step in self.steps if step.axis == axis]
+        if not mine or not isinstance(cut := mine[0], _Cut):
+            return not mine
+        beside = [step for step in self.steps if isinstance(step, _Cut) and step.dim == cut.dim]
+        widths = {sum(b - a for a, b in held) for held in cut.ranges}
+        return len(beside) == len(widths) == 1 and widths.pop() * cut.parts == self.shape[cut.dim]
+
     def is_held_at(self, coord: Coord) -> bool:
         """Returns whether ranks at ``coord``, such as those of a pipeline stage, may hold any of the tensor.
 
@@ -293,16 +307,15 @@ class TensorLayout:
         return self._local_of_key[key]
 
     def _build(self, coord: Coord) -> _Local:
+        if not self.is_held_at(coord):
+            return _Local((), (0,) if self.is_flat else (0,) * max(1, len(self.shape)))
         dims: list[tuple[Range, ...]] = [_joined(((0, size),)) for size in self.shape]
         flat: tuple[Piece, ...] | None = None
         for step in self.steps:
             index = coord[step.axis]
-            if isinstance(step, _HeldOnly):
-                if index not in step.indices:
-                    return _Local((), (0,) if self.is_flat else (0,) * max(1, len(self.shape)))
-            elif isinstance(step, _Cut):
+            if isinstance(step, _Cut):
                 dims[step.dim] = _intersections(step.ranges[index], dims[step.dim])
-            else:
+            elif isinstance(step, _FlatSlices):
                 if flat is None:
                     flat = _flattened(tuple(dims))
                 size = sum(piece.whole.size for piece in flat)

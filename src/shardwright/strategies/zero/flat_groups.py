@@ -34,6 +34,8 @@ class FlatGroup(NamedTuple):
 
     def num_elements(self, plan: Plan, coord: Coord) -> int:
         """Returns the number of elements of the unsharded flat parameter on the rank at ``coord``."""
+        if not plan.compute[self.parameters[0]].is_held_at(coord):  # then none of them is: they are on the same stages
+            return 0
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
