@@ -307,7 +307,7 @@ class StepTraffic:
             return (MicrobatchRehearsal({}),) * len(microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # all stages see the same values, and model copies with as many samples see values of the same shapes
-        counts = {id(each): each.counts(axes) for each in shards}
+        counts = {id(each): each.counts(axes) for each in different(shards)}
         key = (*(coord[axis] for axis in axes), *(counts[id(each)] for each in shards))
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it

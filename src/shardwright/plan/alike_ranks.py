@@ -126,12 +126,11 @@ class AlikeRanks:
             if all(set(layout.axes) <= set(plan.compute[name].axes) for name, layout in gradients.items()):
                 continue
             summed = [axis for axis in stages if any(axis in axes for axes in over.values())]
-            kind = [
-                (over[name], sum_dtype(plan, name), plan.compute[name], layout) for name, layout in gradients.items()
-            ]
-            for axis in (axis for axis in stages if axis not in summed):  # the stages hold other blocks, as many each
-                kind = [(*rest, compute.on_all(axis), layout.on_all(axis)) for *rest, compute, layout in kind]
-            if (key := tuple(kind)) not in tables:
+            stored = [(plan.compute[name], layout) for name, layout in gradients.items()]
+            for axis in (axis for axis in stages if axis not in summed):  # stages hold other blocks, of the same kinds
+                stored = [(compute.on_all(axis), layout.on_all(axis)) for compute, layout in stored]
+            key = (*stored, *((over[name], sum_dtype(plan, name)) for name in gradients))
+            if key not in tables:
                 tables[key] = self._sums_of(group._replace(parameters=tuple(gradients)), summed)
         return tuple(tables.values())
 

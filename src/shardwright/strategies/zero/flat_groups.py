@@ -34,21 +34,20 @@ class FlatGroup(NamedTuple):
 
     def num_elements(self, plan: Plan, coord: Coord) -> int:
         """Returns the number of elements of the unsharded flat parameter on the rank at ``coord``."""
-        if not plan.compute[self.parameters[0]].is_held_at(coord):  # then none of them is: they are on the same stages
-            return 0
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
-def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
+def flat_groups(plan: Plan, *, frozen: bool, at: Coord | None = None) -> tuple[FlatGroup, ...]:
     """Returns the groups of parameters that are each concatenated into one flat parameter; frozen ones only if asked.
 
-    With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own.
+    With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own. With ``at`` only the
+    groups on the pipeline stages at that coordinate are returned.
     """
     found: dict[tuple[object, ...], list[str]] = {}
     for group in plan.param_groups:
         for name in group.parameters:
             layout, trained = plan.compute[name], name not in plan.frozen
-            if trained or frozen:
+            if (trained or frozen) and (at is None or layout.is_held_at(at)):
                 # One key, one sequence: its parameters are on the same stages, sharded and summed over the same axes,
                 # and one collective has one dtype.
                 held = layout.held_along("pp") or range(plan.mesh["pp"])
