@@ -28,6 +28,7 @@ SIZES = [
     ("mlp", {}),
 ]
 EVEN = ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64})
+HEADS = ("gpt", {"num_layers": 2, "width": 32, "num_heads": 4, "hidden": 132, "vocabulary": 64})
 
 
 def traffic_of(line, model, samples, seq=9):
@@ -74,7 +75,7 @@ def test_messages_of_classes_of_alike_ranks_equal_those_computed_for_each_rank(s
         ("dp3 tp4", ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64}), 7, 2),  # 3 samples, 2, 2
         ("pp2/1f1b mb2 dp2 tp4", EVEN, 8, 2),  # by stage
         ("pp2/1f1b/scatter mb2 dp2 tp4", EVEN, 8, 2),  # parts of one size
-        ("pp2/1f1b/scatter mb1 tp3", EVEN, 1, 6),  # 288 elements in three parts, but two heads, one, one; 64 words
+        ("pp2/1f1b/scatter mb1 tp3", HEADS, 1, 4),  # 288 elements in three parts; two heads, one, one
         ("pp2/1f1b mb2 dp2/zero1 tp4", EVEN, 8, 2),  # both stages sum a tied table, of which a rank has 256 of 512
         ("pp2/1f1b mb3 dp3/zero1 tp4", EVEN, 9, 4),  # 171 elements, 171, 170
         ("tp2/spatial", ("convnet", {}), 4, 2),  # the first rank has a neighbour below, the last one above
@@ -87,11 +88,15 @@ def test_ranks_fall_into_as_few_classes_as_their_sizes_allow(line, model, sample
 
 
 @pytest.mark.parametrize(
-    "line", ["pp2/1f1b/scatter mb3 tp3", "pp2/1f1b/scatter mb2 dp3/zero1 tp4/sp", "pp3/1f1b mb4 dp2x2/zero3 tp2"]
+    ("line", "model"),
+    [
+        ("pp2/1f1b/scatter mb3 tp3", HEADS),  # 224 elements a sample: 75, 75, 74
+        ("pp2/1f1b/scatter mb2 dp3/zero1 tp4/sp", EVEN),
+        ("pp2/1f1b mb4 dp2x2/zero3 tp2", SIZES[0]),
+    ],
 )
-def test_ranks_with_parts_of_values_or_of_gradients_send_what_each_computes_for_itself(line):
-    model = ("gpt", {"num_layers": 3, "width": 36, "vocabulary": 50})
-    by_class, by_rank = (traffic_of(line, model, 10, seq=7) for _ in range(2))  # 252 elements a sample
+def test_ranks_with_parts_of_values_or_of_gradients_send_what_each_computes_for_itself(line, model):
+    by_class, by_rank = (traffic_of(line, model, 10, seq=7) for _ in range(2))
     found = [messages(by_class, coord) for coord in by_class.plan.mesh.coords()]
     with mock.patch.object(AlikeRanks, "like", lambda self, coord: coord):
         assert found == [messages(by_rank, coord) for coord in by_class.plan.mesh.coords()]
