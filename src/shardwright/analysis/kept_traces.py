@@ -16,7 +16,7 @@ _ByKey = dict[Hashable, tuple[nn.Module, fx.Graph | None]]
 _KEPT = local()
 
 
-class _Traces(NamedTuple):
+class _TracedBlocks(NamedTuple):
     of_module: _ByKey
     of_kind: _ByKey
     """By :func:`likeness`. The modules are kept too, so that the ids in keys stay taken."""
@@ -29,8 +29,8 @@ def traces_kept() -> Iterator[None]:
     A context inside another, such as that of a plan in that of a search, shares the traces of kinds. Threads do not
     share traces, because in tests each thread is a rank.
     """
-    before: _Traces | None = getattr(_KEPT, "traces", None)
-    _KEPT.traces = _Traces({}, {} if before is None else before.of_kind)
+    before: _TracedBlocks | None = getattr(_KEPT, "traces", None)
+    _KEPT.traces = _TracedBlocks({}, {} if before is None else before.of_kind)
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def kept(
     ...     kept(layer, lambda _: fx.Graph()) is kept(layer, lambda _: fx.Graph())
     True
     """
-    traces: _Traces | None = getattr(_KEPT, "traces", None)
+    traces: _TracedBlocks | None = getattr(_KEPT, "traces", None)
     if traces is None:
         return trace(module)
     key = id(module), way
