@@ -493,6 +493,20 @@ def planner_own() -> str:
     return "\n".join(lines)
 
 
+def planner_speed() -> str:
+    """What commands of the planner take for a model of 175 billion parameters, with the bars."""
+    bars = {"plan --layout": "10 s, 500 MB", "show": "10 s, 500 MB", "plan": "12 s"}
+    lines = ["| command | CPU s | peak, MB | bar |", "|---|---|---|---|"]
+    result = newest("planner_speed")
+    for name, bar in bars.items():
+        rows = [row for row in result["table"] if row["what"] == name and row["tree"] == "this"]
+        seconds, peak = (statistics.median(row[key] for row in rows) for key in ("cpu_s", "peak_MB"))
+        lines.append(f"| `{name}` | {seconds:.1f} | {peak:.0f} | {bar} |")
+    for row in result["one_more_layout"]:
+        lines.append(f"| price of `{row['layout']}` | {row['ms'] / 1000:.3f} | | 0.005 s |")
+    return "\n".join(lines)
+
+
 def offload() -> str:
     """State on disk beside state in memory."""
     lines = ["| variant | s a step | range | resident, MiB | range | tensors, MiB | on disk, MiB |", "|---" * 7 + "|"]
@@ -709,6 +723,7 @@ TABLES = {
     "ledger": ledger,
     "planner": planner,
     "planner_own": planner_own,
+    "planner_speed": planner_speed,
     "kills": kills,
     "ends": ends,
     "saves": saves,

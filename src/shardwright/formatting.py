@@ -15,7 +15,10 @@ def json_text(value: Any, indent: int | None = None) -> str:
     >>> json_text({"loss": float("nan"), "steps": (1, float("inf"))})
     '{"loss": null, "steps": [1, null]}'
     """
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except (TypeError, ValueError):  # a number that is not finite, or a mapping that is no dict
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.operator_results import run_on_meta
-from shardwright.analysis.recording import record_forward
+from shardwright.analysis.recording import Recorded, record_forward
 
 
 class ChecksItsInputs(nn.Module):
@@ -89,3 +89,13 @@ def test_a_product_of_groups_on_meta_has_the_dtype_that_is_asked_for():
     grouped = torch.ops.aten._grouped_mm.default
     assert run_on_meta(grouped, (x, w), {}).dtype is torch.float32
     assert run_on_meta(grouped, (x, w), {"out_dtype": torch.bfloat16}).dtype is torch.bfloat16
+
+
+def test_values_of_the_masks_that_torchs_attention_makes_are_not_kept():
+    recorded, q = Recorded(), torch.empty(1, 2, 64, 8, device="meta")
+    with recorded:
+        own = torch.ones(4, 4, device="meta").tril()
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        after = own + 1
+    assert not [value for value in recorded._values.values() if value.numel() >= 64 * 64]
+    assert recorded.values(after).sum() == 26  # those of the user's own code are

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import ChunkedModel, prepare, read_graph, run, sites
+from shardwright.analysis.kept_traces import kept, traces_kept
 from shardwright.analysis.structure import trace
 from shardwright.errors import LayoutError
 
@@ -94,3 +95,22 @@ def test_the_result_of_an_adaptive_softmax_is_taken_for_no_tensor():
     assert trace(Adaptive(True), failures=failures) is None
     assert "head" in str(failures[0])
     assert trace(Adaptive(False)) is not None
+
+
+class Unreadable(nn.Linear):
+    traced = 0
+
+    def forward(self, x):
+        type(self).traced += 1
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_of_alike_modules_one_is_traced_in_all_plans_of_a_search_also_if_it_cannot_be():
+    first, second, wide = Unreadable(2, 2), Unreadable(2, 2), Unreadable(2, 4)
+    with traces_kept():
+        for module in (first, second, wide):
+            with traces_kept():
+                assert kept(module, trace) is None
+    assert Unreadable.traced == 2
+    assert kept(second, trace) is None  # outside, each call traces
+    assert Unreadable.traced == 3

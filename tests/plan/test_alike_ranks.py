@@ -27,6 +27,8 @@ SIZES = [
     ("convnet", {}),
     ("mlp", {}),
 ]
+EVEN = ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64})
+HEADS = ("gpt", {"num_layers": 2, "width": 32, "num_heads": 4, "hidden": 132, "vocabulary": 64})
 
 
 def traffic_of(line, model, samples, seq=9):
@@ -71,7 +73,11 @@ def test_messages_of_classes_of_alike_ranks_equal_those_computed_for_each_rank(s
         ("tp4", SIZES[0], 6, 2),  # 50 words: 13, 13, 12, 12
         ("dp3 tp4", ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64}), 6, 1),
         ("dp3 tp4", ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64}), 7, 2),  # 3 samples, 2, 2
-        ("pp2/1f1b mb2 dp2 tp4", ("gpt", {"num_layers": 2, "width": 32, "vocabulary": 64}), 8, 2),  # by stage
+        ("pp2/1f1b mb2 dp2 tp4", EVEN, 8, 2),  # by stage
+        ("pp2/1f1b/scatter mb2 dp2 tp4", EVEN, 8, 2),  # parts of one size
+        ("pp2/1f1b/scatter mb1 tp3", HEADS, 1, 4),  # 288 elements in three parts; two heads, one, one
+        ("pp2/1f1b mb2 dp2/zero1 tp4", EVEN, 8, 2),  # both stages sum a tied table, of which a rank has 256 of 512
+        ("pp2/1f1b mb3 dp3/zero1 tp4", EVEN, 9, 4),  # 171 elements, 171, 170
         ("tp2/spatial", ("convnet", {}), 4, 2),  # the first rank has a neighbour below, the last one above
         ("tp4", SIZES[2], 6, 4),  # three heads on four ranks: some elements are on several
     ],
@@ -79,6 +85,30 @@ def test_messages_of_classes_of_alike_ranks_equal_those_computed_for_each_rank(s
 def test_ranks_fall_into_as_few_classes_as_their_sizes_allow(line, model, samples, number):
     traffic = traffic_of(line, model, samples)
     assert len({tuple(traffic.like(coord).values()) for coord in traffic.plan.mesh.coords()}) == number
+
+
+@pytest.mark.parametrize(
+    ("line", "model"),
+    [
+        ("pp2/1f1b/scatter mb3 tp3", HEADS),  # 224 elements a sample: 75, 75, 74
+        ("pp2/1f1b/scatter mb2 dp3/zero1 tp4/sp", EVEN),
+        ("pp2/1f1b mb4 dp2x2/zero3 tp2", SIZES[0]),
+    ],
+)
+def test_ranks_with_parts_of_values_or_of_gradients_send_what_each_computes_for_itself(line, model):
+    by_class, by_rank = (traffic_of(line, model, 10, seq=7) for _ in range(2))
+    found = [messages(by_class, coord) for coord in by_class.plan.mesh.coords()]
+    with mock.patch.object(AlikeRanks, "like", lambda self, coord: coord):
+        assert found == [messages(by_rank, coord) for coord in by_class.plan.mesh.coords()]
+
+
+def test_traffic_of_many_equal_microbatches_is_stated_once_with_their_number():
+    few, many = (traffic_of(f"pp2/1f1b mb{number} tp2", EVEN, number) for number in (2, 32))
+    for coord in few.plan.mesh.coords():
+        some, more = few.at(coord), many.at(coord)
+        assert {name: len(sent) for name, sent in some.items()} == {name: len(sent) for name, sent in more.items()}
+        sends = [[each.times for each in found["pipeline"] if each.kind == "send"] for found in (some, more)]
+        assert ([16 * times for times in sends[0]]) == sends[1]
 
 
 def test_a_strategy_that_does_not_say_what_it_reads_is_asked_for_every_rank():

@@ -109,11 +109,13 @@ def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
         return rehearse(*given)
 
     monkeypatch.setattr(recording, "rehearse", counting)
-    for line, layers in (("single", 3), ("dp8", 24)):
+    stages = "pp{}/1f1b mb8 dp{}/zero1/bucket:0"  # are sums under way? the first stage shows it, once
+    cases = [("single", 3, 2), ("dp8", 24, 2), (stages.format(4, 2), 12, 6), (stages.format(6, 8), 24, 6)]
+    for line, layers, number in cases:
         layout = Layout.parse(line)
         job, batch = gpt(layout, num_layers=layers)
         before = len(counted)
-        assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == 2
+        assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == number
 
 
 def test_a_model_of_unlike_blocks_is_rehearsed_whole_and_says_so():

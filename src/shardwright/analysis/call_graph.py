@@ -186,6 +186,11 @@ class ChunkedModel:
     def _first_calls(self) -> Mapping[str, int]:
         return {path: number for number, path in enumerate(self._chunks_by_call)}
 
+    @cached_property
+    def _callers(self) -> dict[str, str | None]:
+        """Maps a module to itself or the one around it that the graph calls, None if it calls none; filled on use."""
+        return {}
+
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
 
@@ -197,11 +202,13 @@ class ChunkedModel:
         >>> chunked.times("0", 1, [0]), chunked.times("0", 1, [1])
         ((1,), (0,))
         """
-        parts = module.split(".")
-        around = [path for n in range(len(parts) + 1) if (path := ".".join(parts[:n])) in self._chunks_by_call]
-        if not around:
+        if module not in self._callers:
+            parts = module.split(".")
+            around = [path for n in range(len(parts) + 1) if (path := ".".join(parts[:n])) in self._chunks_by_call]
+            self._callers[module] = min(around, key=self._first_calls.__getitem__, default=None)
+        caller = self._callers[module]
+        if caller is None:
             return (0,) * num_calls
-        caller = min(around, key=self._first_calls.__getitem__)
         by_call = self._chunks_by_call[caller]
         inner_calls = max(num_calls // len(by_call), 1)  # calls of ``module`` in one call of the module in the graph
         return tuple(len(by_call[min(n // inner_calls, len(by_call) - 1)] & set(chunks)) for n in range(num_calls))

@@ -13,10 +13,12 @@ not, so a layer with a call from elsewhere stays whole::
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
 
+from shardwright.analysis.kept_traces import kept
 from shardwright.analysis.structure import CONTAINERS, LayerChain, trace
 
 
@@ -110,7 +112,8 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
             for each in (*_ancestors(caller), caller)
             if each.startswith(prefix) and each != path
         }
-        graph = trace(model.get_submodule(path), opened=opened) if inside else None
+        way = frozenset(opened)
+        graph = kept(model.get_submodule(path), partial(trace, opened=way), way) if inside else None
         if graph is None:
             untraceable.add(path)
             continue

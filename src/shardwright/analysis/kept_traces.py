@@ -1,54 +1,66 @@
-"""Keeps the traces of modules while one plan is made, so that several analyses share one trace of each module."""
+"""Keeps the traces of modules, so that the analyses of a plan, or the plans of a search, share one trace of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from threading import local
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.alike import likeness
 
-Traces = dict[object, tuple[nn.Module, fx.Graph | None]]
+_ByKey = dict[Hashable, tuple[nn.Module, fx.Graph | None]]
 _KEPT = local()
+
+
+class _TracedBlocks(NamedTuple):
+    of_module: _ByKey
+    of_kind: _ByKey
+    """By :func:`likeness`. The modules are kept too, so that the ids in keys stay taken."""
 
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Returns a context in which :func:`kept` traces each module only once.
+    """Returns a context in which :func:`kept` traces each module, and each kind of modules that are alike, only once.
 
-    Threads do not share traces, because in tests each thread is a rank.
+    A context inside another, such as that of a plan in that of a search, shares the traces of kinds. Threads do not
+    share traces, because in tests each thread is a rank.
     """
-    before: Traces | None = getattr(_KEPT, "traces", None)
-    _KEPT.traces = {} if before is None else before
+    before: _TracedBlocks | None = getattr(_KEPT, "traces", None)
+    _KEPT.traces = _TracedBlocks({}, {} if before is None else before.of_kind)
     try:
         yield
     finally:
         _KEPT.traces = before
 
 
-def kept(module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None]) -> fx.Graph | None:
+def kept(
+    module: nn.Module, trace: Callable[[nn.Module], fx.Graph | None], way: Hashable = ()
+) -> fx.Graph | None:  # fmt: skip
     """Returns ``trace(module)``, or the stored result of an earlier call in the same :func:`traces_kept` context.
 
-    Modules that are alike share a trace, unless the graph holds tensors. The caller must not change the graph.
+    Modules that are alike share a trace, unless the graph holds tensors. The caller must not change the graph. ``way``
+    tells functions apart that trace a module differently.
 
     >>> layer = nn.Linear(2, 2)
     >>> with traces_kept():
     ...     kept(layer, lambda _: fx.Graph()) is kept(layer, lambda _: fx.Graph())
     True
     """
-    traces: Traces | None = getattr(_KEPT, "traces", None)
+    traces: _TracedBlocks | None = getattr(_KEPT, "traces", None)
     if traces is None:
         return trace(module)
-    if id(module) not in traces:
-        alike = likeness(module)
-        found = traces[alike][1] if alike in traces else trace(module)
-        traces[id(module)] = module, found  # the module too, so that its id stays taken
-        if found is not None and not _holds_tensors(found):
-            traces[alike] = module, found
-    return traces[id(module)][1]
+    key = id(module), way
+    if key not in traces.of_module:
+        alike = *likeness(module), way
+        found = traces.of_kind[alike][1] if alike in traces.of_kind else trace(module)
+        traces.of_module[key] = module, found  # the module too, so that its id stays taken
+        if found is None or not _holds_tensors(found):
+            traces.of_kind[alike] = module, found
+    return traces.of_module[key][1]
 
 
 def _holds_tensors(graph: fx.Graph) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
 from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.operator_results import MetaOperators
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None)
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    kept = MetaValues(guess=guess) if values else nullcontext()
+    kept = MetaValues(guess=guess) if values else MetaOperators()
     instead = {functional.interpolate: _interpolate}
     with IgnoresDeviceMoves(torch.device("meta"), instead), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None

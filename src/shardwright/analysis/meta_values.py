@@ -84,6 +84,8 @@ class MetaValues(DispatchMode):
         """How many conditions on values that only a real run has were answered by ``guess``."""
         self.num_reads = 0
         """How many calls so far have read values, or made a tensor whose shape depends on values."""
+        self.keeps_values = True
+        """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
         self._guess = guess
         self._values: dict[Key, Tensor] = {}
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
@@ -147,7 +149,7 @@ class MetaValues(DispatchMode):
         if func.namespace == "prim" or name in _SILENT:
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
-        known = name not in RANDOM and all(value is not None for value in values)
+        known = self.keeps_values and name not in RANDOM and all(value is not None for value in values)
         self.num_reads += name in _READS or _has_size_of_values(name, args)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:

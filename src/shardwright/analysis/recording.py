@@ -25,7 +25,7 @@ from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import map_tensors
+from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
@@ -240,11 +240,14 @@ class _WholeCalls(TorchFunctionMode):
         try:
             if func not in WHOLE_CALLS:
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+            # an attention makes masks, of megabytes for long sequences, whose values none of the user's code can read
+            self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))
             with self._recorded.quiet():
                 results = func(*args, **named)
             self._recorded.ran(func, args, named, results, random=False)
             return results
         finally:
+            self._recorded.keeps_values = True
             self._recorded.depth -= 1
 
 

@@ -333,7 +333,7 @@ def show(
     seen, timelines = timelines_of(*given, measured=measured) if is_drawn else ({}, "")
     if png is not None:
         draw_layout(description, png)
-    text = show_text(description, width)
+    text = "" if as_json else show_text(description, width)
     if with_memory:
         found, ledger = ledger_of(config, job, batch, backend, memory_png, width, measured=measured)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"

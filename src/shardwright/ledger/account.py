@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.operator_results import MetaOperators
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.limits import Ranks
@@ -213,9 +212,8 @@ def rehearsed(
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
     with NativeAttentionOnMeta(), on_meta(run.model, values=False):
-        with MetaOperators():
-            run.step(microbatch)
-            steps.step()
+        run.step(microbatch)
+        steps.step()
         yield run, microbatch, steps
 
 

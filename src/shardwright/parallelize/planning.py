@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -35,14 +36,14 @@ from shardwright.parallelize.checks import check_held, check_microbatches, check
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.alike_ranks import AlikeRanks
-from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
+from shardwright.plan.batch_shard import BatchShard, local_range, microbatch_samples, num_tokens_of
 from shardwright.plan.compiled import compiled_blocks
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
 from shardwright.plan.shares import CutShare, shares
-from shardwright.plan.traffic import StepCalls, Traffic
+from shardwright.plan.traffic import StepCalls, Traffic, different
 from shardwright.runtime.copy_stream import CopyStream
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
@@ -244,7 +245,7 @@ class StepTraffic:
     @cached_property
     def _alike(self) -> AlikeRanks:
         cuts = [cuts_of_traffic(strategy, self.plan) for strategy in self.strategies]
-        return AlikeRanks(self.plan, cuts, self._num_samples, self._num_tokens)
+        return AlikeRanks(self.plan, cuts, self._num_samples, self._num_tokens, self._parted_elements)
 
     def like(self, coord: Coord) -> Coord:
         """Returns the coordinate of a rank that sends the same as the one at ``coord``, one for all such ranks."""
@@ -264,22 +265,32 @@ class StepTraffic:
 
     def _said_at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         plan = self.plan
-        shard = plan.batch_shard(coord)
-        inputs = shard.cut_tokens(self._inputs, self._num_tokens)
-        parts = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
-        of_size = {len(part): part for part in parts}  # on the meta device, microbatches of one size are alike
-        by_size = {size: rows(inputs, part.start, part.stop) for size, part in of_size.items()}
-        microbatches = [by_size[len(part)] for part in parts]
-        calls = {size: self._module_calls(microbatch) for size, microbatch in by_size.items()}
-        everywhere = tuple(calls[len(part)] for part in parts)
-        different = {id(each): each for each in everywhere}
-        on_stage = {key: _on_stage(each, plan, coord) for key, each in different.items()}
+        microbatches = self._microbatches(coord)
+        calls = {id(each): self._module_calls(each) for each in different(microbatches)}
+        everywhere = tuple(calls[id(each)] for each in microbatches)
+        on_stage = {id(each): _on_stage(each, plan, coord) for each in different(everywhere)}
         module_calls = tuple(on_stage[id(each)] for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
         sent = tuple(each.sent for each in crossing)
-        batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, tuple(microbatches), sent)
+        batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, microbatches, sent)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
+
+    def _microbatches(self, coord: Coord) -> tuple[Any, ...]:
+        """Returns the inputs of each microbatch of the rank at ``coord``, one object for all of one size."""
+        shard = self.plan.batch_shard(coord)
+        inputs = shard.cut_tokens(self._inputs, self._num_tokens)
+        parts = microbatch_samples(shard.local_samples(self._num_samples), self.plan.layout.num_microbatches)
+        of_size = {len(part): part for part in parts}  # on the meta device, microbatches of one size are alike
+        by_size = {size: rows(inputs, part.start, part.stop) for size, part in of_size.items()}
+        return tuple(by_size[len(part)] for part in parts)
+
+    def _parted_elements(self, coord: Coord) -> set[int]:
+        """Returns the sizes of the values that the rank at ``coord`` sends to other stages in parts, in elements."""
+        shards = microbatch_shards(self.plan, coord, self._num_samples, self._num_tokens)
+        found = different(crossings(self._crossing(self._microbatches(coord), shards, coord)))
+        values = (each for crossing in found for tensors in crossing.values() for each in tensors if each.is_scattered)
+        return {each.num_bytes // each.element_bytes for each in values}
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
@@ -293,10 +304,11 @@ class StepTraffic:
         self, microbatches: Sequence[Any], shards: Sequence[BatchShard], coord: Coord
     ) -> tuple[MicrobatchRehearsal, ...]:
         if self.plan.stages is None:
-            return tuple(MicrobatchRehearsal({}) for _ in microbatches)
+            return (MicrobatchRehearsal({}),) * len(microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # all stages see the same values, and model copies with as many samples see values of the same shapes
-        key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in shards))
+        counts = {id(each): each.counts(axes) for each in different(shards)}
+        key = (*(coord[axis] for axis in axes), *(counts[id(each)] for each in shards))
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it
             job = self.job._replace(model=model, loss=without_storage(self.job.loss))
@@ -327,16 +339,24 @@ def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCall
 
 
 def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
-    """Returns which samples and tokens of each microbatch the rank at ``coord`` gets.
+    """Returns how many samples and tokens of each microbatch the rank at ``coord`` and the others get.
 
-    ``num_global`` is the number of samples of the global batch, and ``num_tokens`` the number of tokens of each sample,
-    or 0 if the layout does not cut sequences.
+    Microbatches with as many samples on every rank share one entry, that of the first of them. ``num_global`` is the
+    number of samples of the global batch, and ``num_tokens`` the number of tokens of each sample, or 0 if the layout
+    does not cut sequences.
     """
-    found = tuple(plan.batch_shard(coord) for _ in range(plan.layout.num_microbatches))
-    for number, shard in enumerate(found):
-        shard.set_microbatch(num_global, number, len(found))
+    mesh, number_of_all = plan.mesh, plan.layout.num_microbatches
+    ranks = ({**coord, **at} for at in mesh.coords([axis for axis in mesh.axes if axis in plan.row_axes]))
+    local = {len(local_range(mesh, plan.row_axes, at, num_global)) for at in ranks}
+    # the first (samples % microbatches) ones of a rank have a sample more
+    firsts = sorted({0, *(samples % number_of_all for samples in local)})
+    found: list[BatchShard] = []
+    for first, after in pairwise((*firsts, number_of_all)):
+        shard = plan.batch_shard(coord)
+        shard.set_microbatch(num_global, first, number_of_all)
         shard.set_num_tokens(num_tokens)
-    return found
+        found += [shard] * (after - first)
+    return tuple(found)
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:

@@ -32,7 +32,7 @@ from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action, Schedule
-from shardwright.plan.traffic import BoundaryTensor, Sent
+from shardwright.plan.traffic import BoundaryTensor, Sent, different
 from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.executor import Microbatch
@@ -75,10 +75,9 @@ def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
             for t, is_scattered in zip(tensors, scattered or (False,) * len(tensors), strict=True)
         )
 
-    different = {id(each): each for each in found}  # microbatches of equal shapes have one rehearsal
     known = {
-        key: {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
-        for key, each in different.items()
+        id(each): {name: sizes(value, each.scattered.get(name, ())) for name, value in each.values.items()}
+        for each in different(found)
     }
     return tuple(known[id(each)] for each in found)
 

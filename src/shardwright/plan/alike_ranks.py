@@ -8,17 +8,18 @@ they send to. Stages are never alike, because each runs other actions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
 from shardwright.axes import mesh_axes
-from shardwright.mesh import Coord
+from shardwright.mesh import Coord, balanced
 from shardwright.plan.batch_shard import RowMoves, local_range
+from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import ActivationCut, Plan, held_slices
-from shardwright.plan.traffic import sync_axes
+from shardwright.plan.traffic import group_sums, sum_dtype, sync_axes
 from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_layout import TensorLayout
 
@@ -35,11 +36,13 @@ class TrafficCuts(NamedTuple):
     """The sizes that a strategy's ``traffic`` reads beside those of the plan's parameters, buffers and inputs.
 
     They are cuts of features, and the gathers and cuts of rows (samples or tokens) after which it counts them.
-    ``apart`` are axes whose indices may send messages of other sizes than all these tell.
+    ``parted`` are axes along which ranks each send a balanced part of values between stages. ``apart`` are axes whose
+    indices may send messages of other sizes than all these tell.
     """
 
     features: tuple[FeatureParts, ...] = ()
     rows: tuple[RowMoves, ...] = ()
+    parted: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 
 
@@ -52,13 +55,16 @@ class AlikeRanks:
 
     ``cuts`` are those of all the plan's strategies: None for a strategy whose messages depend on more than sizes, such
     as on which rank is the first; then no two ranks are alike. ``num_samples`` is the size of the global batch, and
-    ``num_tokens`` that of each sample, or 0 if the layout does not cut sequences.
+    ``num_tokens`` that of each sample, or 0 if the layout does not cut sequences. ``parted_elements`` returns the sizes
+    of the values that the rank at a coordinate sends between stages in parts; it is called only if there are any.
     """
 
     def __init__(
-        self, plan: Plan, cuts: Sequence[TrafficCuts | None], num_samples: int, num_tokens: int = 0
+        self, plan: Plan, cuts: Sequence[TrafficCuts | None], num_samples: int, num_tokens: int = 0,
+        parted_elements: Callable[[Coord], Collection[int]] = lambda _: (),
     ) -> None:  # fmt: skip
         self._plan, self._num_samples, self._num_tokens = plan, num_samples, num_tokens
+        self._parted_elements = parted_elements
         self._cuts = [each for each in cuts if each is not None]
         self._inside = tuple(axis for axis in plan.mesh.axes if axis in mesh_axes("operators"))
         # copies of the model that have other tokens would be told apart by their samples alone
@@ -80,8 +86,9 @@ class AlikeRanks:
         found = {axis: inside[axis][index] if axis in inside else index for axis, index in coord.items()}
         copies = [axis for axis in coord if axis not in apart and axis not in inside]
         if copies:
-            # copies with as many samples are alike: they gather none from each other
-            key = (*counts, *(coord[axis] for axis in plan.mesh.axes if axis in apart and axis not in self._inside))
+            # copies with as many samples, that sum as much of sharded gradients, are alike: they gather no samples
+            key = (*counts, *(coord[axis] for axis in plan.mesh.axes if axis in apart and axis not in self._inside),
+                   *(self._alike_in_sums[axis][coord[axis]] for axis in copies))  # fmt: skip
             first = self._first_copies.setdefault(key, coord)
             found.update({axis: first[axis] for axis in copies})
         return found
@@ -95,14 +102,51 @@ class AlikeRanks:
 
     @cached_property
     def _sliced(self) -> frozenset[str]:
-        """The axes along which ranks store other parts of gradients that are summed: each index is taken for itself."""
-        plan, found = self._plan, set[str]()
-        for name, layout in plan.compute.items():
-            found.update(axis for axis in layout.axes if axis not in self._inside)
-            cut = set(plan.state[name].gradient.axes) - set(layout.axes)
-            if cut and name not in plan.frozen and sync_axes(plan, name):
-                found |= cut
+        """The axes beside those that cut operators along which parameters are cut, and those with overlapping parts.
+
+        Each of their indices is taken for itself.
+        """
+        found = {axis for layout in self._plan.compute.values() for axis in layout.axes if axis not in self._inside}
         return frozenset(found) | (frozenset(self._inside) if self._overlaps else frozenset())
+
+    @cached_property
+    def _alike_in_sums(self) -> Mapping[str, tuple[int, ...]]:
+        """For each axis, the first index that sums as much as each index of gradients that ranks store in parts."""
+        mesh = self._plan.mesh
+        return {axis: _first_alike(axis, mesh[axis], self._sum_tables) for axis in mesh.axes}
+
+    @cached_property
+    def _sum_tables(self) -> tuple[Table, ...]:
+        """What each rank sums of gradients that ranks store in parts, of each kind of param group that has such."""
+        plan, tables = self._plan, dict[Hashable, Table]()
+        stages = [axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]
+        for group in plan.param_groups:
+            over = {name: axes for name in group.parameters if (axes := sync_axes(plan, name))}
+            gradients = {name: plan.state[name].gradient for name in over if name not in plan.frozen}
+            if all(set(layout.axes) <= set(plan.compute[name].axes) for name, layout in gradients.items()):
+                continue
+            summed = [axis for axis in stages if any(axis in axes for axes in over.values())]
+            stored = [(plan.compute[name], layout) for name, layout in gradients.items()]
+            for axis in (axis for axis in stages if axis not in summed):  # stages hold other blocks, of the same kinds
+                stored = [(compute.on_all(axis), layout.on_all(axis)) for compute, layout in stored]
+            key = (*stored, *((over[name], sum_dtype(plan, name)) for name in gradients))
+            if key not in tables:
+                tables[key] = self._sums_of(group._replace(parameters=tuple(gradients)), summed)
+        return tuple(tables.values())
+
+    def _sums_of(self, group: ParamGroup, summed: Sequence[str]) -> Table:
+        """Returns the table of what each rank of a stage sums of a param group; of all its stages along ``summed``."""
+        plan = self._plan
+        layouts = [plan.state[name].gradient for name in group.parameters]
+        held = {axis: sorted({i for each in layouts for i in each.held_along(axis)}) for axis in mesh_axes("stages")}
+        first = {axis: indices[0] for axis, indices in held.items() if indices and axis not in summed}
+        inner = {axis for each in layouts for axis in each.axes if axis not in first}
+        axes = tuple(axis for axis in plan.mesh.axes if axis in inner)
+        sums: dict[tuple[int, ...], Hashable] = {}
+        for at in product(*(held.get(axis) or range(plan.mesh[axis]) for axis in axes)):
+            coord = {**dict.fromkeys(plan.mesh.axes, 0), **first, **dict(zip(axes, at, strict=True))}
+            sums[at] = tuple(group_sums(plan, group, coord))
+        return axes, sums
 
     @cached_property
     def _layouts(self) -> tuple[TensorLayout, ...]:
@@ -132,9 +176,18 @@ class AlikeRanks:
 
     def _alike_inside(self, coord: Coord) -> dict[str, tuple[int, ...]]:
         """Returns, for each axis that cuts operators, the first index that is like each index."""
+        mesh = self._plan.mesh
         axes = [axis for axis in self._inside if axis not in self._apart | self._sliced]
-        tables = [*self._size_tables, *self._row_tables(coord)]
-        return {axis: _first_alike(axis, self._plan.mesh[axis], tables) for axis in axes}
+        tables = [*self._size_tables, *self._sum_tables, *self._row_tables(coord)]
+        found = {axis: _first_alike(axis, mesh[axis], tables) for axis in axes}
+        for axis in (axis for axis in axes if any(axis in cut.parted for cut in self._cuts)):
+            # what crosses is known for one of the ranks that compute alike; then also whether all parts are equal
+            firsts = ({**coord, **{a: found[a][coord[a]] for a in axes}, axis: first} for first in set(found[axis]))
+            values = sorted({size for at in firsts for size in self._parted_elements(at)})
+            parts = zip(*([b - a for a, b in pairwise(balanced(size, mesh[axis]))] for size in values), strict=True)
+            tables.append(((axis,), {(index,): sizes for index, sizes in enumerate(parts)}))
+            found[axis] = _first_alike(axis, mesh[axis], tables)
+        return found
 
     @cached_property
     def _size_tables(self) -> tuple[Table, ...]:

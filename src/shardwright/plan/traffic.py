@@ -9,8 +9,8 @@ sums over (:func:`partial_axes`). A strategy that shards gradients over such an 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,14 @@ from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import ParameterUse, Plan
 from shardwright.sharding.box import Box
+
+T = TypeVar("T")
+
+
+def different(entries: Iterable[T]) -> list[T]:
+    """Returns the objects, each once; objects that are equal and not the same are both kept."""
+    return list({id(each): each for each in entries}.values())
+
 
 # ---- gradient sync, derived
 
@@ -142,11 +150,11 @@ Sent = Counter[tuple[str, str, str, int]]
 class StepCalls(NamedTuple):
     """The module calls that one rank makes in a step, from which ``Strategy.traffic`` computes the messages.
 
-    The tuples have one entry for each microbatch. ``module_calls`` are the calls of this rank, and ``everywhere`` those
-    of all stages. ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device.
-    ``crossing`` holds the tensors that pipeline chunks send each other, by the name of the value. ``sent`` counts the
-    collectives of each chunk, by its number, if stages run the model's own forward on tensor-parallel shards; else it
-    is empty.
+    The tuples have one entry for each microbatch, the same object for microbatches with as many samples on every rank:
+    :meth:`kinds` counts those. ``module_calls`` are the calls of this rank, and ``everywhere`` those of all stages.
+    ``shards`` gives the rank's samples and tokens, and ``inputs`` its inputs on the meta device. ``crossing`` holds the
+    tensors that pipeline chunks send each other, by the name of the value. ``sent`` counts the collectives of each
+    chunk, by its number, if stages run the model's own forward on tensor-parallel shards; else it is empty.
     """
 
     module_calls: tuple[ModuleCalls, ...]
@@ -155,6 +163,25 @@ class StepCalls(NamedTuple):
     everywhere: tuple[ModuleCalls, ...] = ()
     inputs: tuple[Any, ...] = ()
     sent: tuple[Mapping[int, Sent], ...] = ()
+
+    def kinds(self) -> dict[int, int]:
+        """Returns, by the number of the first of equal microbatches, how many are equal to it and send as much.
+
+        >>> one, other = {"up": ()}, {"up": ()}
+        >>> StepCalls((one, one, other)).kinds()
+        {0: 2, 2: 1}
+        """
+        first: dict[tuple[int, ...], int] = {}
+        times: dict[int, int] = {}
+        for number, entries in enumerate(zip(*filter(None, self), strict=True)):
+            same = first.setdefault(tuple(map(id, entries)), number)
+            times[same] = times.get(same, 0) + 1
+        return times
+
+
+def repeated(traffic: Iterable[Traffic], times: int) -> Iterator[Traffic]:
+    """Yields collectives or messages, each as many times as in ``times`` equal microbatches."""
+    return (each._replace(times=each.times * times) for each in traffic)
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]
@@ -199,19 +226,24 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
     A param group has one for each set of ranks and dtype, or two if the ranks hold some parameters alike and
     overlapping parts of others.
     """
-    found = []
+    found: list[Traffic] = []
     for group in plan.param_groups:
-        here = tuple(name for name in group.parameters if sync_axes(plan, name)[:1] == (axis,))
-        for (axes, ranks, _), shares in sync_groups(plan, group._replace(parameters=here), coord).items():
-            element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
-            sizes = {True: 0, False: 0}  # elements by whether all ranks of the message hold the same part
-            for name, boxes in shares.items():
-                if name not in plan.frozen:
-                    sizes[is_shared_whole(plan, name, axes)] += sum(box.size for box in boxes)
-            calls = [size * element_bytes for size in sizes.values() if size]
-            sums = (Traffic("all_reduce", "+".join(axes), num_bytes, len(ranks)) for num_bytes in calls)
-            found += [each._replace(layer=group.name) for each in sums]
+        held = (name for name in group.parameters if plan.state[name].gradient.is_held_at(coord))
+        here = tuple(name for name in held if sync_axes(plan, name)[:1] == (axis,))
+        found += group_sums(plan, group._replace(parameters=here), coord) if here else ()
     return tuple(found)
+
+
+def group_sums(plan: Plan, group: ParamGroup, coord: Coord) -> Iterator[Traffic]:
+    """Yields the all-reduces of one param group in gradient sync, on the rank at ``coord``."""
+    for (axes, ranks, _), shares in sync_groups(plan, group, coord).items():
+        element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
+        sizes = {True: 0, False: 0}  # elements by whether all ranks of the message hold the same part
+        for name, boxes in shares.items():
+            if name not in plan.frozen:
+                sizes[is_shared_whole(plan, name, axes)] += sum(box.size for box in boxes)
+        for size in filter(None, sizes.values()):
+            yield Traffic("all_reduce", "+".join(axes), size * element_bytes, len(ranks), layer=group.name)
 
 
 def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
@@ -220,16 +252,16 @@ def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) ->
     In the forward, ranks all-gather their count and, for each channel, a mean and a sum of squares; in the backward,
     they all-reduce two sums for each channel. There are none if the axis has one rank.
     """
-    found = []
-    for module_calls in batch.module_calls:
+    found: list[Traffic] = []
+    for number, times in batch.kinds().items():
         for path in plan.statistics:
             cuts = {each.dim: each.ranges for each in plan.slices(coord).get(path, ())}
-            for call in module_calls.get(path, ()):
+            for call in batch.module_calls[number].get(path, ()):
                 held = sum(b - a for a, b in cuts.get(1, ((0, call.x_shape[1]),)))
                 num_bytes = max(call.element_bytes, 4)  # statistics are no narrower than float32
                 size = plan.mesh[axis]
-                each = Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards, path)
-                found.append(each)
+                sent = [Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards, path)]
                 if call.needs_gradient:
-                    found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size, layer=path))
+                    sent.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size, layer=path))
+                found += repeated(sent, times)
     return tuple(each for each in found if each.num_ranks > 1)

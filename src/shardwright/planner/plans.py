@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.kept_traces import traces_kept
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
@@ -283,6 +284,7 @@ class Plans:
 
 
 @collection_paused()
+@traces_kept()
 def plan_layouts(
     model: nn.Module, cluster: Cluster | str, batch: tuple[Any, Any], *, loss: nn.Module | None = None,
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,

@@ -8,6 +8,7 @@ linearly with its blocks. A model whose blocks are not alike is rehearsed with a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -138,7 +139,7 @@ def record_layout(
     """
     model_plans = ModelPlans(job.model) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
-    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer)
+    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, Counter())
     why = "asked for"
     if not whole:
         try:
@@ -164,6 +165,8 @@ class _Shape(NamedTuple):
     batch: tuple[Any, Any]
     device_type: str
     optimizer: Any
+    counts: Counter[str]
+    """How many rehearsals were made, as "rehearsals"."""
 
     @property
     def copies(self) -> int:
@@ -183,15 +186,21 @@ class _Shape(NamedTuple):
         return _JobLayout(fitted, layout, JobPlan(*make_plan(fitted, layout)), few)
 
     def rehearsed(self, planned: _JobLayout) -> list[RankRecord]:
-        """Rehearses the first rank of each stage, from one plan."""
-        job, layout, plan, few = planned
-        ranks = (layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages))
-        found = [rehearse(job, plan, rank, few, self.device_type, self.optimizer) for rank in ranks]
+        """Rehearses the first rank of each stage, from one plan; that of the first stage only if it was not yet."""
+        layout = planned.layout
+        ranks = [layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages)]
+        found = [self.rehearsed_at(planned, ranks[0]) if planned.first is None else planned.first]
+        found += [self.rehearsed_at(planned, rank) for rank in ranks[1:]]
         if layout.mesh != self.layout.mesh:
             for record in found:
                 for done in record.by_action.values():
                     done.records = [self._among_all(each, layout.mesh) for each in done.records]
         return found
+
+    def rehearsed_at(self, planned: _JobLayout, rank: int) -> RankRecord:
+        """Rehearses one rank, and counts it."""
+        self.counts["rehearsals"] += 1
+        return rehearse(planned.job, planned.plan, rank, planned.batch, self.device_type, self.optimizer)
 
     def _among_all(self, record: Record, few: Mesh) -> Record:
         """Returns the record of a message with the ranks that those of few stages stand for."""
@@ -211,6 +220,8 @@ class _JobLayout(NamedTuple):
     layout: Layout
     plan: JobPlan
     batch: tuple[Any, Any]
+    first: RankRecord | None = None
+    """The record of rank 0, if it was rehearsed."""
 
     @property
     def schedule(self) -> Schedule:
@@ -241,7 +252,8 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
     stages = tuple(StageRecords(each, None) for each in records)
     note = f"rehearsed whole: {why}"
-    return LayoutRecords(shape.layout, shape.schedule, stages, tuple(() for _ in stages), len(stages), note)
+    number = shape.counts["rehearsals"]
+    return LayoutRecords(shape.layout, shape.schedule, stages, tuple(() for _ in stages), number, note)
 
 
 def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
@@ -251,19 +263,20 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
     for number in dict.fromkeys(min(each, all_of_them) for each in (few, 2 * num_stages, all_of_them)):
         with suppress(LayoutError):
             planned = shape.planned(job, _with_few(shape.layout, num_stages, number))
-            if number < all_of_them and _leaves_messages(shape, planned):
-                with suppress(LayoutError):
-                    yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
+            plan = planned.plan.plan
+            sliced = any(plan.state[name].gradient != plan.compute[name] for name in plan.state)
+            if number < all_of_them and sliced:
+                planned = planned._replace(first=shape.rehearsed_at(planned, 0))
+                if _leaves_messages(planned):
+                    with suppress(LayoutError):
+                        yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
             yield planned
 
 
-def _leaves_messages(shape: _Shape, planned: _JobLayout) -> bool:
-    """Returns whether a backward before the last begins sums of sharded gradients that are under way after it."""
-    job, _, made, few = planned
-    plan = made.plan
-    if all(plan.state[name].gradient == plan.compute[name] for name in plan.state):
-        return False
-    rank = rehearse(job, made, 0, few, shape.device_type, shape.optimizer)
+def _leaves_messages(planned: _JobLayout) -> bool:
+    """Returns whether a backward of rank 0 before the last begins sums of gradients that are under way after it."""
+    rank = planned.first
+    assert rank is not None, "rehearsed before"
     backwards = [each for each in planned.schedule.actions[0] if each.kind != "F"]
     records = [rank.by_action.get(str(each), ActionRecord()).records for each in backwards[:-1]]
     return any(_under_way(each) for each in records)
@@ -293,7 +306,7 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
-    return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages)
+    return LayoutRecords(shape.layout, schedule, stages, numbers, shape.counts["rehearsals"])
 
 
 def _begin_the_model(model: nn.Module, blocks: AlikeBlocks | None) -> bool:

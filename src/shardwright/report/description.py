@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -233,15 +233,16 @@ def _ranks(job: Job, plan: Plan, inputs: Any, sends: _StepSends | None) -> list[
     """Returns the entries of the ranks, in rank order."""
     sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
     stored = [layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer)]
-    cut_axes = _axes(plan, [*plan.compute.values(), *stored])
+    cut_axes = _axes(plan, layouts := dict.fromkeys([*plan.compute.values(), *stored]))
+    uneven = [axis for axis in cut_axes if not all(layout.is_cut_evenly(axis) for layout in layouts)]
     slice_axes = _axes(plan, [state.parameter for state in plan.state.values()])
     states: dict[tuple[int, ...], dict[str, int]] = {}
     on_stage = _names_by_stage(plan)
     slices: dict[tuple[int, ...], int] = {}
     ranks = []
     for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
-        # on an axis that cuts no state all indices store the same, but index 0 may own what the others copy
-        key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
+        # on an axis that cuts state evenly or not at all, all store as much, but index 0 may own what others copy
+        key = tuple(coord[a] if a in uneven else min(coord[a], 1) for a in plan.mesh.axes)
         if key not in states:
             states[key] = _state_at(plan, coord, on_stage[_stage_index(coord)], sizes)
         number = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
@@ -262,9 +263,9 @@ def _names_by_stage(plan: Plan) -> Mapping[tuple[int, ...], Sequence[str]]:
     for name, layout in plan.compute.items():
         state = plan.state[name]
         each = (layout, state.parameter, state.gradient, state.optimizer)
-        for at, names in found.items():
-            if any(one.is_held_at(dict(zip(axes, at, strict=True))) for one in each):
-                names.append(name)
+        held = (product(*(one.held_along(axis) or range(plan.mesh[axis]) for axis in axes)) for one in each)
+        for at in set(chain.from_iterable(held)):
+            found[at].append(name)
     return found
 
 

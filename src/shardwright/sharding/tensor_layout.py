@@ -130,8 +130,13 @@ class TensorLayout:
 
     def on_all(self, axis: str) -> TensorLayout:
         """Returns this layout on all indices of ``axis`` again, without the restriction that :meth:`only` set."""
-        others = (step for step in self.steps if not (isinstance(step, _HeldOnly) and step.axis == axis))
-        return TensorLayout(self.shape, tuple(others))
+        steps: list[_LayoutStep] = []
+        for step in self.steps:
+            if isinstance(step, _FlatSlices):
+                steps.append(step._replace(beside=tuple(each.on_all(axis) for each in step.beside)))
+            elif not (isinstance(step, _HeldOnly) and step.axis == axis):
+                steps.append(step)
+        return TensorLayout(self.shape, tuple(steps))
 
     def flat(self, axis: str, parts: int, beside: Sequence[TensorLayout] = (), place: int = 0) -> TensorLayout:
         """Returns this layout with local tensors flattened and sharded over ``axis`` in ``parts`` slices, as in ZeRO.
@@ -207,6 +212,28 @@ class TensorLayout:
         """Returns the number of elements that the rank at ``coord`` stores; a missing axis counts as index 0."""
         return prod(self.local_shape(coord))
 
+    def held_along(self, axis: str) -> tuple[int, ...]:
+        """Returns the indices of an axis on which alone the tensor is held, as :meth:`only` says; () if all hold it.
+
+        >>> TensorLayout.whole((2, 3)).only("pp", [0, 3]).held_along("pp")
+        (0, 3)
+        """
+        return next((each.indices for each in self.steps if isinstance(each, _HeldOnly) and each.axis == axis), ())
+
+    def is_cut_evenly(self, axis: str) -> bool:
+        """Returns whether all indices of an axis hold copies, or disjoint parts of one size, on all other coordinates.
+
+        >>> from shardwright.sharding.box import balanced_ranges
+        >>> [TensorLayout.whole((n,)).cut("tp", 0, balanced_ranges(n, 2)).is_cut_evenly("tp") for n in (4, 5)]
+        [True, False]
+        """
+        mine = [step for step in self.steps if step.axis == axis]
+        if not mine or not isinstance(cut := mine[0], _Cut):
+            return not mine
+        beside = [step for step in self.steps if isinstance(step, _Cut) and step.dim == cut.dim]
+        widths = {sum(b - a for a, b in held) for held in cut.ranges}
+        return len(beside) == len(widths) == 1 and widths.pop() * cut.parts == self.shape[cut.dim]
+
     def is_held_at(self, coord: Coord) -> bool:
         """Returns whether ranks at ``coord``, such as those of a pipeline stage, may hold any of the tensor.
 
@@ -280,16 +307,15 @@ class TensorLayout:
         return self._local_of_key[key]
 
     def _build(self, coord: Coord) -> _Local:
+        if not self.is_held_at(coord):
+            return _Local((), (0,) if self.is_flat else (0,) * max(1, len(self.shape)))
         dims: list[tuple[Range, ...]] = [_joined(((0, size),)) for size in self.shape]
         flat: tuple[Piece, ...] | None = None
         for step in self.steps:
             index = coord[step.axis]
-            if isinstance(step, _HeldOnly):
-                if index not in step.indices:
-                    return _Local((), (0,) if self.is_flat else (0,) * max(1, len(self.shape)))
-            elif isinstance(step, _Cut):
+            if isinstance(step, _Cut):
                 dims[step.dim] = _intersections(step.ranges[index], dims[step.dim])
-            else:
+            elif isinstance(step, _FlatSlices):
                 if flat is None:
                     flat = _flattened(tuple(dims))
                 size = sum(piece.whole.size for piece in flat)

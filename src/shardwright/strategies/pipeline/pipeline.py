@@ -24,12 +24,14 @@ Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
+from shardwright.analysis.call_graph import Edge
 from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
@@ -45,15 +47,15 @@ from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
 from shardwright.plan.recompute import activation_offload_target, recomputed_blocks
-from shardwright.plan.schedule import Schedule
+from shardwright.plan.schedule import Action, Schedule
 from shardwright.plan.stages import Stages
-from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic, sync_traffic
+from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic, repeated, sync_traffic
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
-from shardwright.strategies.pipeline.messages import coming, connected_stages, leaving
+from shardwright.strategies.pipeline.messages import StageMessage, coming, connected_stages, leaving
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.scatter import part_sizes
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
@@ -196,19 +198,16 @@ class Pipeline:
         These all-gather what is sent in parts, and all-reduce the gradients of weights that stages share.
         """
         schedule, stages = _placed(plan)
-        edges = stages.chunked.edges
+        here = set(schedule.chunks_of(coord["pp"]))
+        edges = [edge for edge in stages.chunked.edges if here & {edge.source, edge.target}]
         sizes = {(edge.source, edge.target): edge.values for edge in edges}
-        found = []
-        for action in schedule.actions[coord["pp"]]:
-            sent = [(message, "send") for message in leaving(action, edges)]
-            for message, kind in [*sent, *((message, "receive") for message in coming(action, edges))]:
-                if schedule.stage_of[message.source] == schedule.stage_of[message.target]:
-                    continue
-                boundary = "between chunks {} and {}".format(*sorted((message.source, message.target)))
-                for value in sizes[message.source, message.target]:
-                    for crossing in batch.crossing[message.microbatch].get(value, ()):
-                        if message.kind == "F" or crossing.needs_gradient:
-                            found += _message_traffic(plan, kind, crossing, coord, boundary)
+        found: list[Traffic] = []
+        for (message, kind), times in _messages_at(schedule, edges, coord["pp"], batch).items():
+            boundary = "between chunks {} and {}".format(*sorted((message.source, message.target)))
+            for value in sizes[message.source, message.target]:
+                for crossing in batch.crossing[message.microbatch].get(value, ()):
+                    if message.kind == "F" or crossing.needs_gradient:
+                        found += repeated(_message_traffic(plan, kind, crossing, coord, boundary), times)
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
 
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
@@ -216,7 +215,7 @@ class Pipeline:
 
         Under ``scatter`` they send parts of values, of which the first ranks' may be larger.
         """
-        return TrafficCuts(apart=() if plan.scatter_axis is None else (plan.scatter_axis,))
+        return TrafficCuts(parted=() if plan.scatter_axis is None else (plan.scatter_axis,))
 
 
 def _computing(stages: StagesT, plan: Plan) -> StagesT:
@@ -226,6 +225,23 @@ def _computing(stages: StagesT, plan: Plan) -> StagesT:
         parameter.data = parameter.data.to(plan.compute_dtypes[name])
     cast_buffers(model, plan)
     return replace(stages, model=model)
+
+
+def _messages_at(
+    schedule: Schedule, edges: Sequence[Edge], stage: int, batch: StepCalls
+) -> Counter[tuple[StageMessage, str]]:
+    """Returns the messages that a stage sends and receives, each of equal microbatches counted as the first one's."""
+    actions: Counter[Action] = Counter()
+    first = {id(crossing): number for number, crossing in reversed(list(enumerate(batch.crossing)))}
+    for action in schedule.actions[stage]:
+        actions[action._replace(microbatch=first[id(batch.crossing[action.microbatch])])] += 1
+    found: Counter[tuple[StageMessage, str]] = Counter()
+    for action, times in actions.items():
+        sent = [(message, "send") for message in leaving(action, edges)]
+        for message, kind in [*sent, *((message, "receive") for message in coming(action, edges))]:
+            if schedule.stage_of[message.source] != schedule.stage_of[message.target]:
+                found[message, kind] += times
+    return found
 
 
 def _message_traffic(plan: Plan, kind: str, crossing: BoundaryTensor, coord: Coord, boundary: str) -> list[Traffic]:

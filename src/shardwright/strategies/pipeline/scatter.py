@@ -26,6 +26,7 @@ from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import ChunkedModel, prepare, run
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.module_calls import may_read_values
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.mesh import balanced
@@ -68,7 +69,7 @@ def whole_shapes(plain: nn.Module, chunked: ChunkedModel, inputs: Any) -> WholeS
     last = max((edge.source for edge in chunked.edges), default=-1)
     crossed: dict[str, Any] = {}
     try:
-        with torch.no_grad(), on_meta(model):
+        with torch.no_grad(), on_meta(model, values=may_read_values(model)):
             for chunk in range(last + 1):
                 values = {**bind(chunked, given), **crossed}
                 run(prepare(model, chunked, chunk), values)

@@ -32,7 +32,7 @@ from shardwright.operators.batch_norm import share_statistics, sharing
 from shardwright.operators.halo import whole_rows
 from shardwright.operators.picture_rows import balanced_rows, reading_of, row_ranges
 from shardwright.plan.plan import ForwardFrame, Job, Plan
-from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.plan.traffic import StepCalls, Traffic, repeated, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice, drop_out_slice
 from shardwright.strategies.spatial.map_operators import compute
 from shardwright.strategies.spatial.maps import CutMaps, FeatureMaps, MapStep
@@ -254,8 +254,8 @@ def check_rows(maps: FeatureMaps, x: Tensor) -> None:
 
 def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: FeatureMaps) -> Iterator[Traffic]:
     """Yields one step's collectives and messages of the rank at ``coord``: each microbatch's, then gradient sync's."""
-    for module_calls in batch.everywhere:
-        yield from _MapPricing(plan, module_calls, coord, maps).everything()
+    for number, times in batch.kinds().items():
+        yield from repeated(_MapPricing(plan, batch.everywhere[number], coord, maps).everything(), times)
     yield from sync_traffic(plan, batch, coord, "tp")
 
 

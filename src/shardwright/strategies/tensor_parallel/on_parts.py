@@ -363,15 +363,17 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
     # ranks that hold as much and gather as much from each of the others send the same
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
     place = tuple(coord[name] for name in note.rows[:-1])
-    for sent in batch.sent if plan.schedule is not None else ():
-        for (source, kind, axis, num_bytes), times in _of_stage(plan, sent, coord).items():
-            if source == mode.name:
-                found.append(Traffic(kind, axis, num_bytes, plan.mesh[axis], times))
-    for inputs in batch.inputs if plan.schedule is None else ():
+    for number, alike in batch.kinds().items():
+        if plan.schedule is not None:
+            for (source, kind, axis, num_bytes), times in _of_stage(plan, batch.sent[number], coord).items():
+                if source == mode.name:
+                    found.append(Traffic(kind, axis, num_bytes, plan.mesh[axis], times * alike))
+            continue
+        inputs = batch.inputs[number]
         key = place, held, tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if key not in note.rehearsed:
             note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
-        found += [Traffic(*call, plan.mesh[call[1]], times) for call, times in note.rehearsed[key].items()]
+        found += [Traffic(*call, plan.mesh[call[1]], times * alike) for call, times in note.rehearsed[key].items()]
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
     return tuple(found)

@@ -10,7 +10,7 @@ from shardwright.analysis.module_calls import ModuleCall
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.plan import Plan
-from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.plan.traffic import StepCalls, Traffic, repeated, statistics_traffic, sync_traffic
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.moves import AxisMove
@@ -25,17 +25,11 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
     found: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
-    known: dict[tuple[object, ...], list[Traffic]] = {}  # equal microbatches send alike
-    grid = [axis.name for axis in mode.axes]
-    for module_calls, shard in zip(batch.module_calls, batch.shards, strict=True):
-        key = id(module_calls), *shard.counts(grid)
-        if key not in known:
-            here, sent = RankTraffic(plan, shard, coord, mode, trained, weights), list[Traffic]()
-            for path, note in notes_of(plan):
-                for call in module_calls.get(note.called_as(path), ()):
-                    sent += [each._replace(layer=path) for each in note.traffic(here, path, call)]
-            known[key] = sent
-        found += known[key]
+    for number, times in batch.kinds().items():
+        here = RankTraffic(plan, batch.shards[number], coord, mode, trained, weights)
+        for path, note in notes_of(plan):
+            for call in batch.module_calls[number].get(note.called_as(path), ()):
+                found += (each._replace(layer=path) for each in repeated(note.traffic(here, path, call), times))
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
     found += [each for axis in rows_cut for each in statistics_traffic(plan, batch, coord, axis)]

@@ -37,20 +37,21 @@ class FlatGroup(NamedTuple):
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
-def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
+def flat_groups(plan: Plan, *, frozen: bool, at: Coord | None = None) -> tuple[FlatGroup, ...]:
     """Returns the groups of parameters that are each concatenated into one flat parameter; frozen ones only if asked.
 
-    With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own.
+    With ``frozen`` (stage 3) frozen parameters are sharded too, in flat parameters of their own. With ``at`` only the
+    groups on the pipeline stages at that coordinate are returned.
     """
     found: dict[tuple[object, ...], list[str]] = {}
     for group in plan.param_groups:
         for name in group.parameters:
             layout, trained = plan.compute[name], name not in plan.frozen
-            if trained or frozen:
+            if (trained or frozen) and (at is None or layout.is_held_at(at)):
                 # One key, one sequence: its parameters are on the same stages, sharded and summed over the same axes,
                 # and one collective has one dtype.
-                coords = ({"pp": stage} if "pp" in layout.axes else {} for stage in range(plan.mesh["pp"]))
-                stages = tuple(stage for stage, coord in enumerate(coords) if layout.pieces(coord))
+                held = layout.held_along("pp") or range(plan.mesh["pp"])
+                stages = tuple(stage for stage in held if layout.pieces({"pp": stage}))
                 sums, dtypes = partial_axes(plan, name), (plan.compute_dtypes[name], plan.stored_dtypes[name])
                 found.setdefault((group.name, trained, layout.axes, stages, sums, dtypes), []).append(name)
     return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())

@@ -132,7 +132,7 @@ class Zero:
         """
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
-        for group in _groups(plan, stage):
+        for group in _groups(plan, stage, coord):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
@@ -152,8 +152,9 @@ class Zero:
         return TrafficCuts()
 
 
-def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:
-    return flat_groups(plan, frozen=stage == 3)  # stages 1 and 2 save nothing on frozen parameters: they stay full
+def _groups(plan: Plan, stage: int, at: Coord | None = None) -> tuple[FlatGroup, ...]:
+    # stages 1 and 2 save nothing on frozen parameters, so these stay full
+    return flat_groups(plan, frozen=stage == 3, at=at)
 
 
 def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
