@@ -294,6 +294,18 @@ def test_schedules_with_more_chunks_than_blocks_are_counted():
     assert "more chunks than alike blocks" in [each["reason"] for each in plans.rejected()]
 
 
+def test_a_search_finds_a_layout_that_fits_down_to_the_least_memory_that_any_takes():
+    wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    cluster, batch = Cluster.parse("a100-80gb:1x2"), (torch.ones(64, 256), torch.zeros(64, dtype=torch.long))
+    given = {"fix": "dp2", "without": ["offload"], "most_priced": 1}
+    first = plan_layouts(wide, cluster, batch, **given).best
+    least = plan_layouts(wide, cluster, batch, layout="mb32 dp2/zero3 bf16 recompute:full").best
+    assert least.memory_bytes < first.memory_bytes - 1
+    for limit in (first.memory_bytes - 1, least.memory_bytes):
+        found = plan_layouts(wide, cluster, batch, **given, memory_limit=limit / cluster.device.memory_bytes)
+        assert found.fits(found.best)
+
+
 MODELS_SEARCHED = {
     "with a large head": lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)), nn.Linear(512, 8000)),
     "alike": lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))),

@@ -20,8 +20,10 @@ from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout, Precision
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.given_loss import loss_for
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
+from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
@@ -42,9 +44,9 @@ UTILISATION = 0.4
 """The share of the peak that the baseline takes every layout to reach."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plans:
-    """The predicted prices of layouts on a cluster, the best layout first.
+    """The predicted prices of layouts on a cluster, the best layout first; ``print`` shows them as the command does.
 
     ``batch`` is the number of samples and ``tokens`` that of tokens in a global batch. ``memory_limit`` is the share of
     a device's memory that a layout may take. ``seconds`` has the CPU seconds that the prediction took: "records" for
@@ -63,6 +65,12 @@ class Plans:
     """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
+
+    def __repr__(self) -> str:
+        return f"Plans({self.cluster}, {len(self.layouts)} layouts, best '{self.best.layout}')"
+
+    def __str__(self) -> str:
+        return self.text()
 
     def interval(self, step_s: float) -> tuple[float, float]:
         """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``."""
@@ -284,7 +292,7 @@ class Plans:
 
 @collection_paused()
 def plan_layouts(
-    model: nn.Module, cluster: Cluster | str, batch: tuple[Any, Any], *, loss: nn.Module | None = None,
+    model: nn.Module, cluster: Cluster | str, batch: Any, *, loss: Any = None,
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
     most_priced: int = MOST_PRICED, anchors: Mapping[str, float] = MappingProxyType({}), tokens: int = 0,
     memory_limit: float = LEFT,
@@ -292,9 +300,10 @@ def plan_layouts(
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
-    ``cluster`` may be text such as "a100-80gb:128x8". Of the global ``batch`` (inputs, targets) only shapes and dtypes
-    matter. ``loss`` is by default the cross entropy, and ``roles`` gives tensor-parallel roles to layers by name. A
-    layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``. At most
+    ``cluster`` may be text such as "a100-80gb:128x8". The global ``batch`` is (inputs, targets), or with
+    ``loss=sw.ModelLoss()`` a mapping; only shapes and dtypes matter, and a condition on values, such as whether a mask
+    is all ones, counts as true. ``loss`` is as in ``parallelize``, by default the cross entropy, and ``roles`` gives
+    tensor-parallel roles to layers by name. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``. At most
     ``most_priced`` layouts are priced: more find better ones, and take longer. A search skips layouts with more than
     four pipeline stages that are not alike, since each stage would have to be rehearsed. ``memory_limit`` is the share
     of a device's memory that a layout may take; layouts above it come last. ``anchors`` are runs on this cluster with
@@ -303,9 +312,10 @@ def plan_layouts(
     first tensor if that is 2-D and of integers, else the samples.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
-        or does not fit the model or the batch; or a search finds no layout. PlanError: the cluster's text or file is
-        wrong, or gives no nodes without a ``layout``; ``without`` has an unknown word; ``fix`` or ``without`` is given
-        beside ``layout``; or the model does not run on the meta device under ``layout`` or an anchor's layout.
+        or does not fit the model or the batch; or a search finds no layout. PlanError: the batch is neither a pair nor
+        such a mapping; the cluster's text or file is wrong, or gives no nodes without a ``layout``; ``without`` has an
+        unknown word; ``fix`` or ``without`` is given beside ``layout``; or the model does not run on the meta device
+        under ``layout`` or an anchor's layout.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
@@ -317,7 +327,8 @@ def plan_layouts(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _check_words(layout, fix, without)
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
-    loss = CrossEntropy() if loss is None else loss
+    loss = loss_for(loss, model)
+    batch = _pair(batch, loss)
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
 
     def record(each: Layout, samples: int, most_whole: int | None = None) -> LayoutRecords:
@@ -348,6 +359,11 @@ def plan_layouts(
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
     num_tokens = tokens or _num_tokens(batch[0])
     return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top)
+
+
+def _pair(batch: Any, loss: nn.Module) -> tuple[Any, Any]:
+    """Returns the inputs and targets of a batch, as ``run.shard`` takes one; labels that the model reads are targets."""
+    return next(pairs([batch], loss.pair if isinstance(loss, ModelLoss) else None))
 
 
 def _num_tokens(inputs: Any) -> int:

@@ -29,7 +29,7 @@ from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.moments import front_of
-from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
+from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
 from shardwright.planner.places import (
     ActionClass,
     has_all_actions,
@@ -283,6 +283,10 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     plan = found[0][0].plan.plan
     if plan.unsharded_on_use:
         found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
+    elif not _are_cut(found, outline, model_plans):  # a cut that pays for all blocks may not pay for one
+        found = _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED)
+    if not _are_cut(found, outline, model_plans):
+        raise NotAlikeError("few blocks are cut in another way than all")
     fewer, more = _both_records(shape, found)
     # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
     begin = _begin_the_model(shape.job.model, model_plans.blocks)
@@ -294,6 +298,13 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
     return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages)
+
+
+def _are_cut(found: Sequence[tuple[_JobLayout, Sequence[int]]], outline: StageBlocks, model_plans: ModelPlans) -> bool:
+    """Returns whether plans of few blocks cut them as the plan of all does."""
+    assert model_plans.blocks is not None, "there are chunks of alike blocks"
+    few = ((model_plans.blocks._replace(number=sum(sizes)), planned.plan.plan) for planned, sizes in found)
+    return all(cuts_of(blocks, plan) == outline.cuts for blocks, plan in few)
 
 
 def _begin_the_model(model: nn.Module, blocks: AlikeBlocks | None) -> bool:
