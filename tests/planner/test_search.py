@@ -277,12 +277,32 @@ def test_microbatches_precision_recomputation_and_schedules_can_be_fixed(fix, ho
     assert all(holds(each.layout) for each in plans.layouts)
 
 
+def test_where_nothing_fits_what_would_is_priced():
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(num_layers=3, width=64, num_heads=2, max_tokens=512, vocabulary=64))
+    tokens = torch.zeros(4, 512, dtype=torch.long)
+    given = {"most_priced": 1, "fix": "dp", "without": ["offload"]}
+    least = plan_layouts(gpt, "a100-80gb:1x2", (tokens, tokens), layout="mb2 dp2/zero3 bf16 recompute:full").best
+    limit = (0.9 * least.memory_bytes + 0.1 * least.memory[0].beside) / 80e9
+    found = plan_layouts(gpt, "a100-80gb:1x2", (tokens, tokens), memory_limit=limit, **given)
+    assert not found.fits(found.best)
+    said = "\n".join(found.ways_out)
+    assert found.to_dict()["ways_out"] == list(found.ways_out)
+    assert all(f"what would fit    {each}" in found.text() for each in found.ways_out)
+    shorter, tokens_of = re.search(r"sequences of (\d+) tokens: (.*) takes", said), lambda n: tokens[:, :n]
+    few = tokens_of(int(shorter[1]))
+    assert found.fits(plan_layouts(gpt, "a100-80gb:1x2", (few, few), layout=shorter[2]).best)
+    assert "a smaller batch does not help" in said
+
+
 def test_a_grid_can_be_fixed():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="tp2x2/2d", most_priced=1)
     assert str(plans.best.layout.factor("tp")) == "tp2x2/2d"
 
 
 def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():
+    with pytest.raises(LayoutError, match="3 does not divide 2 ranks"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
     with pytest.raises(LayoutError, match=r"leave out 'tp3' of --fix: .* can be looked at without it"):
         plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
     with pytest.raises(LayoutError, match="leave out 'mb9' of --fix"):

@@ -100,13 +100,17 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     lack, is true: code that asks whether a mask is all ones goes on as without padding.
 
     >>> x = torch.empty(2, 3, device="meta")
-    >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape, run_on_meta(torch.ops.aten.equal.default, (x, x), {})
-    (torch.Size([2, 3]), True)
+    >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
+    torch.Size([2, 3])
+    >>> run_on_meta(torch.ops.aten.equal.default, (x, x), {})
+    True
     """
     name = function.overloadpacket.__name__
     if name == "_grouped_mm":
         return _product_of_groups(*args, **named)
-    if name == "equal" and args[0].is_meta or (name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool):
+    if (name == "equal" and args[0].is_meta) or (
+        name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool
+    ):
         return True
     if _makes_new(function):
         try:

@@ -45,7 +45,10 @@ def batch_of(config: TrainConfig, model_config: Any) -> tuple[Any, Any]:
 
 
 @report_errors
-@with_shared("layout", "model", "set_", "role", "data", "batch", "seq", "config")
+@with_shared(
+    "layout", "model", "set_", "role", "data", "batch", "seq", "config",
+    layout=Annotated[str | None, typer.Option(help="One layout to price, such as 'dp2 tp2'.", show_default="a search")],
+)  # fmt: skip
 def plan(
     shared: opt.Shared,
     cluster: Annotated[

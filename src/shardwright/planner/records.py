@@ -25,7 +25,7 @@ from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
 from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
-from shardwright.plan.plan import Job
+from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.moments import front_of
@@ -113,6 +113,8 @@ class LayoutRecords:
     stages: tuple[StageRecords, ...]
     num_blocks: tuple[tuple[int, ...], ...]
     num_rehearsals: int
+    has_narrow_sums: bool = False
+    """Whether gradients of several microbatches are summed in bf16 or fp16, as autograd leaves them."""
     note: str = ""
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
@@ -241,7 +243,15 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
     stages = tuple(StageRecords(each, None) for each in records)
     note = f"rehearsed whole: {why}"
-    return LayoutRecords(shape.layout, shape.schedule, stages, tuple(() for _ in stages), len(stages), note)
+    return LayoutRecords(
+        shape.layout,
+        shape.schedule,
+        stages,
+        tuple(() for _ in stages),
+        len(stages),
+        sums_narrow(planned.plan.plan),
+        note,
+    )
 
 
 def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
@@ -297,7 +307,18 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
-    return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages)
+    return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages, sums_narrow(plan))
+
+
+def sums_narrow(plan: Plan) -> bool:
+    """Returns whether a plan sums gradients of several microbatches in bf16 or fp16.
+
+    Gradients that are sharded are summed in the dtype of the shard, and with ``fp32-sums`` all are.
+    """
+    trained = (name for name in plan.state if name not in plan.frozen and name not in plan.fp32_sums)
+    return plan.layout.num_microbatches > 1 and any(
+        plan.state[name].gradient == plan.compute[name] and plan.compute_dtypes[name].itemsize < 4 for name in trained
+    )
 
 
 def _are_cut(found: Sequence[tuple[_JobLayout, Sequence[int]]], outline: StageBlocks, model_plans: ModelPlans) -> bool:

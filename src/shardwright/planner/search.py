@@ -108,6 +108,8 @@ class SearchConstraints:
     precision: Precision = "bf16"
     limit_bytes: float = 0.0
     most: int = MOST_PRICED
+    most_to_fit: int = MOST_TO_FIT
+    """The most further layouts to price where none fits."""
     most_stages: int = 0
     """The most stages that the model has whole blocks for. 0: unknown."""
 
@@ -208,11 +210,7 @@ class _Search:
         """Prices what differs from the best by one option and is estimated better, then other estimates near it."""
         while self.found.priced < self.wanted.most and not self._is_done() and (self.found.fit or self.found.misfits):
             best = _best(self.found)
-            moves = [
-                each
-                for each in options_beside(best.layout)
-                if str(each) not in self.tried and self._may_be(each)
-            ]
+            moves = [each for each in options_beside(best.layout) if str(each) not in self.tried and self._may_be(each)]
             beside = self._sorted(filter(None, map(self.estimator.estimate, moves)))
             most = NEAR * self._over(best)
             near = (each for each in beside if each.over(self.wanted.limit_bytes) < most)
@@ -223,13 +221,13 @@ class _Search:
             self._price(following.layout)
 
     def price_until_one_fits(self) -> None:
-        """Prices layouts that are estimated to take less memory, until one fits or :data:`MOST_TO_FIT` were tried.
+        """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
 
         The fastest one comes first that would fit if its estimate were too low by as much as any before; if there is
         none, the one that takes the least memory, as long as the lowest error of an estimate so far lets it fit.
         """
         limit = self.wanted.limit_bytes
-        for _ in range(MOST_TO_FIT):
+        for _ in range(self.wanted.most_to_fit):
             if self.found.fit or not self.found.misfits:
                 return
             known = [(price.memory_bytes, self.estimator.estimate(price.layout)) for price in self.found.misfits]
