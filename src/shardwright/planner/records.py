@@ -242,16 +242,9 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     planned = planned or shape.planned(shape.job, shape.layout)
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
     stages = tuple(StageRecords(each, None) for each in records)
-    note = f"rehearsed whole: {why}"
-    return LayoutRecords(
-        shape.layout,
-        shape.schedule,
-        stages,
-        tuple(() for _ in stages),
-        len(stages),
-        sums_narrow(planned.plan.plan),
-        note,
-    )
+    note, narrow = f"rehearsed whole: {why}", _sums_narrow(planned.plan.plan, stages)
+    unlike = tuple(() for _ in stages)
+    return LayoutRecords(shape.layout, shape.schedule, stages, unlike, len(stages), narrow, note)
 
 
 def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
@@ -307,17 +300,25 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
-    return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages, sums_narrow(plan))
+    return LayoutRecords(shape.layout, schedule, stages, numbers, 2 * few_stages, _sums_narrow(plan, stages))
 
 
-def sums_narrow(plan: Plan) -> bool:
-    """Returns whether a plan sums gradients of several microbatches in bf16 or fp16.
+def _sums_narrow(plan: Plan, stages: Iterable[StageRecords]) -> bool:
+    """Returns whether a layout sums gradients of several microbatches in bf16 or fp16.
 
-    Gradients that are sharded are summed in the dtype of the shard, and with ``fp32-sums`` all are.
+    Gradients that are sent to their shards after each microbatch are summed there, in the dtype of the shard, and with
+    ``fp32-sums`` all are summed in fp32.
     """
     trained = (name for name in plan.state if name not in plan.frozen and name not in plan.fp32_sums)
-    return plan.layout.num_microbatches > 1 and any(
-        plan.state[name].gradient == plan.compute[name] and plan.compute_dtypes[name].itemsize < 4 for name in trained
+    if plan.layout.num_microbatches == 1 or all(plan.compute_dtypes[name].itemsize >= 4 for name in trained):
+        return False
+    copies = mesh_axes("copies")
+    first = (shape for each in stages for place, shape in each.fewer.actions.items()
+             if place.kind != "F" and place.order == "first")  # fmt: skip
+    return not any(
+        isinstance(each, MessageRecord) and each.kind == "reduce_scatter" and each.axis in copies
+        for shape in first
+        for each in shape.records
     )
 
 
