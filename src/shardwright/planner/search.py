@@ -108,10 +108,10 @@ class SearchConstraints:
     precision: Precision = "bf16"
     limit_bytes: float = 0.0
     most: int = MOST_PRICED
-    most_to_fit: int = MOST_TO_FIT
-    """The most further layouts to price where none fits."""
     most_stages: int = 0
     """The most stages that the model has whole blocks for. 0: unknown."""
+    most_to_fit: int = MOST_TO_FIT
+    """The most further layouts to price where none fits."""
 
     def allows(self, layout: Layout) -> bool:
         """Returns whether a layout has all parts that must be there, and none of the words that must not."""
