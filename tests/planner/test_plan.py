@@ -182,7 +182,7 @@ def test_layouts_that_sum_gradients_in_other_dtypes_are_named():
     assert {line: each.best.records.has_narrow_sums for line, each in found.items()} == lines
     narrow, wide = (found[line] for line in list(lines)[:2])
     both = replace(narrow, layouts=(narrow.best, wide.best))
-    assert "are summed in bf16 under mb2 dp2/zero1 bf16, in fp32 under the others" in both.text()
+    assert "are summed in bf16 under mb2 dp2/zero1 bf16, in fp32 or not at all under the others" in both.text()
     assert "are summed in" not in replace(narrow, layouts=(narrow.best, narrow.best)).text()
 
 

@@ -318,7 +318,7 @@ class Plans:
         if 0 < len(narrow) < len(self.listed):
             lines.append(
                 f"gradients         of microbatches are summed in {self.best.layout.precision} under "
-                f"{', '.join(narrow)}, in fp32 under the others listed; "
+                f"{', '.join(narrow)}, in fp32 or not at all under the others listed; "
                 "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
             )
         return lines
