@@ -79,6 +79,7 @@ METHODS = {
     "step": "batch update",
     "timeline": "batch",
     "stop_requested": "",
+    "summing": "",
     "wait_saves": "",
 }
 """The methods of a run with their parameters."""
@@ -237,8 +238,8 @@ JSON = [
     (
         "plan --layout dp2,bf16 --cluster a100-80gb:1x2 --explain dp2 --explain dp3",
         {
-            "": "cluster layouts runner_up searched priced simulated fit rejected seconds baseline_step_s constants "
-            "warnings explained",
+            "": "cluster layouts runner_up searched priced simulated fit rejected ways_out seconds "
+            "baseline_step_s constants warnings explained",
             "layouts": PLAN_ROW,
             "layouts.waterfall": "matmul attention memory launch pp dp cp tp optimizer bubble other",
             "seconds": "records search",
@@ -251,8 +252,8 @@ JSON = [
         "plan --ranks 2",
         {
             "": "by_ranks",
-            "by_ranks": "cluster layouts runner_up searched priced simulated fit rejected seconds baseline_step_s "
-            "constants warnings",
+            "by_ranks": "cluster layouts runner_up searched priced simulated fit rejected ways_out seconds "
+            "baseline_step_s constants warnings",
             "by_ranks.layouts": PLAN_ROW,
             "by_ranks.rejected": "reason count nearest detail",
         },

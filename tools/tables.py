@@ -482,6 +482,15 @@ def planner() -> str:
     return "\n".join(lines)
 
 
+def planner_unmeasured() -> str:
+    """Measured seconds as multiples of predicted ones, on machines of which nothing was measured."""
+    lines = ["| accelerators | runs | one in twenty below | median | one in twenty above |", "|---" * 5 + "|"]
+    for row in newest("planner_unmeasured")["table"]:
+        shares = " | ".join(f"{row[key]:.2f}" for key in ("p5", "median", "p95"))
+        lines.append(f"| {row['gpu']} | {row['runs']} | {shares} |")
+    return "\n".join(lines)
+
+
 def planner_own() -> str:
     """Steps of this library on this machine, predicted after a calibration, beside measured ones."""
     heads = "ranks | model | layouts | error: median | worst | predicted best | fastest | regret"
@@ -724,6 +733,7 @@ TABLES = {
     "planner": planner,
     "planner_own": planner_own,
     "planner_speed": planner_speed,
+    "planner_unmeasured": planner_unmeasured,
     "kills": kills,
     "ends": ends,
     "saves": saves,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from shardwright.errors import LayoutError, PlanError
-from shardwright.planner.anchors import TimeScale, parse_anchor, scale_of
+from shardwright.planner.anchors import INTERVAL, SLOWER, USUALLY_SLOWER, TimeScale, parse_anchor, scale_of
 from shardwright.planner.plans import plan_layouts
 
 BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
@@ -48,6 +51,27 @@ def test_an_anchor_without_seconds_is_refused(text):
 def test_an_anchor_faster_than_the_peak_of_the_device_is_refused():
     with pytest.raises(PlanError, match="no step can take as few seconds"):
         plans(anchors={"dp2": 1e-15})
+
+
+def test_anchors_far_from_the_prediction_are_warned_of():
+    assert any("give the seconds of one step" in each for each in plans(anchors={"dp2": 84_000.0}).warnings())
+    assert not any("anchors" in each for each in plans(anchors={"dp2": 2 * plans().best.step_s}).warnings())
+
+
+def test_where_nothing_was_measured_the_interval_is_wider_towards_more_seconds_and_the_text_says_so():
+    found, anchored = plans(), plans(anchors={"dp2": 0.01})
+    assert found.interval(1.0) == (pytest.approx(1 / (1 + INTERVAL)), 1 + SLOWER)
+    assert "never measured on a100-80gb with this library" in found.why(found.best)
+    assert "19 in 20 published runs" in found.text()
+    assert anchored.interval(1.0)[1] == pytest.approx(1 / (1 - anchored.scale.error))
+    assert "never measured" not in anchored.text()
+
+
+def test_the_error_where_nothing_was_measured_is_that_of_the_newest_rows():
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "planner_unmeasured" / "results"
+    table = json.loads(max(folder.glob("*.json")).read_text())["table"]
+    (row,) = (each for each in table if each["gpu"] == "all")
+    assert pytest.approx((row["p95"], row["median"]), abs=0.01) == (1 + SLOWER, 1 + USUALLY_SLOWER)
 
 
 def test_an_anchor_that_cannot_be_on_the_cluster_is_refused():

@@ -17,6 +17,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
 from shardwright.models import MODELS
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
@@ -116,6 +117,92 @@ def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
         job, batch = gpt(layout, num_layers=layers)
         before = len(counted)
         assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == number
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for place, each in enumerate(self.blocks):
+            each.layer_idx = place
+
+    def forward(self, x, mask, labels):
+        x = x if mask.all() else x * mask
+        for each in self.blocks:
+            x = each(x)
+        return {"loss": nn.functional.mse_loss(x, labels)}
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb4", "tp2"])
+def test_a_batch_of_names_with_the_loss_of_the_model_is_planned_though_its_code_asks_for_a_mask(line):
+    x = torch.empty(64, 64, device="meta")
+    plans = plan_layouts(Named(), CLUSTER[2], {"x": x, "mask": x > 0, "labels": x}, loss=ModelLoss(), layout=line)
+    assert plans.best.step_s > 0
+    assert "no two blocks" not in plans.best.records.note
+    assert str(plans) == plans.text()
+    assert repr(plans) == f"Plans({CLUSTER[2]}, 1 layouts, best '{Layout.parse(line)}')"
+
+
+def test_a_batch_of_names_without_the_loss_of_the_model_is_refused():
+    with pytest.raises(PlanError, match="a batch is a pair of inputs and targets"):
+        plan_layouts(nn.Linear(4, 4), CLUSTER[2], {"input": torch.ones(2, 4)}, layout="dp2")
+
+
+def test_few_blocks_that_are_not_cut_as_all_are_do_not_stand_for_them(monkeypatch):
+    layout = Layout.parse("tp2")
+    job, batch = gpt(layout, num_layers=6)
+    assert not record_layout(job, layout, batch, "cuda").note
+    cuts, names = recording.cuts_of, []
+
+    def of_one_block(blocks, plan):
+        names.append(blocks.number)
+        return (*cuts(blocks, plan), ("other", (1,))) if blocks.number < 2 else cuts(blocks, plan)
+
+    monkeypatch.setattr(recording, "cuts_of", of_one_block)  # as where a cut of one block does not pay
+    found = record_layout(job, layout, batch, "cuda")
+    assert not found.note
+    assert found.stages[0].fewer.num_blocks == (2,)
+    assert max(names) == 3
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3 bf16 mb2", "dp2/zero2 bf16 mb2"])
+def test_sums_of_sharded_gradients_count_as_gradients(line):
+    _, _, _, records = recorded(line, 4)
+    layout, job, batch, _ = recorded(line, 4)
+    shard = 4 * sum(p.numel() for p in job.model.parameters()) // 2
+    kinds = memory_by_stage(records)[0].by_kind
+    assert kinds["gradients"] >= 0.9 * shard
+    assert sum(kinds.values()) == pytest.approx(ledger_bytes(job, layout, batch, 0), rel=1e-3)
+
+
+def test_layouts_that_sum_gradients_in_other_dtypes_are_named():
+    lines = {"dp2/zero1 mb2 bf16": True, "dp2/zero1/fp32-sums mb2 bf16": False, "dp2/zero3 mb2 bf16": False,
+             "dp2/zero1 bf16": False, "dp2/zero1 mb2": False}  # fmt: skip
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    found = {line: plan_layouts(blocks, CLUSTER[2], batch, layout=line) for line in lines}
+    assert {line: each.best.records.has_narrow_sums for line, each in found.items()} == lines
+    narrow, wide = (found[line] for line in list(lines)[:2])
+    both = replace(narrow, layouts=(narrow.best, wide.best))
+    assert "are summed in bf16 under mb2 dp2/zero1 bf16, in fp32 or not at all under the others" in both.text()
+    assert "are summed in" not in replace(narrow, layouts=(narrow.best, narrow.best)).text()
+
+
+def test_the_bubble_of_a_price_is_that_of_all_stages():
+    price = priced("pp2/1f1b mb5 dp2 bf16", 6)
+    assert price.bubble > 0
+    assert Pricing(plan_cluster(price.layout)).timeline(price.layout, price.records).bubble == pytest.approx(
+        price.bubble
+    )
+
+
+def test_the_help_says_that_a_plan_without_a_layout_searches_and_a_layout_of_few_ranks_which_cluster_to_write():
+    said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "(a search)" in said
+    assert "(single)" not in said
+    found = CliRunner().invoke(app, ["plan", "--model", "mlp", "--layout", "dp4", "--cluster", "a100-80gb:1x8"])
+    assert found.exit_code == 2
+    assert "write --cluster a100-80gb:1x4" in found.stderr
 
 
 def test_a_model_of_unlike_blocks_is_rehearsed_whole_and_says_so():

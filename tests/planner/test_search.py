@@ -277,12 +277,31 @@ def test_microbatches_precision_recomputation_and_schedules_can_be_fixed(fix, ho
     assert all(holds(each.layout) for each in plans.layouts)
 
 
+def test_where_nothing_fits_what_would_is_priced():
+    gpt = nn.Sequential(nn.Embedding(64, 64), *(nn.Linear(64, 64) for _ in range(4)))
+    tokens = torch.zeros(4, 512, dtype=torch.long)
+    given = {"most_priced": 1, "fix": "dp", "without": ["offload"]}
+    least = plan_layouts(gpt, "a100-80gb:1x2", (tokens, tokens), layout="mb2 dp2/zero3 bf16 recompute:full").best
+    limit = (0.9 * least.memory_bytes + 0.1 * least.memory[0].beside) / 80e9
+    found = plan_layouts(gpt, "a100-80gb:1x2", (tokens, tokens), memory_limit=limit, **given)
+    assert not found.fits(found.best)
+    said = "\n".join(found.ways_out)
+    assert found.to_dict()["ways_out"] == list(found.ways_out)
+    assert all(f"what would fit    {each}" in found.text() for each in found.ways_out)
+    shorter, tokens_of = re.search(r"sequences of (\d+) tokens: (.*) takes", said), lambda n: tokens[:, :n]
+    few = tokens_of(int(shorter[1]))
+    assert found.fits(plan_layouts(gpt, "a100-80gb:1x2", (few, few), layout=shorter[2]).best)
+    assert "a smaller batch does not help" in said
+
+
 def test_a_grid_can_be_fixed():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="tp2x2/2d", most_priced=1)
     assert str(plans.best.layout.factor("tp")) == "tp2x2/2d"
 
 
 def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():
+    with pytest.raises(LayoutError, match="3 does not divide 2 ranks"):
+        plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
     with pytest.raises(LayoutError, match=r"leave out 'tp3' of --fix: .* can be looked at without it"):
         plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
     with pytest.raises(LayoutError, match="leave out 'mb9' of --fix"):
@@ -292,6 +311,26 @@ def test_a_part_that_no_layout_has_is_named_with_what_can_be_without_it():
 def test_schedules_with_more_chunks_than_blocks_are_counted():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="pp4 mb4", most_priced=1)
     assert "more chunks than alike blocks" in [each["reason"] for each in plans.rejected()]
+
+
+def test_a_search_finds_a_layout_that_fits_down_to_the_least_memory_that_any_takes(monkeypatch):
+    estimate = Estimator.estimate
+
+    def too_low(self, layout):
+        found = estimate(self, layout)
+        return found and found._replace(memory_bytes=0.4 * found.memory_bytes)
+
+    monkeypatch.setattr(Estimator, "estimate", too_low)  # so that the fastest ones seem to fit
+    wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    cluster = Cluster.parse("a100-80gb:1x2")
+    batch = torch.empty(16, 1024, 256, device="meta"), torch.empty(16, 1024, dtype=torch.long, device="meta")
+    given = {"fix": "dp2", "without": ["offload"], "most_priced": 1}
+    first = plan_layouts(wide, cluster, batch, **given).best
+    least = plan_layouts(wide, cluster, batch, layout="mb8 dp2/zero3 bf16 recompute:full").best
+    assert least.memory_bytes < first.memory_bytes - 1
+    for limit in (first.memory_bytes - 1, least.memory_bytes):
+        found = plan_layouts(wide, cluster, batch, **given, memory_limit=limit / cluster.device.memory_bytes)
+        assert found.fits(found.best)
 
 
 MODELS_SEARCHED = {

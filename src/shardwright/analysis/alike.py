@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -15,13 +15,41 @@ _TOLD_BY_TEXT = (*_PLAIN, torch.dtype, torch.device, FunctionType, BuiltinFuncti
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def signature(block: nn.Module) -> tuple[str, ...]:
+Counters = frozenset[tuple[str, str]]
+"""Settings by (path of the submodule, name) that count the blocks of a list, as ``layer_idx`` does."""
+
+
+def counters(blocks: Iterable[nn.Module]) -> Counters:
+    """Returns the settings whose value is a block's place in ``blocks``, the same for all blocks that have them.
+
+    Settings of a block alone are left out, and so are those that the first two blocks do not have.
+
+    >>> blocks = [nn.Linear(2, 2) for _ in range(3)]
+    >>> for place, block in enumerate(blocks):
+    ...     block.layer_idx, block.size = place, 0
+    >>> sorted(counters(blocks))
+    [('', 'layer_idx')]
+    """
+    counts: dict[tuple[str, str], int] = {}
+    wrong: set[tuple[str, str]] = set()
+    for place, block in enumerate(blocks):
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    if value == place:
+                        counts[path, name] = counts.get((path, name), 0) + 1
+                    else:
+                        wrong.add((path, name))
+    return frozenset(key for key, number in counts.items() if number > 1 and key not in wrong)
+
+
+def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, ...]:
     """Returns a key that is equal for modules with the same submodules, classes, settings and tensor shapes.
 
     Settings are attributes that are numbers, strings, tuples or None, and ``training``. The key also holds dtypes,
     ``requires_grad``, which parameters are tied, how many forward hooks there are, and whether a module's ``forward``
     was replaced. The values of tensors are not part of it, nor are attributes such as lists and functions
-    (:func:`held_objects`).
+    (:func:`held_objects`), nor the settings in ``counters``.
 
     >>> one, other, wide = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 4)
     >>> signature(one) == signature(other), signature(one) == signature(wide)
@@ -33,7 +61,7 @@ def signature(block: nn.Module) -> tuple[str, ...]:
         settings = sorted(
             (name, value)
             for name, value in vars(module).items()
-            if isinstance(value, _PLAIN) and name not in _OF_MODULES - {"training"}
+            if isinstance(value, _PLAIN) and name not in _OF_MODULES - {"training"} and (path, name) not in counters
         )
         tensors = [(name, p.shape, p.dtype, p.requires_grad, number[id(p)])
                    for name, p in module.named_parameters(recurse=False)]  # fmt: skip
@@ -45,11 +73,12 @@ def signature(block: nn.Module) -> tuple[str, ...]:
     return tuple(map(repr, found))
 
 
-def likeness(block: nn.Module) -> tuple[object, ...]:
+def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object, ...]:
     """Returns a key that is equal for modules with the same :func:`signature` and equal lists, functions and the like.
 
     These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts and sets of plain values
-    and functions are compared by their text (``repr``), any other object by its identity.
+    and functions are compared by their text (``repr``), any other object by its identity. Settings in ``counters``
+    (:func:`counters`) may differ.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
@@ -60,7 +89,7 @@ def likeness(block: nn.Module) -> tuple[object, ...]:
         (path, name, _text_of(vars(block.get_submodule(path))[name]) or key)
         for (path, name), key in held_objects(block).items()
     )
-    return (*signature(block), *held)
+    return (*signature(block, counters), *held)
 
 
 def _text_of(value: Any) -> str:

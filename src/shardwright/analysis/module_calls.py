@@ -135,7 +135,8 @@ def may_read_values(model: nn.Module) -> bool:
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Runs one forward and returns the calls of every module, by module name.
 
-    If the model and ``inputs`` are on the meta device, the forward computes no values. Of modules other than
+    If the model and ``inputs`` are on the meta device, the forward computes no values, and a condition on values, such
+    as whether a mask is all ones, is true. Of modules other than
     ``nn.MultiheadAttention``, a call is left out if it takes no tensor or returns anything but one tensor. The output
     projection of ``nn.MultiheadAttention``, which torch uses without calling it, is listed as called.
 
@@ -170,7 +171,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     try:
         for values in ways:
             try:
-                with torch.enable_grad(), on_meta(model, values=values):
+                with torch.enable_grad(), on_meta(model, values=values, guess=True):
                     result = call_model(model, inputs)
                 break
             except (RuntimeError, TypeError):

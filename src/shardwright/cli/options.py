@@ -150,16 +150,19 @@ def given(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-def with_shared(*names: str) -> Callable[[F], F]:
+def with_shared(*names: str, **others: Any) -> Callable[[F], F]:
     """Returns a decorator that adds the shared options ``names`` to a command.
 
-    The command gets those that were given on the command line as a dict, in its first argument.
+    ``others`` has annotations for options of a name that mean something else in this command. The command gets those
+    that were given on the command line as a dict, in its first argument.
     """
 
     def decorate(command: F) -> F:
         own = [*inspect.signature(command, eval_str=True).parameters.values()][1:]
         kind = inspect.Parameter.KEYWORD_ONLY
-        more = [inspect.Parameter(name, kind, default=None, annotation=SHARED[name]) for name in names]
+        more = [
+            inspect.Parameter(name, kind, default=None, annotation=others.get(name, SHARED[name])) for name in names
+        ]
 
         @wraps(command)
         def run(**options: Any) -> Any:

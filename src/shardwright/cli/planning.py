@@ -55,7 +55,10 @@ def _num_tokens(batch: tuple[Any, Any]) -> int:
 
 
 @report_errors
-@with_shared("layout", "model", "set_", "role", "data", "batch", "seq", "config")
+@with_shared(
+    "layout", "model", "set_", "role", "data", "batch", "seq", "config",
+    layout=Annotated[str | None, typer.Option(help="One layout to price, such as 'dp2 tp2'.", show_default="a search")],
+)  # fmt: skip
 def plan(
     shared: opt.Shared,
     cluster: Annotated[

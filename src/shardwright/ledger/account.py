@@ -237,11 +237,11 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
         tracker.action = str(action)
 
     def end(action: Action) -> None:
-        tracker.hold("gradients", (parameter.grad for parameter in parameters))
+        tracker.hold("gradients", (*(parameter.grad for parameter in parameters), *run.summing()))
         tracker.mark()
 
     def add_gradient(parameter: Tensor) -> None:
-        tracker.hold("gradients", [parameter.grad])
+        tracker.hold("gradients", [parameter.grad, *run.summing()])
 
     def begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         tracker.hold("logits", tree_leaves(args[0]))

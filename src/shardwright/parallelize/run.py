@@ -477,6 +477,10 @@ class Run:
         """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
         return (tensor for each in self._applied for tensor in each.kept())
 
+    def summing(self) -> Iterator[Tensor]:
+        """Yields ZeRO's sums of gradients over microbatches and ranks, until they are the ``.grad`` of parameters."""
+        return (tensor for each in self._applied for tensor in each.summing())
+
     # ---- the optimizer
 
     def optimizer(

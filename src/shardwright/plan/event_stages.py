@@ -6,11 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.costs import Cost
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import Draw, record_events
+from shardwright.analysis.meta_values import ValueReadError
 
 UNEVEN = 1.25
 """The unevenness of a stage above which ``show`` names its costliest call or largest module.
@@ -64,9 +67,14 @@ class EventStages:
         """Records the forward again with other inputs, and returns it cut into chunks at the same module calls.
 
         If this forward skips the first call of a chunk, the chunk begins at the next call of its own or of a later
-        chunk. ``draw`` gives the random numbers by which the code skips calls, as in :func:`record_events`.
+        chunk. ``draw`` gives the random numbers by which the code skips calls, as in :func:`record_events`. Code that
+        reads values of inputs on the meta device, which have none, reads ones, as where the stages were cut.
 
-        Raises: ValueReadError: the code reads a value that depends on a parameter or on a meta tensor of the inputs.
+        Raises: ValueReadError: the code reads a value that depends on a parameter.
         """
-        record = record_events(self.model, inputs, self.units, draw)
+        try:
+            record = record_events(self.model, inputs, self.units, draw)
+        except ValueReadError:
+            ones = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype) if t.is_meta else t, inputs)
+            record = record_events(self.model, ones, self.units, draw)
         return EventsChunked(record, self.chunked.starts, self.chunked.names, self.chunked)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwright.analysis.alike import likeness
+from shardwright.analysis.alike import counters, likeness
 from shardwright.parallelize.planning import without_storage
 
 
@@ -50,7 +51,8 @@ class AlikeBlocks(NamedTuple):
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
     """Returns the run of two or more alike blocks that has the most parameters, or None if no blocks are alike.
 
-    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass. Of runs with as
+    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass. A setting that
+    counts the children, such as the ``layer_idx`` of a transformer layer, may differ. Of runs with as
     many parameters, the first in the order of ``named_modules`` is returned: of nested ones, the outermost.
     """
     best, most = None, -1
@@ -58,7 +60,7 @@ def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
         if type(module) not in (nn.ModuleList, nn.Sequential):
             continue
         number = 0
-        for _, run in groupby(module, likeness):
+        for _, run in groupby(module, partial(likeness, counters=counters(module))):
             blocks = list(run)
             held = num_parameters(blocks)
             if len(blocks) > 1 and held > most:

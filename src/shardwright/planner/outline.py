@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwright.axes import layout_axes
+from shardwright.axes import layout_axes, mesh_axes
 from shardwright.layout import Factor, Layout
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job, Plan
@@ -20,6 +20,10 @@ Chunks = Sequence[tuple[int, tuple[str, ...]]]
 """For each pipeline chunk, its number of repeated blocks, and the names of the other modules that it calls."""
 
 
+BlockCuts = tuple[tuple[str, tuple[int, ...]], ...]
+"""The shape of a rank's part of each parameter of a repeated block, by the parameter's name in the block."""
+
+
 class NotAlikeError(Exception):
     """Raised if a rehearsal of a few of a model's repeated blocks cannot stand for all; the error's text says why."""
 
@@ -27,13 +31,15 @@ class NotAlikeError(Exception):
 class StageBlocks(NamedTuple):
     """A layout's schedule, and for each pipeline chunk its number of repeated blocks and its calls of other modules.
 
-    If a few blocks cannot stand for all, ``unlike`` says why and ``chunks`` is empty; else ``unlike`` is "".
+    If a few blocks cannot stand for all, ``unlike`` says why and ``chunks`` is empty; else ``unlike`` is "". ``cuts``
+    says how each block is cut.
     """
 
     layout: Layout
     schedule: Schedule
     chunks: Chunks = ()
     unlike: str = ""
+    cuts: BlockCuts = ()
 
     def chunks_alike(self) -> Chunks:
         """Returns, for each chunk, its number of repeated blocks and its calls of other modules.
@@ -91,7 +97,9 @@ class ModelPlans:
         plan, _ = make_plan(job, layout)
         schedule = plan.schedule or accumulate(layout.num_microbatches)
         try:
-            found = StageBlocks(plan.layout, schedule, self._chunks(job, plan, schedule))
+            chunks = self._chunks(job, plan, schedule)
+            assert self.blocks is not None, "there are chunks of alike blocks"
+            found = StageBlocks(plan.layout, schedule, chunks, cuts=cuts_of(self.blocks, plan))
         except NotAlikeError as different:
             found = StageBlocks(plan.layout, schedule, unlike=str(different))
         if plan.layout == layout:  # otherwise sizes or options were chosen for this very layout
@@ -125,6 +133,22 @@ def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
         if len(inside) > 1:
             raise NotAlikeError("the layout treats some of the alike blocks in another way")
     check_param_groups(blocks, plan)
+
+
+def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
+    """Returns how the first, the second and the last of the blocks are cut, which is to be in one way.
+
+    Raises: NotAlikeError: they are cut in several ways.
+    """
+    coord, found = dict.fromkeys(plan.mesh.axes, 0), dict[BlockCuts, None]()
+    for block in dict.fromkeys((*blocks.names[:2], blocks.names[-1])):
+        held = {n.removeprefix(block): each for n, each in plan.compute.items() if n.startswith(f"{block}.")}
+        for axis in (each for each in mesh_axes("stages") if each in plan.mesh.axes):
+            held = {name: each.on_all(axis) for name, each in held.items()}
+        found[tuple((name, tuple(each.local_shape(coord))) for name, each in held.items())] = None
+    if len(found) > 1:
+        raise NotAlikeError("the layout cuts alike blocks in several ways")
+    return next(iter(found))
 
 
 def check_param_groups(blocks: AlikeBlocks, plan: Plan) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from time import process_time
 from types import MappingProxyType
 from typing import Any, get_args
@@ -21,17 +22,23 @@ from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout, Precision
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.given_loss import loss_for
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
+from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import TimeScale, scale_of
+from shardwright.planner.anchors import MOST_ANCHORED, SLOWER, USUALLY_SLOWER, TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.search import MOST_PRICED, Recorder, SearchConstraints, SearchResult, precision_of, search
 from shardwright.planner.short import ShortModel
+from shardwright.planner.ways_out import ways_out
 from shardwright.strategies import STRATEGIES
+
+GUESSED = ("matmul_efficiency", "memory_efficiency", "overlap_cost")
+"""Constants that text names where they are guesses; data have all."""
 
 NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
 """Constants of which the least and the largest value are as likely as others, so that they are not warned of."""
@@ -43,9 +50,9 @@ UTILISATION = 0.4
 """The share of the peak that the baseline takes every layout to reach."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plans:
-    """The predicted prices of layouts on a cluster, the best layout first.
+    """The predicted prices of layouts on a cluster, the best layout first; ``print`` shows them as the command does.
 
     ``batch`` is the number of samples and ``tokens`` that of tokens in a global batch. ``memory_limit`` is the share of
     a device's memory that a layout may take. ``seconds`` has the CPU seconds that the prediction took: "records" for
@@ -64,10 +71,27 @@ class Plans:
     """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
+    ways_out: tuple[str, ...] = ()
+    """What to change so that a layout fits, where none of a search does, as sentences."""
+
+    def __repr__(self) -> str:
+        return f"Plans({self.cluster}, {len(self.layouts)} layouts, best '{self.best.layout}')"
+
+    def __str__(self) -> str:
+        return self.text()
 
     def interval(self, step_s: float) -> tuple[float, float]:
-        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``."""
-        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
+        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``.
+
+        Where nothing was measured on the machine, the range is wider towards more seconds, as published runs have it.
+        """
+        slowest = 1 / (1 - self.scale.error) if self.is_measured else 1 + SLOWER
+        return step_s / (1 + self.scale.error), step_s * slowest
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether some constants were measured on the cluster, or fitted to runs there that were given as anchors."""
+        return self.scale != TimeScale() or bool({row["source"] for row in self.constants()} & {"measured", "fitted"})
 
     @property
     def listed(self) -> tuple[Price, ...]:
@@ -92,7 +116,7 @@ class Plans:
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
             "simulated": self.found.priced or len(self.layouts),
             "fit": len(self.found.fit) if self.found.searched else sum(map(self.fits, self.layouts)),
-            "rejected": self.rejected(),
+            "rejected": self.rejected(), "ways_out": list(self.ways_out),
             "seconds": dict(self.seconds), "baseline_step_s": self.baseline_s(self.best),
             "constants": self.constants(), "warnings": self.warnings(),
         }  # fmt: skip
@@ -165,11 +189,11 @@ class Plans:
         The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
         """
         low, high = self.interval(price.step_s)
-        measured = {row["source"] for row in self.constants()} & {"measured", "fitted"}
         known = (
             "some constants measured or from your runs"
-            if measured
-            else "constants from the datasheet and guesses, not measured"
+            if self.is_measured
+            else "constants from the datasheet and guesses, "
+            f"never measured on {self.cluster.device.name} with this library"
         )
         nothing = "" if self.fits(price) else "does not fit: "
         return (
@@ -224,6 +248,11 @@ class Plans:
             and row["value"] in row["bounds"]
             and row["name"] not in NATURAL_BOUNDS
         ]
+        if max(self.scale.operators, self.scale.messages) > MOST_ANCHORED:
+            notes.append(
+                f"runs given as anchors took {self.scale.operators:.3g} times as long as predicted: give the seconds "
+                "of one step, of this model and batch, on this cluster"
+            )
         notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
                   for name, spread in self.cluster.calibration.spread.items() if spread > MOST_SPREAD]  # fmt: skip
         return [*self.cluster.device.warnings, *self.cluster.calibration.notes, *dict.fromkeys(notes)]
@@ -239,6 +268,7 @@ class Plans:
         lines = [
             *([] if self.fits(best) else [nearest]),
             self.why(best),
+            *(f"what would fit    {each}" for each in self._ways_out()),
             *self._table(),
             "",
             *waterfall_lines(best.waterfall, best.step_s),
@@ -253,9 +283,13 @@ class Plans:
         sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
         lines.append(f"traffic by axis   {sent or 'nothing'}")
         lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
-        lines += self._rest()
+        lines += [*self._trust(), *self._rest()]
         lines += [f"warning: {each}" for each in self.warnings()]
         return "\n".join(lines)
+
+    def _ways_out(self) -> tuple[str, ...]:
+        alone = not self.found.searched and not self.fits(self.best)
+        return ("without --layout a search looks for a layout that fits",) if alone else self.ways_out
 
     def _table(self) -> list[str]:
         if len(self.listed) < 2:
@@ -269,6 +303,26 @@ class Plans:
                 f"{self.utilisation(each):>4.0%}  {said}"
             )
         return ["", *rows]
+
+    def _trust(self) -> list[str]:
+        """Returns lines about where the interval comes from, and layouts whose gradients are summed in other dtypes."""
+        lines = []
+        if not self.is_measured:
+            lines.append(
+                f"interval          up to {1 + SLOWER:.2g} times the prediction, as 19 in 20 published runs of another "
+                f"library on A100 and H100 took at most; half took over {1 + USUALLY_SLOWER:.3g} times"
+            )
+            guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
+            lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
+                         + ", the same for every accelerator")  # fmt: skip
+        narrow = [str(each.layout) for each in self.listed if each.records.has_narrow_sums]
+        if 0 < len(narrow) < len(self.listed):
+            lines.append(
+                f"gradients         of microbatches are summed in {self.best.layout.precision} under "
+                f"{', '.join(narrow)}, in fp32 or not at all under the others listed; "
+                "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
+            )
+        return lines
 
     def _rest(self) -> list[str]:
         """Returns lines about the runner-up, and what was left out and why."""
@@ -286,7 +340,7 @@ class Plans:
 @collection_paused()
 @traces_kept()
 def plan_layouts(
-    model: nn.Module, cluster: Cluster | str, batch: tuple[Any, Any], *, loss: nn.Module | None = None,
+    model: nn.Module, cluster: Cluster | str, batch: Any, *, loss: Any = None,
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
     most_priced: int = MOST_PRICED, anchors: Mapping[str, float] = MappingProxyType({}), tokens: int = 0,
     memory_limit: float = LEFT,
@@ -294,20 +348,22 @@ def plan_layouts(
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
-    ``cluster`` may be text such as "a100-80gb:128x8". Of the global ``batch`` (inputs, targets) only shapes and dtypes
-    matter. ``loss`` is by default the cross entropy, and ``roles`` gives tensor-parallel roles to layers by name. A
-    layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no axis or option in ``without``. At most
-    ``most_priced`` layouts are priced: more find better ones, and take longer. A search skips layouts with more than
-    four pipeline stages that are not alike, since each stage would have to be rehearsed. ``memory_limit`` is the share
-    of a device's memory that a layout may take; layouts above it come last. ``anchors`` are runs on this cluster with
-    this batch, as seconds of a step by layout line: they correct all prices. ``top`` is how many layouts tables list,
-    and ``tokens`` is the number of tokens of the batch, for tokens per second: by default the elements of the inputs'
-    first tensor if that is 2-D and of integers, else the samples.
+    ``cluster`` may be text such as "a100-80gb:128x8". The global ``batch`` is (inputs, targets), or with
+    ``loss=sw.ModelLoss()`` a mapping; only shapes and dtypes matter, and a condition on values, such as whether a mask
+    is all ones, counts as true. ``loss`` is as in ``parallelize``, by default the cross entropy, and ``roles`` gives
+    tensor-parallel roles to layers by name. A layout must have the parts of a line in ``fix`` ("tp8 dp/zero1") and no
+    axis or option in ``without``. At most ``most_priced`` layouts are priced: more find better ones, and take longer. A
+    search skips layouts with more than four pipeline stages that are not alike, since each stage would have to be
+    rehearsed. ``memory_limit`` is the share of a device's memory that a layout may take; layouts above it come last.
+    ``anchors`` are runs on this cluster with this batch, as seconds of a step by layout line: they correct all prices.
+    ``top`` is how many layouts tables list, and ``tokens`` is the number of tokens of the batch, for tokens per second:
+    by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
-        or does not fit the model or the batch; or a search finds no layout. PlanError: the cluster's text or file is
-        wrong, or gives no nodes without a ``layout``; ``without`` has an unknown word; ``fix`` or ``without`` is given
-        beside ``layout``; or the model does not run on the meta device under ``layout`` or an anchor's layout.
+        or does not fit the model or the batch; or a search finds no layout. PlanError: the batch is neither a pair nor
+        such a mapping; the cluster's text or file is wrong, or gives no nodes without a ``layout``; ``without`` has an
+        unknown word; ``fix`` or ``without`` is given beside ``layout``; or the model does not run on the meta device
+        under ``layout`` or an anchor's layout.
 
     >>> import torch
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
@@ -319,18 +375,19 @@ def plan_layouts(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _check_words(layout, fix, without)
     cluster = Cluster.parse(cluster, layout.num_ranks if layout else None) if isinstance(cluster, str) else cluster
-    loss = CrossEntropy() if loss is None else loss
+    loss = loss_for(loss, model)
+    batch = _pair(batch, loss)
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
 
-    def record(each: Layout, samples: int, most_whole: int | None = None) -> LayoutRecords:
+    def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
         start = process_time()
-        rows = first_rows(batch, samples)
+        rows = first_rows(batch if given is None else given, samples)
         job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
         records = record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
         spent[0] += process_time() - start
         return records
 
-    num_samples, pricing = num_rows(batch), Pricing(cluster, model_plans.kind)
+    num_samples, pricing, ways = num_rows(batch), Pricing(cluster, model_plans.kind), tuple[str, ...]()
     known = [(_priced_anchor(line, s, pricing, num_samples, record), s) for line, s in anchors.items()]
     scale, limit = scale_of(known), cluster.device.memory_bytes * memory_limit
     if layout is not None:
@@ -346,10 +403,21 @@ def plan_layouts(
         layouts = [*found.fit, *found.misfits]
         if not layouts:
             raise found.failure or _none_found(cluster, found, fix, without)
+        rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=1)
+        ways = () if found.fit else tuple(ways_out(
+            found.misfits[0], cluster, batch, limit,
+            lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
+            lambda each, given: pricing.price(each, record(each, num_samples, given=given)),
+        ))  # fmt: skip
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
     num_tokens = tokens or _num_tokens(batch[0])
-    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top)
+    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways)
+
+
+def _pair(batch: Any, loss: nn.Module) -> tuple[Any, Any]:
+    """Returns the inputs and targets of a batch; of one whose labels the model reads, all of it and the labels."""
+    return next(pairs([batch], loss.pair if isinstance(loss, ModelLoss) else None))
 
 
 def _num_tokens(inputs: Any) -> int:
@@ -391,7 +459,7 @@ def _check_ranks(layout: Layout, cluster: Cluster) -> None:
             "the cluster has another number of ranks than the layout",
             given=f"{layout}: {layout.num_ranks} ranks on {cluster}: {cluster.num_ranks}",
             allowed=f"layouts for {cluster.num_ranks} ranks",
-            fix=f"name a cluster with nodes x ranks that multiply to {layout.num_ranks}",
+            fix=f"write --cluster {cluster.with_ranks(layout.num_ranks)}",
         )
 
 
@@ -424,17 +492,20 @@ def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequen
         allowed=f"layouts of the axes that strategies declare; left out were {reasons}"
         if reasons
         else "layouts of the axes that strategies declare",
-        fix=_remedy(found, fix, without),
+        fix=_remedy(found, fix, without, cluster.num_ranks),
     )
 
 
-def _remedy(found: SearchResult, fix: str, without: Sequence[str]) -> str:
+def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: int) -> str:
     """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
     fixed = Counter({why: n for why, n in found.rejected.items() if why.startswith("--fix")})
     if fixed:
         ((why, _),) = fixed.most_common(1)
         part = why.removeprefix("--fix: not ").removeprefix("--fix ").partition(":")[0]
-        return f"leave out '{part}' of --fix: {found.nearest[why]} can be looked at without it"
+        sizes = part.partition("/")[0].lstrip("abcdefghijklmnopqrstuvwxyz").split("x")
+        number = prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) and not part.startswith("mb") else 1
+        uneven = f"{number} does not divide {num_ranks} ranks, and " if not number or num_ranks % number else ""
+        return f"leave out '{part}' of --fix: {uneven}{found.nearest[why]} can be looked at without it"
     return "leave out less" if without else "take a larger batch" if not fix else "fix less"
 
 

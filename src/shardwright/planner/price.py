@@ -41,10 +41,11 @@ class Price(NamedTuple):
     """The predicted cost of a layout on a cluster.
 
     ``waterfall`` has the seconds of a step by part, such as matrix products or exposed messages of a layout axis, on
-    the stage that finishes last, and adds up to ``step_s``. ``bubble`` is the share of the step in which that stage is
-    idle. ``memory`` is the peak of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes that a rank
-    sends and receives in a step, of the stage with the most of them. The few bytes of the loss and of comparisons
-    between ranks are left out.
+    the stage that finishes last, and adds up to ``step_s``. ``bubble`` is the share of all stages' time in which they
+    wait, from the first action of the schedule to the last; the waterfall's is that of the last stage alone, which may
+    wait for nothing. ``memory`` is the peak of each stage. ``traffic_by_axis`` has, by mesh axis, the payload bytes
+    that a rank sends and receives in a step, of the stage with the most of them. The few bytes of the loss and of
+    comparisons between ranks are left out.
     """
 
     layout: Layout
@@ -130,7 +131,7 @@ class Pricing:
         traffic = [traffic_of_stage(records, stage) for stage in range(schedule.num_stages)]
         most = max(traffic, key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
-        return Price(layout, step_s, waterfall, bubble_s / step_s, memory, dict(most), flops, records)
+        return Price(layout, step_s, waterfall, sent.bubble, memory, dict(most), flops, records)
 
     def timeline(self, layout: Layout, records: LayoutRecords) -> Timeline:
         """Returns when each action of a layout's step runs on each pipeline stage, as it is priced.

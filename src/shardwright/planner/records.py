@@ -26,11 +26,11 @@ from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
 from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
-from shardwright.plan.plan import Job
+from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.moments import front_of
-from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups
+from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
 from shardwright.planner.places import (
     ActionClass,
     has_all_actions,
@@ -114,6 +114,8 @@ class LayoutRecords:
     stages: tuple[StageRecords, ...]
     num_blocks: tuple[tuple[int, ...], ...]
     num_rehearsals: int
+    has_narrow_sums: bool = False
+    """Whether gradients of several microbatches are summed in bf16 or fp16, as autograd leaves them."""
     note: str = ""
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
@@ -251,9 +253,9 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     planned = planned or shape.planned(shape.job, shape.layout)
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
     stages = tuple(StageRecords(each, None) for each in records)
-    note = f"rehearsed whole: {why}"
-    number = shape.counts["rehearsals"]
-    return LayoutRecords(shape.layout, shape.schedule, stages, tuple(() for _ in stages), number, note)
+    note, narrow = f"rehearsed whole: {why}", _sums_narrow(planned.plan.plan, stages)
+    unlike = tuple(() for _ in stages)
+    return LayoutRecords(shape.layout, shape.schedule, stages, unlike, shape.counts["rehearsals"], narrow, note)
 
 
 def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_JobLayout]:
@@ -296,6 +298,10 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     plan = found[0][0].plan.plan
     if plan.unsharded_on_use:
         found = _planned_few(shape, chunks, model_plans, WHERE_UNSHARDED)
+    elif not _are_cut(found, outline, model_plans):  # a cut that pays for all blocks may not pay for one
+        found = _planned_few(shape, chunks, model_plans, WHERE_RECOMPUTED)
+    if not _are_cut(found, outline, model_plans):
+        raise NotAlikeError("few blocks are cut in another way than all")
     fewer, more = _both_records(shape, found)
     # blocks that begin the model are compared as they are, recomputed or not: of either, the first one differs
     begin = _begin_the_model(shape.job.model, model_plans.blocks)
@@ -306,7 +312,35 @@ def _from_few(shape: _Shape, outline: StageBlocks, model_plans: ModelPlans) -> L
     stages = tuple(StageRecords(fewer[kind], more[kind]) for kind in kinds)
     for kind in sorted(set(kinds)):
         _check_places(StageRecords(fewer[kind], more[kind]))
-    return LayoutRecords(shape.layout, schedule, stages, numbers, shape.counts["rehearsals"])
+    return LayoutRecords(
+        shape.layout, schedule, stages, numbers, shape.counts["rehearsals"], _sums_narrow(plan, stages)
+    )
+
+
+def _sums_narrow(plan: Plan, stages: Iterable[StageRecords]) -> bool:
+    """Returns whether a layout sums gradients of several microbatches in bf16 or fp16.
+
+    Gradients that are sent to their shards after each microbatch are summed there, in the dtype of the shard, and with
+    ``fp32-sums`` all are summed in fp32.
+    """
+    trained = (name for name in plan.state if name not in plan.frozen and name not in plan.fp32_sums)
+    if plan.layout.num_microbatches == 1 or all(plan.compute_dtypes[name].itemsize >= 4 for name in trained):
+        return False
+    copies = mesh_axes("copies")
+    first = (shape for each in stages for place, shape in each.fewer.actions.items()
+             if place.kind != "F" and place.order == "first")  # fmt: skip
+    return not any(
+        isinstance(each, MessageRecord) and each.kind == "reduce_scatter" and each.axis in copies
+        for shape in first
+        for each in shape.records
+    )
+
+
+def _are_cut(found: Sequence[tuple[_JobLayout, Sequence[int]]], outline: StageBlocks, model_plans: ModelPlans) -> bool:
+    """Returns whether plans of few blocks cut them as the plan of all does."""
+    assert model_plans.blocks is not None, "there are chunks of alike blocks"
+    few = ((model_plans.blocks._replace(number=sum(sizes)), planned.plan.plan) for planned, sizes in found)
+    return all(cuts_of(blocks, plan) == outline.cuts for blocks, plan in few)
 
 
 def _begin_the_model(model: nn.Module, blocks: AlikeBlocks | None) -> bool:

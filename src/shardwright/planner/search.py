@@ -4,7 +4,7 @@ No axis and no option is named here: axes, sizes and options come from what stra
 strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
 the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and then layouts that
 differ from the best one by one option, until :attr:`SearchConstraints.most` layouts are priced or none that is left
-promises more.
+promises more. If none of them fits the memory, a few that are estimated to take less are priced too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ price. One that differs from the best layout by one option must also be estimate
 estimate."""
 FEWEST = 3
 """The fewest layouts that are priced, if there are as many: the best, and others to lay beside it."""
+
+MOST_TO_FIT = 8
+"""The most further layouts that are priced where none of those priced fits the memory, until one does."""
 
 MOST_NODES = 1
 """The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
@@ -107,6 +110,8 @@ class SearchConstraints:
     most: int = MOST_PRICED
     most_stages: int = 0
     """The most stages that the model has whole blocks for. 0: unknown."""
+    most_to_fit: int = MOST_TO_FIT
+    """The most further layouts to price where none fits."""
 
     def allows(self, layout: Layout) -> bool:
         """Returns whether a layout has all parts that must be there, and none of the words that must not."""
@@ -178,6 +183,7 @@ def search(
     search_from = _Search(estimator, record, wanted, found)
     search_from.price_estimates()
     search_from.price_beside()
+    search_from.price_until_one_fits()
     return search_from.result()
 
 
@@ -204,11 +210,7 @@ class _Search:
         """Prices what differs from the best by one option and is estimated better, then other estimates near it."""
         while self.found.priced < self.wanted.most and not self._is_done() and (self.found.fit or self.found.misfits):
             best = _best(self.found)
-            moves = [
-                each
-                for each in options_beside(best.layout)
-                if str(each) not in self.tried and self.wanted.allows(each) and num_shares(each) <= self.estimator.batch
-            ]
+            moves = [each for each in options_beside(best.layout) if str(each) not in self.tried and self._may_be(each)]
             beside = self._sorted(filter(None, map(self.estimator.estimate, moves)))
             most = NEAR * self._over(best)
             near = (each for each in beside if each.over(self.wanted.limit_bytes) < most)
@@ -217,6 +219,32 @@ class _Search:
             if following is None:
                 return
             self._price(following.layout)
+
+    def price_until_one_fits(self) -> None:
+        """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
+
+        The fastest one comes first that would fit if its estimate were too low by as much as any before; if there is
+        none, the one that takes the least memory, as long as the lowest error of an estimate so far lets it fit.
+        """
+        limit = self.wanted.limit_bytes
+        for _ in range(self.wanted.most_to_fit):
+            if self.found.fit or not self.found.misfits:
+                return
+            known = [(price.memory_bytes, self.estimator.estimate(price.layout)) for price in self.found.misfits]
+            off = [held / own.memory_bytes for held, own in known if own is not None and own.memory_bytes]
+            beside = (each for each in options_beside(_best(self.found).layout) if self._may_be(each))
+            left = [*self.estimates, *filter(None, map(self.estimator.estimate, beside))]
+            left = [each for each in left if str(each.layout) not in self.tried]
+            likely = [each for each in left if each.memory_bytes * max(off, default=1.0) <= limit]
+            if not likely:
+                least = min(left, key=lambda each: each.memory_bytes, default=None)
+                if least is None or least.memory_bytes * min([*off, 1.0]) > limit:
+                    return
+                likely = [least]
+            self._price(min(likely, key=lambda each: (each.step_s, each.memory_bytes)).layout)
+
+    def _may_be(self, layout: Layout) -> bool:
+        return self.wanted.allows(layout) and num_shares(layout) <= self.estimator.batch
 
     def result(self) -> SearchResult:
         """Returns what was found, sorted, with all that was left out."""

@@ -82,6 +82,7 @@ class AppliedStrategy:
       sync may send them.
     - ``offload``: the state that is stored in host memory or on disk.
     - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
+    - ``summing``: returns tensors in which gradients are summed until they are the ``.grad`` of stored parameters.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
     """
 
@@ -93,4 +94,5 @@ class AppliedStrategy:
     summed: Callable[[str], bool] = lambda group: True
     offload: Offload | None = None
     kept: Callable[[], Iterable[Tensor]] = tuple
+    summing: Callable[[], Iterable[Tensor]] = tuple
     saving: Saving | None = None

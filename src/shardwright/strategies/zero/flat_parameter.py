@@ -12,7 +12,7 @@ which are never trained, have no NaN and get a zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 
@@ -197,6 +197,10 @@ class FlatParameter:
         """Adds ``gradient``, the result of one reduce-scatter, to the shard's gradient, in the shard's dtype."""
         gradient = gradient.to(self.shard.dtype)
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
+
+    def summing(self) -> Iterator[Tensor]:
+        """Yields the tensors in which gradients are summed that are not published yet."""
+        return (each for each in (self.shard_gradient, self._sums) if each is not None)
 
     def discard_gradients(self) -> None:
         """Drops all gradients of the parameters and of the shard that are not published yet.

@@ -166,6 +166,7 @@ class FSDPState:
             offload=self.offloaded,
             summed=self._published.__contains__,
             kept=lambda: (flat.unsharded for flat in flats if flat.unsharded is not None),
+            summing=lambda: (each for flat in flats for each in flat.summing()),
             saving=(self.prefetcher.pack, self.prefetcher.unpack) if self.reshard_after_use else None,
         )
 

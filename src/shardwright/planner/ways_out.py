@@ -1,0 +1,75 @@
+"""What would fit where no layout of a search does: more devices or a shorter sequence, each priced, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.cost.cluster import Cluster
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
+from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.planning import num_rows
+from shardwright.planner.price import Price
+from shardwright.planner.search import SearchResult
+
+MOST_TIMES, SHORTEST = 4, 128
+"""The most times as many devices that are tried, and the fewest tokens of a sequence."""
+
+
+def ways_out(
+    nearest: Price, cluster: Cluster, batch: tuple[Any, Any], limit: float, searched: Callable[[Cluster], SearchResult],
+    priced: Callable[[Layout, tuple[Any, Any]], Price],
+) -> Iterator[str]:  # fmt: skip
+    """Yields what to change so that a layout fits ``limit`` bytes, as sentences with the layout and its memory.
+
+    ``nearest`` is the layout that takes the least memory of those priced. ``searched`` returns what a search finds on
+    another cluster, and ``priced`` the price of a layout with another batch.
+    """
+    times = 2
+    while times <= MOST_TIMES:
+        more = cluster.with_ranks(times * cluster.num_ranks)
+        with suppress(LayoutError, PlanError):
+            found = searched(more).fit
+            if found:
+                best = min(found, key=lambda each: each.step_s)
+                yield f"{more.num_ranks} devices: {best.layout} takes {_gb(best.memory_bytes)}"
+                break
+        times *= 2
+    else:
+        yield f"up to {MOST_TIMES * cluster.num_ranks} devices do not help: no layout priced there fits"
+    tokens = _num_tokens(batch)
+    while tokens // 2 >= SHORTEST:
+        tokens //= 2
+        with suppress(LayoutError, PlanError):
+            shorter = priced(nearest.layout, _first_tokens(batch, tokens))
+            if shorter.memory_bytes <= limit:
+                yield f"sequences of {tokens:,} tokens: {nearest.layout} takes {_gb(shorter.memory_bytes)}"
+                break
+    if num_rows(batch) <= num_shares(nearest.layout):
+        yield "a smaller batch does not help: a microbatch has one sample already"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+def _sequences(batch: tuple[Any, Any]) -> list[Tensor]:
+    leaves = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    return [each for each in leaves if each.dim() == 2 and not each.is_floating_point()]
+
+
+def _num_tokens(batch: tuple[Any, Any]) -> int:
+    """Returns the tokens of a sequence where all 2-D tensors of integers have as many; else 0."""
+    sizes = {each.shape[1] for each in _sequences(batch)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _first_tokens(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
+    sequences = {id(each) for each in _sequences(batch)}
+    cut: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:, :number] if id(t) in sequences else t, batch)
+    return cut
