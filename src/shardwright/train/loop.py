@@ -215,7 +215,7 @@ class _Training:
         self.saved: Path | None = None
         self.series = {key: SpacedValues() for key in ("step_ms", "samples_per_s", "tokens_per_s")}
         self.locks, self._profiled = contextlib.ExitStack(), contextlib.ExitStack()
-        self.start_s = time.time()
+        self.start_s = time.monotonic()
         if resume:
             self.saved = find_on_all(self.everyone, out / CHECKPOINTS)
             load(self.saved, self.run, self.optimizer)
@@ -361,7 +361,7 @@ class _Training:
             "step_ms": step_s * 1000,
             "samples_per_s": num_samples / step_s,
             "tokens_per_s": tokens / step_s if tokens else None,
-            "time_s": time.time() - self.start_s,
+            "time_s": time.monotonic() - self.start_s,
         }
         if finite:
             self.emergency.note({**row})
