@@ -231,6 +231,15 @@ def test_a_folder_for_temporary_files_with_a_long_path_does_no_harm(tmp_path):
     assert left_in(long) == []
 
 
+def test_a_program_that_starts_ranks_while_a_rank_imports_it_is_told_the_line_to_write(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace('if __name__ == "__main__":', "if True:"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert 'fix:     write if __name__ == "__main__": before the call' in done.stderr
+    assert "rank 0 failed" not in done.stderr
+
+
 def no_work(world):
     return world.rank
 

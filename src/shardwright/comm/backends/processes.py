@@ -176,7 +176,7 @@ def run_processes(
 
     Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. The library's own errors,
         such as PlanError and CommunicationError, are raised as they are. KeyboardInterrupt: the run was told to stop.
-        PlanError: the system is not Linux or macOS.
+        PlanError: the system is not Linux or macOS, or a rank imports the program and so calls this function.
     """
     if os.name != "posix":
         raise PlanError(
@@ -188,7 +188,15 @@ def run_processes(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link,
                "bind_cores": bind_cores}  # fmt: skip
-    program = spawn.get_preparation_data("rank")
+    try:
+        program = spawn.get_preparation_data("rank")
+    except RuntimeError:
+        raise PlanError(
+            "ranks are started while a rank imports the program",
+            given="a call of launch or verify outside of if __name__ == '__main__':",
+            allowed="such a call under it, since each rank that is a process imports the program first",
+            fix='write if __name__ == "__main__": before the call',
+        ) from None
     program["authkey"] = bytes(program["authkey"])
     work_pickled = dumps((work, tuple(args), options), main=is_importable(program))
     with run_folder() as folder:
