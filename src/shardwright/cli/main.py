@@ -462,7 +462,8 @@ def inspect(
 checkpoints.command(
     epilog=opt.examples(
         "shardwright checkpoint export runs/first model.safetensors",
-        "shardwright checkpoint export runs/first exported --format transformers --config config.json",
+        "shardwright checkpoint export runs/tuned exported --format transformers --config pretrained/",
+        "shardwright checkpoint export runs/tuned adapter --format transformers --model mine:build",
     )
 )(export)
 

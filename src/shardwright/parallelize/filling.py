@@ -411,7 +411,8 @@ def _matched(
             f"the weights of {what} do not fit the model",
             given=given,
             allowed="the names and shapes of the plain model; floating-point values of any width",
-            fix="give a prefix, a mapping or a function as names=, or load what fits with strict=False",
+            fix="give a prefix, a mapping or a function as names=, or load what fits with strict=False; the command "
+            "takes a prefix, --weights-prefix",
         )
     return _FoundWeights(sources, tuple(name.partition(" (")[0] for name in missing), tuple(unexpected))
 

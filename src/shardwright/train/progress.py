@@ -118,11 +118,13 @@ class Log:
             now += f" ({format_count(speed / num_ranks)} a device)"
         if row.get("bubble") is not None:
             now += f"  bubble {row['bubble']:.0%}"
+        if row.get("eval_loss") is not None:
+            now += f"  eval loss {row['eval_loss']:.4f}"
         if num_ranks:
             now += f"  {format_bytes(max(row['memory_bytes']))} per rank"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], now=now)
-        elif time.monotonic() - self._last_line_s > _LINE_EVERY_S or row["step"] == self._steps:
+        elif time.monotonic() - self._last_line_s > _LINE_EVERY_S or row["step"] == self._steps or "eval_loss" in row:
             self._last_line_s = time.monotonic()
             left = (self._steps - row["step"]) * row["step_ms"] / 1000
             say(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left")

@@ -139,5 +139,6 @@ def check_unwrapped(names: Collection[str]) -> None:
             "the weights are those of a model wrapped by peft",
             given=f"{wrapped}, which transformers does not know",
             allowed="the run, or model=, the plain model with its adapter, of which an adapter folder is written",
-            fix="write sw.save_weights(source, to, format='transformers', model=get_peft_model(base, config))",
+            fix="write sw.save_weights(source, to, format='transformers', model=get_peft_model(base, config)), or "
+            "--model package.module:factory of that model",
         )

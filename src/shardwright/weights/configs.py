@@ -43,7 +43,7 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
             "a folder of transformers needs a config",
             given="no config" if found is None else "a config without a 'model_type'",
             allowed="a model that has one, or config=: its config object, a dict, a folder of transformers",
-            fix="config='FOLDER', where FOLDER is the model that the weights came from",
+            fix="config='FOLDER', or --config FOLDER, where FOLDER is the model that the weights came from",
         )
     floating = next((each.dtype for each in table if each.dtype.is_floating_point), None)
     if floating is not None:
