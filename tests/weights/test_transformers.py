@@ -183,3 +183,14 @@ def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_p
     refused = run("sample", "run", *own, "--ranks", "threads")
     assert refused.exit_code == 2
     assert "fix:     write shardwright predict, which shows outputs beside targets" in refused.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_of_transformers_is_planned_on_a_batch_as_its_tokenizer_gives_it(kind):
+    with sw.without_values():
+        model = model_of(config_of(kind))
+    ids = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": ids}
+    plans = sw.plan_layouts(model, "a100-80gb:1x2", batch, loss=sw.ModelLoss(), layout="tp2")
+    assert plans.fits(plans.best)
+    assert plans.best.traffic_by_axis["tp"] > 0
