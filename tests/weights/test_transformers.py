@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENS = torch.arange(8 * 6).view(8, 6) % 40
 
 
@@ -132,19 +134,13 @@ def test_a_model_with_an_adapter_is_filled_from_its_base_model_and_from_its_own_
     assert theirs(**batch).loss.item() == pytest.approx(after, rel=1e-5)
 
 
-MINE = """
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
-
-def build():
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained("base"))
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-def data():
-    tokens = torch.arange(40)
-    return [{"input_ids": part, "labels": part} for part in tokens.unfold(0, 8, 2)]
-"""
+def _write_tokenizer(folder):
+    """Writes a tokenizer whose words are letters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {letter: number for number, letter in enumerate("?abcdefgh")}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(folder)
 
 
 def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_peft_reads_it(tmp_path, monkeypatch):
@@ -157,21 +153,24 @@ def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_p
         return CliRunner().invoke(app, list(words))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "tuned_llama.py").write_text(MINE)
+    monkeypatch.syspath_prepend(EXAMPLES)
     torch.manual_seed(0)
-    base = model_of(config_of("llama"))
-    base.save_pretrained("base")
+    base = model_of(transformers.LlamaConfig(**LLAMA | {"vocab_size": 60, "max_position_embeddings": 512}))
+    base.save_pretrained("pretrained")
+    _write_tokenizer("pretrained")
+    for split, times in (("train", 12), ("eval", 2)):
+        Path(f"{split}.txt").write_text("a b c d e f g h " * 64 * times)
     own = ("--model", "tuned_llama:build", "--data", "tuned_llama:data")
     trained = run(
-        "train", *own, "--weights", "base", "--layout", "tp2", "--ranks", "threads", "--batch", "4", "--steps", "3",
-        "--lr", "0.05", "--warmup", "0", "--out", "run",
+        "train", *own, "--weights", "pretrained", "--layout", "tp2", "--ranks", "threads", "--batch", "4",
+        "--steps", "3", "--lr", "0.05", "--warmup", "0", "--out", "run",
     )  # fmt: skip
     assert trained.exit_code == 0, trained.stderr
     exported = run("checkpoint", "export", "run", "adapter", "--format", "transformers", "--model", "tuned_llama:build")
     assert exported.exit_code == 0, exported.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    every = torch.arange(40).unfold(0, 8, 2)
+    tokens = transformers.AutoTokenizer.from_pretrained("pretrained").encode(Path("train.txt").read_text())
+    every = torch.tensor(tokens).unfold(0, 512, 512)
     with torch.no_grad():
         before = base(input_ids=every, labels=every).loss.item()
         after = peft.PeftModel.from_pretrained(base, "adapter").eval()(input_ids=every, labels=every).loss.item()
