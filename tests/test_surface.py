@@ -273,6 +273,7 @@ def verbs(command, path=()):
 
 def test_the_public_names_are_these():
     assert shardwright.__all__ == NAMES
+    assert [name for name in dir(shardwright) if not name.startswith("__")] == NAMES
     assert all(inspect.getdoc(getattr(shardwright, name)) for name in NAMES)
 
 

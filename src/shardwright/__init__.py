@@ -81,6 +81,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardwright' has no attribute '{name}'")
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def _checkpoint_of_tensors() -> TensorStore:
     from shardwright.checkpoint import tensors  # loads DTensor, too
 
