@@ -249,9 +249,10 @@ def test_a_model_that_magnifies_bf16_is_allowed_three_times_what_plain_torch_in_
     model, given = nn.Sequential(*layers, nn.Linear(32, 8)), [(torch.randn(32, 32), torch.randint(8, (32,)))]
     verdict = verify(model, "dp2 bf16", given)
     assert verdict, str(verdict)
-    assert verdict.tolerance < verdict.gradients_error < verdict.allowed <= 0.5
+    assert verdict.tolerance < verdict.gradients_error < verdict.allowed <= 0.45
     assert f"one device itself differs by {verdict.own_error:.0e}" in str(verdict)
-    for name, factor in {"4.weight": 1.2, "0.0.weight": 2.0, "0.1.bias": 0.0}.items():
+    wrong = [("4.weight", 1.2), ("4.weight", 0.5), ("0.0.weight", 2.0), ("0.0.weight", 0.5), ("1.0.weight", 0.5)]
+    for name, factor in [*wrong, ("0.1.bias", 0.0)]:
         assert not verify(model, "dp2 bf16", given, alter=scales_gradient(name, factor)), name
 
 

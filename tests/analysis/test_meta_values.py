@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.operator_results import run_on_meta
 from shardwright.analysis.recording import Recorded, record_forward
@@ -99,3 +100,25 @@ def test_values_of_the_masks_that_torchs_attention_makes_are_not_kept():
         after = own + 1
     assert not [value for value in recorded._values.values() if value.numel() >= 64 * 64]
     assert recorded.values(after).sum() == 26  # those of the user's own code are
+
+
+def test_whether_tensors_are_equal_is_decided_by_their_shapes_where_these_differ():
+    with on_meta(nn.Identity(), values=False, guess=True):
+        three, four = torch.empty(3, device="meta"), torch.empty(4, device="meta")
+        assert torch.equal(three, three)
+        assert not torch.equal(three, four)
+
+
+def counted_down(x):
+    while (x > 1).any():
+        x = x - 1
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_loop_that_ends_when_values_say_so_is_stopped(values):
+    x = torch.empty(3, device="meta")
+    with (
+        on_meta(nn.Identity(), values=values, guess=True),
+        pytest.raises(RuntimeError, match="a loop that ends when values say so cannot be planned"),
+    ):
+        counted_down(x)

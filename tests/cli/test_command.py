@@ -95,7 +95,7 @@ def test_a_model_of_ones_own_is_shown_and_priced_on_a_sample_of_its_data(tmp_pat
     own = ("--model", "owned:folds", "--data", "owned:pairs", "--layout", "dp2 mb2", "--ranks", "threads")
     few = run("verify", *own, "--batch", "2")
     assert few.exit_code == 2
-    assert "given:   1 of 7 samples in a batch, for 4 shares" in few.stderr
+    assert "given:   2 of 7 samples in a batch, for 4 shares" in few.stderr
     assert "fix:     write --batch 7" in few.stderr
     assert run("verify", *own, "--batch", "7").exit_code == 0
     unknown = run("verify", "--model", "owned:build", "--layout", "dp2")  # bytes of text, for 7 tokens

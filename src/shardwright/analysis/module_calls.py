@@ -174,7 +174,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
                 with torch.enable_grad(), on_meta(model, values=values, guess=True):
                     result = call_model(model, inputs)
                 break
-            except (RuntimeError, TypeError):
+            except Exception:  # code of the model may raise its own where a guess has led it astray
                 if values:
                     raise
                 found.clear()

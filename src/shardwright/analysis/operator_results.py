@@ -92,6 +92,10 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return tree if kind in _ATOMS else tree_map_only(Tensor, function, tree)
 
 
+MOST_CONDITIONS = 10_000
+"""The most conditions on values that a forward may read without values, after which it is stopped."""
+
+
 def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Runs an operator on meta tensors and returns its results.
 
@@ -108,9 +112,9 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     name = function.overloadpacket.__name__
     if name == "_grouped_mm":
         return _product_of_groups(*args, **named)
-    if (name == "equal" and args[0].is_meta) or (
-        name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool
-    ):
+    if name == "equal" and args[0].is_meta:
+        return args[0].shape == args[1].shape
+    if name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool:
         return True
     if _makes_new(function):
         try:
@@ -144,8 +148,24 @@ class MetaOperators(DispatchMode):
     torch.Size([2, 3])
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_conditions = 0
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ == "_local_scalar_dense":
+            self._num_conditions += 1
+            check_ends(self._num_conditions)
         return run_on_meta(function, args, kwargs or {})
+
+
+def check_ends(num_conditions: int) -> None:
+    """Raises RuntimeError for code that has read so many conditions on values that a loop probably waits for one."""
+    if num_conditions > MOST_CONDITIONS:
+        raise RuntimeError(
+            f"the forward has asked {num_conditions:,} times for a condition on values, which count as true without "
+            "values: a loop that ends when values say so cannot be planned"
+        )
 
 
 def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, with_shared
@@ -45,13 +45,6 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
         Tensor, lambda t: torch.empty((config.batch, *t.shape[1:]), dtype=t.dtype, device="meta"), found
     )
     return model, loss, many
-
-
-def _num_tokens(batch: tuple[Any, Any]) -> int:
-    """Returns the number of tokens of a global batch whose first input is one of token ids, else that of samples."""
-    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    is_text = first.dim() > 1 and not first.is_floating_point()
-    return int(first.shape[0] * (first.shape[1] if is_text else 1))
 
 
 @report_errors
@@ -124,7 +117,6 @@ def plan(
     price = partial(
         plan_layouts, model, batch=batch, loss=loss, memory_limit=memory_limit, roles=config.roles,
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
-        tokens=_num_tokens(batch),
     )  # fmt: skip
     words = [word.strip() for word in without.split(",") if word.strip()]
     found = [

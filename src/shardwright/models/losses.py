@@ -18,7 +18,7 @@ from torch.nn import functional
 from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction
 
-OTHER_LOSS = ", or a model of other targets its loss, such as parallelize(..., loss=torch.nn.MSELoss())"
+OTHER_LOSS = "; or, if targets are no classes, give the loss: parallelize(..., loss=torch.nn.MSELoss())"
 """What to write where the loss is cross entropy because none was given."""
 
 Count = TypeVar("Count", float, Tensor)

@@ -63,7 +63,7 @@ def pairs(
             allowed="an iterable of global batches",
             fix="write run.shard([(inputs, targets)])",
         )
-    checked = model is None
+    checked = False
     for batch in batches:
         pair = batch if targets is None else _split(batch, targets, call)
         if not isinstance(pair, tuple | list) or len(pair) != 2:

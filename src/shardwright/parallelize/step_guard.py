@@ -5,8 +5,8 @@ gives a warning.
 
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
-``clip_grads_with_norm_``, is replaced by one that checks first, and so are the two methods of modules. A guard is
-called only in the thread that made its run, since ranks may be threads.
+``clip_grads_with_norm_``, is replaced by one that checks first. So are the two methods of modules, once a run of this
+process has trained. A guard is called only in the thread that made its run, since ranks may be threads.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class StepGuard:
             self.num_waiting = 0
             self.num_updates += 1
             if self.num_updates == 1:
-                _UNTRAINED.update({id(model): (plain, version) for plain, version in self._plain if (model := plain())})
+                for plain, version in self._plain:
+                    _has_trained(plain, version)
             if self.are_compared:
                 self.updates.add(optimizer)
         if self.are_compared and optimizer in self._of_all:  # also where this stage trains nothing
@@ -218,21 +219,30 @@ def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         guard.after_update(optimizer)
 
 
-_UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], int]] = {}
-"""Plain models whose runs have trained, by id, with the version of their values."""
+_UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...]]] = {}
+"""Plain models whose runs have trained, by id, with the versions of their values: of all ranks of this process."""
 
 
-def _version_of(model: nn.Module) -> int:
-    """Returns a number that changes when a parameter of the model is written to."""
-    return sum(parameter._version for parameter in model.parameters())
+def _version_of(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Returns numbers that change when a parameter of the model is replaced or written to."""
+    return tuple((id(p), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
+def _has_trained(plain: ReferenceType[nn.Module], version: tuple[tuple[int, int], ...]) -> None:
+    """Notes that the run of a plain model has taken an update, and so that the model has the values of before it."""
+    if (model := plain()) is None:
+        return
+    if nn.Module.eval is _EVAL:  # the first one of this process
+        _look_before_reading()
+    key = id(model)
+    _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version
 
 
 def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
     """Warns, once a model, if its run has trained and it still has the values of before."""
-    plain, version = _UNTRAINED.get(id(model), (None, 0))
-    if plain is None or plain() is not model:
+    plain, version = _UNTRAINED.get(id(model), (None, ()))
+    if plain is None or plain() is not model or _UNTRAINED.pop(id(model), None) is None:  # another rank has warned
         return
-    del _UNTRAINED[id(model)]
     if version == _version_of(model):
         warnings.warn(
             explain(
@@ -245,22 +255,24 @@ def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
         )
 
 
-def _look_before_reading() -> None:
-    read, evaluate = nn.Module.state_dict, nn.Module.eval
+_READ, _EVAL = nn.Module.state_dict, nn.Module.eval
 
-    @wraps(read)
+
+def _look_before_reading() -> None:
+
+    @wraps(_READ)
     def state_dict(self: nn.Module, *args: Any, **named: Any) -> Any:
         if _UNTRAINED:
             _warn_of_old_values(
                 self, "state_dict()", "write run.state_dict(), on every rank, or sw.save_weights(run, file)"
             )
-        return read(self, *args, **named)
+        return _READ(self, *args, **named)
 
-    @wraps(evaluate)
+    @wraps(_EVAL)
     def eval_with_look(self: nn.Module) -> nn.Module:
         if _UNTRAINED:
             _warn_of_old_values(self, "eval()", "write run.evaluate(batch) or run.predict(inputs), on every rank")
-        return evaluate(self)
+        return _EVAL(self)
 
     nn.Module.state_dict = state_dict  # type: ignore[method-assign]
     nn.Module.eval = eval_with_look  # type: ignore[method-assign,assignment]
@@ -285,4 +297,3 @@ def _look_before_clipping() -> None:
 register_optimizer_step_pre_hook(_before_update)
 register_optimizer_step_post_hook(_after_update)
 _look_before_clipping()
-_look_before_reading()

@@ -250,7 +250,8 @@ class Plans:
         ]
         if max(self.scale.operators, self.scale.messages) > MOST_ANCHORED:
             notes.append(
-                f"runs given as anchors took {self.scale.operators:.3g} times as long as predicted: give the seconds "
+                f"runs given as anchors took {max(self.scale.operators, self.scale.messages):.3g} times as long as "
+                "predicted: give the seconds "
                 "of one step, of this model and batch, on this cluster"
             )
         notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
@@ -315,11 +316,12 @@ class Plans:
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
                          + ", the same for every accelerator")  # fmt: skip
-        narrow = [str(each.layout) for each in self.listed if each.records.has_narrow_sums]
+        narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
         if 0 < len(narrow) < len(self.listed):
+            dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
             lines.append(
-                f"gradients         of microbatches are summed in {self.best.layout.precision} under "
-                f"{', '.join(narrow)}, in fp32 or not at all under the others listed; "
+                f"gradients         of microbatches are summed in {dtypes} under "
+                f"{', '.join(map(str, narrow))}, in fp32 or not at all under the others listed; "
                 "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
             )
         return lines

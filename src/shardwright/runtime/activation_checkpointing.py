@@ -204,8 +204,9 @@ class _Call:
                 for autocast in self.autocasts if self.autocasts != self._autocasts() else ():
                     stack.enter_context(torch.autocast(*autocast))
                 self.block.forward(*args, **named)
-        except _StopRecompute:
-            pass
+        except Exception:  # code of the model may have caught the one that stops, and raised another
+            if not stopped:
+                raise
         finally:
             if not keep:
                 self.args, self.named = (), {}

@@ -64,8 +64,16 @@ class _ModuleDraws:
             raise self.call
         drawn = self.keyed.drawn.setdefault((self.path, self.call), [])
         if self.keyed.rng.repeats:
-            while self.number < len(drawn) and drawn[self.number] != name:
-                self.number += 1
+            rest = [place for place in range(self.number, len(drawn)) if drawn[place] == name]
+            if rest and rest[0] > self.number:  # draws were left out: which of several is meant is not known
+                if len(rest) > 1:
+                    raise PlanError(
+                        f"a backward repeats one of several calls of '{name}' in '{self.path}' without those before",
+                        given=f"{len(rest)} such calls in the forward",
+                        allowed="all random calls of the module, or one whose function is called once",
+                        fix="call the function in a module of its own, such as nn.Dropout",
+                    )
+                self.number = rest[0]
         else:
             drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()

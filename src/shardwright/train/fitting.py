@@ -22,7 +22,7 @@ from shardwright.parallelize.batches import unknown_names
 from shardwright.parallelize.planning import on_device, rows, structural_copy
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, global_batch
+from shardwright.train.data import Dataset, SampleOrder, global_batch
 
 _SMALL = 2**28
 
@@ -54,13 +54,16 @@ def check_takes(
 
     The forward runs on the meta device. A model of up to 256 MiB is also built from ``config`` and tried with values,
     because only then a token is seen that is not in the vocabulary, for one. So is, if ``builds_large``, a larger model
-    that fails on the meta device, since some code reads values. A batch of which a rank gets no sample is refused for a
-    model that cannot compute on none.
+    that fails on the meta device, since some code reads values. A batch of the run of which a rank gets no sample is
+    refused for a model that cannot compute on none, if ``builds_large``.
     """
     batch, num = global_batch(data, range(1)), num_shares(Layout.parse(config.layout))
-    least = min(config.batch, len(data) % config.batch or config.batch)  # the last batch of an epoch may be smaller
+    order = SampleOrder(len(data), config.batch, config.seed)
+    least = min(config.batch, len(data))
+    if config.last_step >= order.num_steps_per_epoch:  # the last batch of an epoch may be smaller
+        least = len(data) % config.batch or least
     failure, is_large = failure_on_meta(model, loss, batch), sum(p.nbytes for p in model.parameters()) > _SMALL
-    none = _failure_on_none(model, loss, batch) if failure is None and least < num else None
+    none = _failure_on_none(model, loss, batch) if failure is None and builds_large and least < num else None
     if none is not None:
         sizes = range(num, min(len(data), config.batch + 2 * num) + 1)
         fitting = [size for size in sizes if len(data) % size == 0 or len(data) % size >= num]
@@ -70,13 +73,15 @@ def check_takes(
             given=f"{least} of {len(data)} samples in a batch, for {num} shares under {config.layout}: "
             f"{first_line(none)}",
             allowed=f"{num} samples or more in each batch, the last of an epoch too",
-            fix=f"write --batch {near}",
+            fix=f"write --batch {near}" if len(data) >= num else f"use a layout of up to {len(data)} shares",
         )
     if failure is None and is_large:
         return
     if not is_large or builds_large:
-        real, _, _ = config.build()
+        on_meta, (real, _, _) = failure, config.build()
         failure = _failure(real, loss, batch)
+        if on_meta is None and not isinstance(failure, IndexError):
+            return  # an operator may be there for the ranks' devices, and not for this one
     if failure is None:
         return
     if isinstance(failure, PlanError) and isinstance(loss, ModelLoss):

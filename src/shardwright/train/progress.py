@@ -151,7 +151,7 @@ class Log:
         """Prints ``text``, a warning, on standard error, above the progress bar if there is one."""
         if self.writes:
             # not by rich, which ends the process if standard error is a pipe that was closed
-            say(text) if self._bar is None else self._bar.console.print(text)
+            say(text) if self._bar is None else self._bar.console.print(printable(text), markup=False)
 
     def close(self) -> None:
         """Ends the progress bar and closes the files."""
@@ -262,7 +262,11 @@ def cut_metrics(out: Path, last_step: int) -> int:
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
     rows = [_row(line) for line in lines]
-    kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= last_step]
+    kept, step = [], -1
+    for line, row in zip(lines, rows, strict=True):  # a step's row comes twice if two ranks have written it at once
+        if row is not None and step < row["step"] <= last_step:
+            kept.append(line)
+            step = row["step"]
     if kept == lines[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
     else:

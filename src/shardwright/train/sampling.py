@@ -83,7 +83,8 @@ def _rank(
                 token = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, token], dim=1)
         return bytes(tokens[0].clamp(max=255).tolist()).decode(errors="replace")
-    data = data or open_data(config.data, seq=config.seq, model=model_config, split="eval")
+    if data is None:
+        data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
     inputs, targets = global_batch(data, range(min(num, len(data))))
     if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.is_floating_point():
         raise PlanError(

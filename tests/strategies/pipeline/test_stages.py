@@ -80,9 +80,9 @@ def test_what_the_loss_does_not_reach_on_another_stage_has_no_gradient_there_and
     assert verdict, str(verdict)
 
 
-@pytest.mark.parametrize("kind", [tuple, dict])
-def test_a_value_may_be_reached_from_one_microbatch_and_not_from_the_next(kind):
+@pytest.mark.parametrize(("kind", "line"), [(tuple, "pp2/1f1b mb2"), (dict, "pp2/1f1b mb2"), (dict, "pp2/zb-v mb2")])
+def test_a_value_may_be_reached_from_one_microbatch_and_not_from_the_next(kind, line):
     orders = torch.tensor([[2, 2, 0, 0], [0, 0, 2, 2], [0, 2, 2, 2], [0, 0, 0, 0]])
     batches = [(torch.randn(4, 4), targets) for targets in orders]
-    verdict = verify(TwoHeads(kind), "pp2/1f1b mb2", batches, loss=OfSomeSamples(uses_aside=True))
+    verdict = verify(TwoHeads(kind), line, batches, loss=OfSomeSamples(uses_aside=True))
     assert verdict, str(verdict)

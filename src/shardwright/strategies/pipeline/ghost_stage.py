@@ -85,7 +85,7 @@ class GhostStage(PipelineStage[EventStages]):
         self._edges = tuple(edges[pair] for pair in sorted(edges))
         self._route = self._new_route(schedule, self._routes.setdefault(self._edges, []), self._edges)
         self._microbatches, self._last = microbatches, last
-        self._saved, self._arrived = {}, {}
+        self._saved, self._arrived, self._reached = {}, {}, {}
         self.p2p.begin(self._route.arrivals, keys)
 
     def crossing(self, planned: Sequence[Edge]) -> dict[str, Tensor]:

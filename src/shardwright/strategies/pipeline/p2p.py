@@ -288,12 +288,11 @@ class P2P:
             self._send(leaf, tensor, to)
 
     def reached(self, message: StageMessage) -> tuple[bool, ...]:
-        """Returns, for each activation of a message that needs a gradient, whether the backward has reached it."""
-        return self._by_microbatch[message.microbatch].reached[message.source, message.target]
+        """Returns, for each activation of a message that needs a gradient, whether the backward has reached it.
 
-    def set_local_reached(self, message: StageMessage, reached: tuple[bool, ...]) -> None:
-        """Stores which activations a backward has reached, where they have passed between two chunks of this stage."""
-        self._by_microbatch[message.microbatch].reached[message.source, message.target] = reached
+        ``message`` is one of gradients, and the last that was taken of those between its two chunks.
+        """
+        return self._by_microbatch[message.microbatch].reached.get((message.source, message.target), ())
 
     def send_gradients(
         self, message: StageMessage, gradients: Sequence[Tensor], reached: tuple[bool, ...], to: int

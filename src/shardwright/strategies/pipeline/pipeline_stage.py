@@ -111,6 +111,7 @@ class PipelineStage(Generic[StagesT]):
     _last: OutputHandler | None = None
     _saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
     _arrived: dict[StageMessage, list[Tensor]] = field(default_factory=dict)  # received, or from a chunk of this stage
+    _reached: dict[StageMessage, tuple[bool, ...]] = field(default_factory=dict)  # of gradients that have arrived
 
     @property
     def stage(self) -> int:
@@ -139,6 +140,8 @@ class PipelineStage(Generic[StagesT]):
             self.p2p.post(messages)
         for message in self._route.coming[place]:
             self._arrived[message] = self.p2p.take(message)
+            if message.kind == "B":
+                self._reached[message] = self.p2p.reached(message)
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
         """Runs microbatch ``number`` through a chunk, and sends the chunk's outputs to the stages that take them.
@@ -163,7 +166,7 @@ class PipelineStage(Generic[StagesT]):
             place for place in range(len(saved.starts)) if place not in crossed
         )
         for message, positions in saved.outgoing:
-            reached = self.p2p.reached(message) if positions else ()
+            reached = self._reached.pop(message, ())
             for position, gradient, is_reached in zip(positions, self._arrived.pop(message, []), reached, strict=True):
                 if is_reached:
                     before = found.get(position)
@@ -184,8 +187,7 @@ class PipelineStage(Generic[StagesT]):
             incoming.tensors = incoming.gradients = ()
             back = incoming.message._replace(kind="B")
             if receiver(back, self.stage_of) == self.stage:
-                self.p2p.set_local_reached(incoming.message, reached)
-                self._arrived[back] = gradients
+                self._arrived[back], self._reached[back] = gradients, reached
             else:
                 self.p2p.send_gradients(incoming.message, gradients, reached, receiver(back, self.stage_of))
 

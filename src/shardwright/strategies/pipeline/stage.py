@@ -103,7 +103,7 @@ class Stage(PipelineStage[Stages]):
         for microbatch in microbatches:  # a model that cannot be run without values raises here, on every stage
             self._whole_shapes(self._code.chunked, microbatch, self._code.wholes)
         self._route, self._microbatches, self._last = self._route_for(schedule, self._code), microbatches, last
-        self._saved, self._arrived = {}, {}
+        self._saved, self._arrived, self._reached = {}, {}, {}
         self.p2p.begin(self._route.arrivals, keys)
 
     def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
