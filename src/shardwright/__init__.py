@@ -2,7 +2,7 @@
 
 import shardwright.command_signals  # first: a signal may come while the command imports the rest
 
-# what is below is not to be sorted before that import
+# the line below keeps the import sorter from moving the other imports above that one
 # isort: split
 from typing import TYPE_CHECKING, Any
 

@@ -145,7 +145,10 @@ class RngTracker:
 
     @property
     def repeats(self) -> bool:
-        """Whether a backward is running in which no snapshot was restored, so that calls in it are recomputations."""
+        """Whether calls of the model now repeat calls of its forward, because code of its own runs them in a backward.
+
+        A recomputation by the library restores a snapshot first, and does not count.
+        """
         return not torch.compiler.is_dynamo_compiling() and _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:

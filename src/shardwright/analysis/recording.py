@@ -240,7 +240,7 @@ class _WholeCalls(TorchFunctionMode):
         try:
             if func not in WHOLE_CALLS:
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
-            # an attention makes masks, of megabytes for long sequences, whose values none of the user's code can read
+            # torch's attention makes masks inside, of megabytes for long sequences: no code of the user's reads them
             self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))
             with self._recorded.quiet():
                 results = func(*args, **named)

@@ -152,7 +152,7 @@ def as_loss(loss: Any) -> nn.Module:
 def _check_arguments(loss: Callable[..., Any]) -> None:
     """Raises PlanError if a loss does not take two arguments, as torch's triplet, CTC and Gaussian losses do not."""
     try:
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss, follow_wrapped=False)
     except (TypeError, ValueError):  # of native code
         return
     try:

@@ -65,7 +65,7 @@ class ModelLoss(nn.Module):
         self.labels, self.shifted, self.ignore_index = labels, shifted, ignore_index
 
     def for_model(self, model: nn.Module) -> ModelLoss:
-        """Returns this loss for ``model``, with ``shifted`` read from the model's ``loss_type`` if that says it.
+        """Returns this loss for ``model``; if ``shifted`` is None, the model's ``loss_type`` decides it where it can.
 
         A model of transformers without one, such as GPT-2, whose forward calls ``loss_function`` gets the default of
         transformers there, the loss of causal language models.

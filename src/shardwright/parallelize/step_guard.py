@@ -220,7 +220,10 @@ def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 _UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...]]] = {}
-"""Plain models whose runs have trained, by id, with the versions of their values: of all ranks of this process."""
+"""Plain models whose runs have taken an update, by id, each with the versions of its parameters when the run was made.
+
+Ranks that are threads share it.
+"""
 
 
 def _version_of(model: nn.Module) -> tuple[tuple[int, int], ...]:
@@ -259,7 +262,6 @@ _READ, _EVAL = nn.Module.state_dict, nn.Module.eval
 
 
 def _look_before_reading() -> None:
-
     @wraps(_READ)
     def state_dict(self: nn.Module, *args: Any, **named: Any) -> Any:
         if _UNTRAINED:

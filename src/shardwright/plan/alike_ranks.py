@@ -102,9 +102,9 @@ class AlikeRanks:
 
     @cached_property
     def _sliced(self) -> frozenset[str]:
-        """The axes beside those that cut operators along which parameters are cut, and those with overlapping parts.
+        """The axes of which every index is a class of its own.
 
-        Each of their indices is taken for itself.
+        They are the axes that cut parameters and no operators, and those along which the parts of ranks overlap.
         """
         found = {axis for layout in self._plan.compute.values() for axis in layout.axes if axis not in self._inside}
         return frozenset(found) | (frozenset(self._inside) if self._overlaps else frozenset())

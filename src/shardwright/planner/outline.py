@@ -136,9 +136,9 @@ def _check_alike_in_plan(blocks: AlikeBlocks, plan: Plan) -> None:
 
 
 def cuts_of(blocks: AlikeBlocks, plan: Plan) -> BlockCuts:
-    """Returns how the first, the second and the last of the blocks are cut, which is to be in one way.
+    """Returns how the blocks are cut, by the first, the second and the last of them, which must be cut alike.
 
-    Raises: NotAlikeError: they are cut in several ways.
+    Raises: NotAlikeError: they are cut differently.
     """
     coord, found = dict.fromkeys(plan.mesh.axes, 0), dict[BlockCuts, None]()
     for block in dict.fromkeys((*blocks.names[:2], blocks.names[-1])):

@@ -223,7 +223,7 @@ class _JobLayout(NamedTuple):
     plan: JobPlan
     batch: tuple[Any, Any]
     first: RankRecord | None = None
-    """The record of rank 0, if it was rehearsed."""
+    """The rehearsal of rank 0's step, where rank 0 was among the ranks that were rehearsed; else None."""
 
     @property
     def schedule(self) -> Schedule:

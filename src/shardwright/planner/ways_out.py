@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
+from shardwright.formatting import format_decimal_bytes
 from shardwright.layout import Layout
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import num_rows
@@ -37,25 +38,22 @@ def ways_out(
             found = searched(more).fit
             if found:
                 best = min(found, key=lambda each: each.step_s)
-                yield f"{more.num_ranks} devices: {best.layout} takes {_gb(best.memory_bytes)}"
+                yield f"{more.num_ranks} devices: {best.layout} takes {format_decimal_bytes(best.memory_bytes)}"
                 break
         times *= 2
     else:
-        yield f"up to {MOST_TIMES * cluster.num_ranks} devices do not help: no layout priced there fits"
+        most = MOST_TIMES * cluster.num_ranks
+        yield f"more devices: no layout that was priced on up to {most} fits"
     tokens = _num_tokens(batch)
     while tokens // 2 >= SHORTEST:
         tokens //= 2
         with suppress(LayoutError, PlanError):
             shorter = priced(nearest.layout, _first_tokens(batch, tokens))
             if shorter.memory_bytes <= limit:
-                yield f"sequences of {tokens:,} tokens: {nearest.layout} takes {_gb(shorter.memory_bytes)}"
+                yield f"sequences of {tokens:,} tokens: {nearest.layout} takes {format_decimal_bytes(shorter.memory_bytes)}"
                 break
     if num_rows(batch) <= num_shares(nearest.layout):
         yield "a smaller batch does not help: a microbatch has one sample already"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _sequences(batch: tuple[Any, Any]) -> list[Tensor]:

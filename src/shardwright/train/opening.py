@@ -61,9 +61,9 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
 
     Raises: PlanError: as :func:`opened`; or the model does not take the data that are named.
     """
-    with without_values():
-        model, loss, model_config = config.build()
-    if model_config is not None:
+    if ":" not in config.model:
+        with without_values():
+            model, loss, model_config = config.build()
         return model, loss, config.example_batch(model_config)
     try:
         model, loss, _, data = opened(config)
@@ -74,7 +74,8 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
     except PlanError:
         if config.data != TrainConfig.data:
             raise
-        return model, loss, None
+        with without_values():
+            return *config.build()[:2], None
     batch: tuple[Any, Any] = tree_map_only(Tensor, lambda each: each.expand(config.batch, *each.shape), data.sample(0))
     return model, loss, batch
 

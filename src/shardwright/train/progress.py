@@ -234,7 +234,9 @@ def _append(file: FileIO, line: str) -> None:
 
 
 def add_missing_row(out: Path, row: Mapping[str, Any]) -> None:
-    """Appends a step's row to ``metrics.jsonl`` unless its last row is of this step; half a row at the end is removed.
+    """Appends a step's row to ``metrics.jsonl``, unless the last row there is that of this step or of a later one.
+
+    An incomplete line at the end of the file, which a killed rank has left, is removed first.
 
     Raises: OSError: there is no such file, or the row cannot be written.
     """

@@ -245,8 +245,8 @@ def _store_apart(draft: PlanDraft, name: str, y: Features, roles: Mapping[str, s
     fetches: list[str] = []
     coords = draft.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
     others = [n for n in y.names if roles[n] != "h"]
-    # by the indices along the column-parallel axes: the rows that a rank's product needs, which each axis of role t
-    # then shards further
+    # the rows that a rank's product needs, by the rank's indices along the column-parallel axes; axes of role t
+    # shard these rows further
     held: dict[tuple[int, ...], Sequence[Range]] = {
         tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
     }
