@@ -50,7 +50,8 @@ def ways_out(
         with suppress(LayoutError, PlanError):
             shorter = priced(nearest.layout, _first_tokens(batch, tokens))
             if shorter.memory_bytes <= limit:
-                yield f"sequences of {tokens:,} tokens: {nearest.layout} takes {format_decimal_bytes(shorter.memory_bytes)}"
+                taken = format_decimal_bytes(shorter.memory_bytes)
+                yield f"sequences of {tokens:,} tokens: {nearest.layout} takes {taken}"
                 break
     if num_rows(batch) <= num_shares(nearest.layout):
         yield "a smaller batch does not help: a microbatch has one sample already"
