@@ -1,4 +1,4 @@
-"""The pages about moving from other libraries use names that these libraries have."""
+"""The pages about moving from other libraries use names that these libraries have, and that this one has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer.main
+from torch import nn
+
+import shardwright as sw
+from shardwright.cli.main import app
+from shardwright.layout import Layout
+from shardwright.strategies import choose
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
 
@@ -65,3 +72,39 @@ def test_names_of_accelerate_are_its_own():
     assert "fsdp_version" in inspect.signature(accelerate.FullyShardedDataParallelPlugin).parameters
     assert "zero_stage" in inspect.signature(accelerate.DeepSpeedPlugin).parameters
     assert callable(accelerate.notebook_launcher)
+
+
+def second_cells():
+    """What stands in code in the second column of the pages' tables, ours, with the name of its page."""
+    for page in sorted(FOLDER.glob("*.md")):
+        for row in re.findall(r"^\| .+? \| (.+) \|$", page.read_text(), flags=re.M):
+            yield from ((page.stem, code) for code in re.findall(r"`([^`]+)`", row))
+
+
+def asked_for(code):
+    """The layout line that a cell in code asks for, with numbers and names in place of N and NAME; else None."""
+    line = code.strip('"').replace("NAME", "x").replace("mbN", "mb4").replace("/ahead:N", "/ahead:2")
+    line = f"dp8/zero1{line}" if line.startswith(("/offload", "/ahead")) else f"dp8{line}" if line[0] == "/" else line
+    return line if re.fullmatch(r"((dp|tp|pp|mb)\d\S*|bf16|fp16|recompute:\w+)( \S+)*", line) else None
+
+
+def test_our_side_of_each_table_has_names_layouts_and_commands_that_exist():
+    def work(world):
+        run = sw.parallelize(nn.Linear(2, 2), "single", world)
+        owners, seen = {"sw": sw, "run": run, "world": world}, set()
+        for page, code in second_cells():
+            for owner, name in re.findall(r"\b(sw|run|world)\.(\w+)", code):
+                assert hasattr(owners[owner], name), (page, code)
+                seen.add(owner)
+            if line := asked_for(code):
+                choose(Layout.parse(line))  # options that no strategy has are refused here
+                seen.add("layout")
+            if code.startswith(("shardwright ", "train --")):
+                verb, *words = code.removeprefix("shardwright ").split()
+                command = typer.main.get_command(app).commands[verb]
+                options = {option for parameter in command.params for option in parameter.opts}
+                assert {word for word in words if word.startswith("--")} <= options, (page, code)
+                seen.add("command")
+        return seen
+
+    assert sw.launch(work, 1, ranks="threads")[0] == {"sw", "run", "world", "layout", "command"}
