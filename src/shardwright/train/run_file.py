@@ -19,7 +19,7 @@ import shardwright
 from shardwright.errors import CheckpointError
 from shardwright.formatting import first_line
 from shardwright.models import MODELS
-from shardwright.text_files import read_text
+from shardwright.text_files import folders_near, read_text
 from shardwright.train.config import TrainConfig, read_options
 from shardwright.train.data import is_factory
 from shardwright.train.loggers import logger_names
@@ -217,11 +217,12 @@ def options_of(out: Path) -> dict[str, Any]:
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key not in ("stop_at", "profile")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        near = folders_near(out, lambda folder: (folder / RUN_FILE).is_file())
         raise CheckpointError(
             f"there is no run at '{out}'",
             given=first_line(failure),
             allowed=f"the --out folder of a run, with {RUN_FILE} in it",
-            fix="check the path, or start a run there without --resume",
+            fix=f"{f'write {near}' if near else 'check the path'}, or start a run there without --resume",
         ) from failure
 
 

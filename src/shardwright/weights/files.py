@@ -154,12 +154,12 @@ def check_plain_name(folder: Path, name: Any) -> str:
     return name
 
 
-def broken(path: Path, what: str) -> CheckpointError:
+def broken(path: Path, what: str, fix: str = "check the path, or copy the file again") -> CheckpointError:
     """Returns the error for a file or folder of weights that cannot be read; ``what`` says why."""
     return CheckpointError(
         f"there are no weights to read at '{path}'",
         given=what,
         allowed="a complete file of safetensors or of torch.save, or a folder of such files, of transformers or of "
         "torch.distributed.checkpoint",
-        fix="check the path, or copy the file again",
+        fix=fix,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from shardwright.checkpoint.loading import read_pieces
 from shardwright.checkpoint.manifest import MANIFEST, check_files, find, read, reading, steps_in
 from shardwright.parallelize.filling import Table, WeightStore
 from shardwright.sharding.box import Box, Piece
+from shardwright.text_files import folders_near
 from shardwright.weights.files import OpenFile, broken, check_plain_name, read_json
 from shardwright.weights.safetensors_file import TensorFile
 from shardwright.weights.torch_file import MAGIC, TorchFile
@@ -107,9 +110,23 @@ def open_store(path: Path) -> WeightStore:
         raise broken(path, failure.strerror or str(failure)) from failure
 
 
+def _meant(path: Path) -> dict[str, str]:
+    """Returns the fix of an error that proposes folders near the path that hold weights, if there are any."""
+    near = folders_near(path, _holds_weights)
+    return {"fix": f"write {near}"} if near else {}
+
+
+def _holds_weights(folder: Path) -> bool:
+    """Whether a folder looks as if it held weights; what is in its files is not looked at."""
+    names = (METADATA, MANIFEST, INDEX, *WHOLE)
+    return any((folder / name).is_file() for name in names) or bool(steps_in(folder / CHECKPOINTS))
+
+
 def _of_file(path: Path) -> WeightStore:
     if path.name.endswith(".index.json"):
         return _indexed(path)
+    if not os.path.lexists(path) and (meant := _meant(path)):
+        raise broken(path, os.strerror(errno.ENOENT), **meant)
     file = OpenFile(path)
     start = bytes(file.read(0, min(9, file.num_bytes)))
     if start[:4] == MAGIC:
@@ -139,7 +156,7 @@ def _of_folder(path: Path) -> WeightStore:
     for name in WHOLE[1:]:
         if (path / name).exists():
             return _of_file(path / name)
-    return _none(path, "no file of weights in it")
+    raise broken(path, "no file of weights in it", **_meant(path))
 
 
 def _indexed(index: Path) -> WeightStore:
