@@ -24,7 +24,7 @@ from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.memory import memory_by_stage
 from shardwright.planner.plans import plan_layouts
-from shardwright.planner.price import Pricing, traffic_of_stage
+from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
 from shardwright.planner.rehearse import MessageRecord, operator_record
 from shardwright.rng import without_values
@@ -78,7 +78,7 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
         for traffic in stated.at(stage_coord(plan, stage)).values():
             for each in traffic:
                 by_axis[each.axis] = by_axis.get(each.axis, 0) + each.num_bytes * each.times
-        assert dict(traffic_of_stage(records, stage)) == by_axis
+        assert dict(traffic_by_stage(records)[stage]) == by_axis
         memory = sum(price.memory[stage].by_kind.values())
         assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
 
@@ -317,7 +317,7 @@ def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
 
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
     plans = {line: priced(f"pp2/{line} mb5 dp2 bf16", 12) for line in ("interleaved:v2", "1f1b")}
-    ends = [place for place in plans["interleaved:v2"].records.places[0].values() if not place.before]
+    ends = [place for place in plans["interleaved:v2"].records.places[0].classes if not place.before]
     assert len(ends) == 1
     assert plans["interleaved:v2"].waterfall["dp"] < plans["1f1b"].waterfall["dp"]
 
