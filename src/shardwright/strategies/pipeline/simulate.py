@@ -164,8 +164,9 @@ def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageEnds, ...]:
     Raises: LayoutError: as :func:`simulate`.
 
     >>> from shardwright.strategies.pipeline.schedules import build
-    >>> ends_of(build("1f1b", 2, 4), ChunkTimes.equal(2))
-    (StageEnds(ends_s=(15, 13), busy_s=(12, 12), bubble=0.19999999999999996),)
+    >>> (found,) = ends_of(build("1f1b", 2, 4), ChunkTimes.equal(2))
+    >>> found.ends_s, found.busy_s, round(found.bubble, 3)
+    ((15, 13), (12.0, 12.0), 0.2)
     """
     order, found = [*run_order(schedule)], []
     for each in times:
