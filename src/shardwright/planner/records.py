@@ -178,7 +178,8 @@ def record_layout(
     """
     model_plans = ModelPlans(job.model) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
-    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, Counter())
+    counts, leaving = Counter[str](), model_plans.leaving_messages
+    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)
     why = "asked for"
     if not whole:
         try:
@@ -206,6 +207,8 @@ class _Shape(NamedTuple):
     optimizer: Any
     counts: Counter[str]
     """How many rehearsals were made, as "rehearsals"."""
+    leaving: set[object]
+    """The options of layouts of this model that were found to leave messages (:func:`_leaves_messages`)."""
 
     @property
     def copies(self) -> int:
@@ -305,8 +308,13 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
             plan = planned.plan.plan
             sliced = any(plan.state[name].gradient != plan.compute[name] for name in plan.state)
             if number < all_of_them and sliced:
-                planned = planned._replace(first=shape.rehearsed_at(planned, 0))
-                if _leaves_messages(planned):
+                # where a layout of the same options left messages, one microbatch more shows no less
+                options = num_stages, number, *((f.axis, f.options) for f in shape.layout.factors if f.size > 1)
+                if options not in shape.leaving:
+                    planned = planned._replace(first=shape.rehearsed_at(planned, 0))
+                    if _leaves_messages(planned):
+                        shape.leaving.add(options)
+                if options in shape.leaving:
                     with suppress(LayoutError):
                         yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
             yield planned
