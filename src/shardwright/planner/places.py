@@ -27,7 +27,7 @@ class ActionClass(NamedTuple):
     before: str = ""
 
 
-class StageActions(NamedTuple):
+class ActionOrder(NamedTuple):
     """The classes of a stage's actions, each once, and the index in ``classes`` of each action of its schedule."""
 
     classes: tuple[ActionClass, ...]
@@ -39,7 +39,7 @@ class StageActions(NamedTuple):
         return {each: counts[index] for index, each in enumerate(self.classes)}
 
 
-def places(schedule: Schedule, stage: int) -> StageActions:
+def places(schedule: Schedule, stage: int) -> ActionOrder:
     """Returns the :class:`ActionClass` of each action of a stage: its chunk, kind, order and neighbours.
 
     The classes are in the order of the first action of each chunk and kind, and of those alike in that of the actions.
@@ -66,7 +66,7 @@ def places(schedule: Schedule, stage: int) -> StageActions:
         for (after, own, before), name in (keys[index] for index, _ in found)
     )
     renumbered = {index: number for number, (index, _) in enumerate(found)}
-    return StageActions(tuple(classes), tuple([renumbered[index] for index in order]))
+    return ActionOrder(tuple(classes), tuple([renumbered[index] for index in order]))
 
 
 _KINDS, _NONE = "FBIW", -1

@@ -137,7 +137,7 @@ class Pricing:
 
     def _times(self, layout: Layout, records: LayoutRecords) -> tuple[list[_StageTimes], ChunkTimes]:
         """Returns the seconds of each stage's actions, and those of each chunk's usual ones."""
-        schedule, known = records.schedule, dict[object, _ActionSeconds]()
+        schedule, known = records.schedule, dict[object, _ActionCost]()
         stages = [_StageTimes(self, records, stage, known) for stage in range(schedule.num_stages)]
         by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
                     for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
@@ -269,7 +269,7 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
     return found
 
 
-class _ActionSeconds(NamedTuple):
+class _ActionCost(NamedTuple):
     """The seconds of an action of a stage by part and in all, extended to the stage's blocks, and its FLOPs."""
 
     parts: Mapping[str, float]
@@ -280,9 +280,7 @@ class _ActionSeconds(NamedTuple):
 class _StageTimes:
     """The seconds of one stage's actions, extended to its blocks; ``known`` has those of stages before."""
 
-    def __init__(
-        self, pricing: Pricing, records: LayoutRecords, stage: int, known: dict[object, _ActionSeconds]
-    ) -> None:
+    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int, known: dict[object, _ActionCost]) -> None:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
         times = records.places[stage].counts()
@@ -300,7 +298,7 @@ class _StageTimes:
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
         self.forward_flops = sum(number * found[place].flops for place, number in times.items() if place.kind == "F")
 
-    def _priced(self, place: ActionClass | None, known: dict[object, _ActionSeconds]) -> _ActionSeconds:
+    def _priced(self, place: ActionClass | None, known: dict[object, _ActionCost]) -> _ActionCost:
         span = span_of(self._records, self._stage, place)
         key = id(self._kind.fewer), place, span
         if key not in known:
@@ -311,7 +309,7 @@ class _StageTimes:
             shapes = shapes_of(self._kind, place)
             parts = self._time(place, shapes, span).waterfall(launch_s, on_host=pricing.on_host, factor=factor)
             (flops,) = at_blocks(span, [[each.flops] for each in shapes])
-            known[key] = _ActionSeconds(parts, sum(parts.values()), float(flops))
+            known[key] = _ActionCost(parts, sum(parts.values()), float(flops))
         return known[key]
 
     def _offloaded_update_s(self) -> float:

@@ -34,7 +34,7 @@ from shardwright.planner.moments import front_of
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
 from shardwright.planner.places import (
     ActionClass,
-    StageActions,
+    ActionOrder,
     has_all_actions,
     kind_of,
     places,
@@ -157,7 +157,7 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
-    def places(self) -> tuple[StageActions, ...]:
+    def places(self) -> tuple[ActionOrder, ...]:
         """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 

@@ -149,7 +149,7 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
     return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(held))
 
 
-class StageEnds(NamedTuple):
+class StageTiming(NamedTuple):
     """When the last action of each stage ends in a simulated step, and the seconds of all of a stage's actions."""
 
     ends_s: tuple[float, ...]
@@ -158,7 +158,7 @@ class StageEnds(NamedTuple):
     """The share of all stages' time in which no action runs, from 0 to 1."""
 
 
-def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageEnds, ...]:
+def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
     """Returns what :func:`simulate` says of the stages' ends for several times of chunks, in a part of its time.
 
     Raises: LayoutError: as :func:`simulate`.
@@ -177,7 +177,7 @@ def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageEnds, ...]:
             busy[stage] += end - start
             first = min(first, start)
         whole = (max(ends) - first) * len(ends)
-        found.append(StageEnds(tuple(ends), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
+        found.append(StageTiming(tuple(ends), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
     return tuple(found)
 
 
