@@ -23,8 +23,9 @@ from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.memory import memory_by_stage
+from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
-from shardwright.planner.price import Pricing, traffic_of_stage
+from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
 from shardwright.planner.rehearse import MessageRecord, operator_record
 from shardwright.rng import without_values
@@ -78,7 +79,7 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
         for traffic in stated.at(stage_coord(plan, stage)).values():
             for each in traffic:
                 by_axis[each.axis] = by_axis.get(each.axis, 0) + each.num_bytes * each.times
-        assert dict(traffic_of_stage(records, stage)) == by_axis
+        assert dict(traffic_by_stage(records)[stage]) == by_axis
         memory = sum(price.memory[stage].by_kind.values())
         assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
 
@@ -117,6 +118,40 @@ def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
         job, batch = gpt(layout, num_layers=layers)
         before = len(counted)
         assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == number
+
+
+def test_layouts_of_the_same_options_are_asked_once_whether_they_leave_messages():
+    known, found = None, []
+    for line in (
+        "pp2/zb-v mb8 dp2/zero1/bucket:0",
+        "pp2/zb-v mb8 dp4/zero1/bucket:0",
+    ):  # the sums of the other chunk are under way
+        layout = Layout.parse(line)
+        job, batch = gpt(layout, num_layers=12)
+        known = known or ModelPlans(job.model)
+        alone, beside = (record_layout(job, layout, batch, "cuda", model_plans=each) for each in (None, known))
+        found.append((alone.num_rehearsals, beside.num_rehearsals))
+        pricing = Pricing(Cluster.parse("a100-80gb:1x8"))
+        a, b = (pricing.price(layout, each) for each in (alone, beside))
+        assert (a.step_s, a.memory, a.traffic_by_axis) == (b.step_s, b.memory, b.traffic_by_axis)
+    assert found == [(5, 5), (5, 4)]
+
+
+def test_stages_of_one_kind_are_priced_once(monkeypatch):
+    walked, walk = [], Pricing._walk
+    monkeypatch.setattr(Pricing, "_walk", lambda *given, **named: walked.append(given) or walk(*given, **named))
+    counts = []
+    for line, layers in (("pp4/1f1b mb8 dp2", 24), ("pp8/1f1b mb16 dp2", 48)):
+        layout = Layout.parse(line)
+        job, batch = gpt(layout, num_layers=layers)
+        records, pricing = record_layout(job, layout, batch, "cuda"), Pricing(Cluster.parse("a100-80gb:2x8"))
+        before = len(walked)
+        first = pricing.price(layout, records)
+        counts.append(len(walked) - before)
+        again = pricing.price(layout, records)
+        assert len(walked) == before + counts[-1]
+        assert again == first
+    assert counts[0] == counts[1]  # they grow with kinds of stages, not with stages or microbatches
 
 
 class Named(nn.Module):
@@ -317,7 +352,7 @@ def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
 
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():
     plans = {line: priced(f"pp2/{line} mb5 dp2 bf16", 12) for line in ("interleaved:v2", "1f1b")}
-    ends = [place for place in plans["interleaved:v2"].records.places[0].values() if not place.before]
+    ends = [place for place in plans["interleaved:v2"].records.places[0].classes if not place.before]
     assert len(ends) == 1
     assert plans["interleaved:v2"].waterfall["dp"] < plans["1f1b"].waterfall["dp"]
 

@@ -118,10 +118,11 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # also x.shape and the like: most of all calls
+        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and func not in _MOVES:
+            return func(*args)
         named = dict(kwargs or {})
         if func not in _MOVES:
-            if len(args) == 1 and not named and type(args[0]) is Tensor:  # also x.shape and the like: most of all calls
-                return func(*args)
             func = self._instead.get(func, func)
             found = tensors_of((args, named))
             devices = {each.device.type for each in found} if len(found) > 1 else ()

@@ -111,7 +111,8 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 def num_shares(layout: Layout) -> int:
     """Returns the number of parts that a layout makes of a global batch: its microbatches times its model copies."""
-    return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))
+    mesh = layout.mesh
+    return layout.num_microbatches * prod(mesh[axis] for axis in mesh_axes("copies"))
 
 
 MAX_SUGGESTIONS = 12

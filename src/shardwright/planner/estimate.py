@@ -142,6 +142,20 @@ def declared_options(axis: str) -> tuple[Option, ...]:
     return tuple(found)
 
 
+class _Alone(NamedTuple):
+    """What estimates read of the price of a layout of one stage and one microbatch, such as ``tp2``."""
+
+    price: Price
+    pass_s: float
+    """The seconds of the microbatch's passes."""
+    at_rest: Mapping[str, int]
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, price: Price) -> _Alone:
+        return cls(price, _pass_s(price), held_at_rest(price.records, 0), kept_bytes(price.records, 0))
+
+
 def _pass_s(price: Price) -> float:
     """The seconds of a microbatch's passes on a layout of one stage and one microbatch."""
     return sum(seconds for name, seconds in price.waterfall.items() if name not in ("optimizer", "bubble", "other"))
@@ -208,8 +222,10 @@ class Estimator:
     most_chunks: int = 0
     summed_bytes: Callable[[Layout], int] = lambda _: 0
     num_blocks: int = 0
-    _alone: dict[tuple[tuple[Factor, ...], int], Price | None] = field(default_factory=dict)
+    _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
+    _alone: dict[tuple[tuple[Factor, ...], int], _Alone | None] = field(default_factory=dict)
     _paces: dict[tuple[Factor, ...], tuple[float, float]] = field(default_factory=dict)
+    _slowest_by: dict[tuple[object, ...], float] = field(default_factory=dict)
     _states: dict[Layout, StateShares | None] = field(default_factory=dict)
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
@@ -221,6 +237,11 @@ class Estimator:
         It cannot if the model or a strategy refuses the layout, or if it has more pipeline chunks than the model can be
         cut into.
         """
+        if layout not in self._estimates:
+            self._estimates[layout] = self._estimated(layout)
+        return self._estimates[layout]
+
+    def _estimated(self, layout: Layout) -> Estimate | None:
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
         alone = self._priced(plain["operators"], self._samples(layout))
@@ -282,20 +303,20 @@ class Estimator:
         return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
 
     def _put_together(
-        self, layout: Layout, prices: Mapping[int, Price], share: StateShares, schedule: ScheduleCost, stages: int
+        self, layout: Layout, prices: Mapping[int, _Alone], share: StateShares, schedule: ScheduleCost, stages: int
     ) -> Estimate:
         number, copies = layout.num_microbatches, num_shares(layout) // layout.num_microbatches
         samples, sizes = self._samples(layout), list(prices)
-        few, *more = map(_pass_s, prices.values())
-        alone = prices[sizes[0]]
+        few, *more = (each.pass_s for each in prices.values())
+        known = prices[sizes[0]]
+        alone, by_kind = known.price, known.at_rest
         (pass_s,) = extended(samples, [few], more, *sizes) if more else (few * samples / sizes[0],)
-        pass_s *= self._slowest(prices[sizes[-1]], stages, schedule.chunks) if stages > 1 else 1.0
-        by_kind = held_at_rest(alone.records, 0)
+        pass_s *= self._slowest(prices[sizes[-1]].price, stages, schedule.chunks) if stages > 1 else 1.0
         kinds = ("parameters", "gradients", "optimizer")
         at_once = 1.0 if number > 1 and not share.repeated else share.gradients  # whole until they are summed
         parts = share.parameters, at_once, share.optimizer
         state = sum(by_kind[kind] * part for kind, part in zip(kinds, parts, strict=True))
-        under_way, held = schedule.held(stages, number), kept_bytes(alone.records, 0) * samples / sizes[0] / stages
+        under_way, held = schedule.held(stages, number), known.kept_bytes * samples / sizes[0] / stages
         activations = held * under_way
         if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
             blocks = max(1, self.num_blocks)
@@ -346,9 +367,15 @@ class Estimator:
 
         What is not of a block, such as the head, is taken to be in the last chunk, which has so many blocks fewer.
         """
-        blocks, number, slowest = self.num_blocks, stages * chunks, list[float]()
-        if not blocks or price.records.note:
+        if not self.num_blocks or price.records.note:
             return 1.0
+        key = price.layout.factors, stages, chunks
+        if key not in self._slowest_by:
+            self._slowest_by[key] = self._slowest_found(price, stages, chunks)
+        return self._slowest_by[key]
+
+    def _slowest_found(self, price: Price, stages: int, chunks: int) -> float:
+        blocks, number, slowest = self.num_blocks, stages * chunks, list[float]()
         operators = price.layout.factors
         if operators not in self._paces:
             none = self.pricing.price(price.layout, replace(price.records, num_blocks=((0,),)))
@@ -363,20 +390,21 @@ class Estimator:
     def _samples(self, layout: Layout) -> int:
         return -(-self.batch // num_shares(layout))
 
-    def _priced(self, operators: tuple[Factor, ...], samples: int) -> dict[int, Price]:
+    def _priced(self, operators: tuple[Factor, ...], samples: int) -> dict[int, _Alone]:
         """Returns prices by the number of samples, few and more; none if the model refuses the factors.
 
         With options, which few layouts have, it is one price, of as many samples as are asked for.
         """
         sizes = (samples,) if any(each.options for each in operators) else FEW_SAMPLES
-        found: dict[int, Price] = {}
+        found: dict[int, _Alone] = {}
         for size in (each for each in sizes if each <= self.batch):
             if (operators, size) not in self._alone:
-                self._alone[operators, size] = self.alone(operators, size)
-            price = self._alone[operators, size]
-            if price is None:
+                price = self.alone(operators, size)
+                self._alone[operators, size] = None if price is None else _Alone.of(price)
+            known = self._alone[operators, size]
+            if known is None:
                 return {}
-            found[size] = price
+            found[size] = known
         return found
 
     def _schedule(self, factors: tuple[Factor, ...]) -> ScheduleCost | None:

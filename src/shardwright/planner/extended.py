@@ -21,7 +21,8 @@ def extended(at: int, fewer: Sequence[float], more: Sequence[float], low: int, h
     """
     if high == low:
         return tuple(fewer)
-    return tuple(a + (b - a) * (at - low) / (high - low) for a, b in zip(fewer, more, strict=True))
+    beyond, apart = at - low, high - low
+    return tuple([a + (b - a) * beyond / apart for a, b in zip(fewer, more, strict=True)])
 
 
 def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import add, sub
 from typing import NamedTuple
 
 from shardwright.ledger.tracking import KINDS
 from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
-from shardwright.planner.moments import front_of
 from shardwright.planner.places import ActionClass
-from shardwright.planner.records import Held, LayoutRecords
+from shardwright.planner.records import ActionShape, Held, LayoutRecords
 
 
 class StageMemory(NamedTuple):
@@ -44,21 +44,27 @@ class _ActionMemory(NamedTuple):
 
 
 def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _ActionMemory]) -> StageMemory:
-    held = peak = _base(records, stage)
-    held_bytes, peak_bytes = sum(held), sum(peak)
-    kind, where = records.stages[stage], records.places[stage]
-    for action in (*records.schedule.actions[stage], None):  # None: the optimizer's step
-        place = None if action is None else where[action]
+    base, kind, where = _base(records, stage), records.stages[stage], records.places[stage]
+    changes = []
+    for place in (*where.classes, None):  # None: the optimizer's step
         key = id(kind.fewer), place, span_of(records, stage, place)
-        changes = known.get(key)
-        if changes is None:
+        if key not in known:
             most, net = _most(records, stage, place)
-            changes = known[key] = _ActionMemory(most, net, sum(most), sum(net))
-        if held_bytes + changes.most_bytes > peak_bytes:
-            peak, peak_bytes = tuple(map(add, held, changes.most)), held_bytes + changes.most_bytes
-        held, held_bytes = tuple(map(add, held, changes.net)), held_bytes + changes.net_bytes
+            known[key] = _ActionMemory(most, net, sum(most), sum(net))
+        changes.append(known[key])
+    most_bytes, net_bytes = [each.most_bytes for each in changes], [each.net_bytes for each in changes]
+    order = (*where.order, len(where.classes))
+    held, peak, peak_at = sum(base), sum(base), -1
+    for at, number in enumerate(order):
+        if held + most_bytes[number] > peak:
+            peak, peak_at = held + most_bytes[number], at
+        held += net_bytes[number]
+    by_kind = base
+    if peak_at >= 0:
+        parts = [[size * times for size in changes[number].net] for number, times in Counter(order[:peak_at]).items()]
+        by_kind = tuple(map(sum, zip(base, changes[order[peak_at]].most, *parts, strict=True)))
     beside = sum(size for name, size in kind.fewer.beside.items() if name in ("workspace", "nccl"))
-    return StageMemory(dict(zip(KINDS, map(round, peak), strict=True)), beside)
+    return StageMemory(dict(zip(KINDS, map(round, by_kind), strict=True)), beside)
 
 
 def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
@@ -86,14 +92,18 @@ def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tupl
     """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind."""
     fewer, *others = shapes_of(records.stages[stage], place)
     if not others:
-        return max(fewer.moments, key=sum), fewer.net
+        return fewer.moments[_largest(fewer.sums)], fewer.net
     (more,), span = others, span_of(records, stage, place)
-    found = max(_moments(fewer.moments, more.moments, span), key=sum)
+    found = max(_moments(fewer, more, span), key=sum)
     return tuple(map(round, found)), tuple(map(round, at_blocks(span, (fewer.net, more.net))))
 
 
-def _moments(fewer: Sequence[Held], more: Sequence[Held], span: Span) -> Iterator[tuple[float, ...]]:
-    """Yields what an action holds beyond what was held before it, at the moments of which one is the peak.
+def _largest(sums: Sequence[float]) -> int:
+    return max(range(len(sums)), key=sums.__getitem__)
+
+
+def _moments(fewer: ActionShape, more: ActionShape, span: Span) -> Iterator[tuple[float, ...]]:
+    """Yields what an action holds beyond what was held before it, at moments of which one is the peak.
 
     Until the second block ends as much happens with all blocks as with more, but for the first moment, at which
     gradients of all blocks may be freed. After the last block what is held is affine in their number. The last block
@@ -101,17 +111,26 @@ def _moments(fewer: Sequence[Held], more: Sequence[Held], span: Span) -> Iterato
     all and for the last; those between hold no more than one of the two.
     """
     low, high, at = span
-    front, one_block = front_of(fewer, more)[0], len(more) - len(fewer)
+    front, one_block = fewer.front(more)[0], len(more.moments) - len(fewer.moments)
+
+    def largest(numbers: Sequence[int], later: int) -> tuple[float, ...]:
+        """The largest, with all blocks, of moments with fewer, which are so many later with more."""
+        sums = at_blocks(span, ([fewer.sums[n] for n in numbers], [more.sums[n + later] for n in numbers]))
+        number = numbers[_largest(sums)]
+        return at_blocks(span, (fewer.moments[number], more.moments[number + later]))
+
+    numbers = range(len(fewer.moments))
     if at < high or high == low or not one_block:
-        yield from (
-            at_blocks(span, (before, more[number if number < front else number + one_block]))
-            for number, before in enumerate(fewer)
-        )
+        for some, later in ((numbers[:front], 0), (numbers[front:], one_block)):
+            if some:
+                yield largest(some, later)
         return
     until = front + one_block
-    behind = [at_blocks(span, pair) for pair in zip(fewer[front:], more[until:], strict=True)]
-    ends = behind[0] if behind else at_blocks(span, (fewer[-1], more[-1]))
-    first, last = at_blocks(span, (fewer[0], more[0])), more[until if behind else -1]
-    for moments, shift in ((more[:until], map(sub, first, more[0])), (more[front:until], map(sub, ends, last))):
-        yield tuple(map(add, max(moments, key=sum), shift))
-    yield from behind
+    is_behind = front < len(fewer.moments)
+    ends = at_blocks(span, (fewer.moments[front], more.moments[until]) if is_behind else (fewer.net, more.net))
+    first, last = at_blocks(span, (fewer.moments[0], more.moments[0])), more.moments[until if is_behind else -1]
+    for start, shift in ((0, map(sub, first, more.moments[0])), (front, map(sub, ends, last))):
+        number = start + _largest(more.sums[start:until])
+        yield tuple(map(add, more.moments[number], shift))
+    if is_behind:
+        yield largest(numbers[front:], one_block)

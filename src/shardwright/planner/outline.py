@@ -56,6 +56,8 @@ class ModelPlans:
     """A cache of what several layouts of one model share, such as all layouts of one search."""
 
     model: nn.Module
+    leaving_messages: set[object] = field(default_factory=set)
+    """Options of layouts whose backwards leave sums under way, so that they are rehearsed with a microbatch more."""
     _outlines: dict[Layout, StageBlocks] = field(default_factory=dict)
     _shortened: dict[int, nn.Module] = field(default_factory=dict)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from typing import NamedTuple
 
-from shardwright.plan.schedule import Action, Schedule
+from shardwright.plan.schedule import Schedule
 
 
 class ActionClass(NamedTuple):
@@ -25,22 +27,59 @@ class ActionClass(NamedTuple):
     before: str = ""
 
 
-def places(schedule: Schedule, stage: int) -> dict[Action, ActionClass]:
-    """Returns the :class:`ActionClass` of each action of a stage: its chunk, kind, order and neighbours."""
+class ActionOrder(NamedTuple):
+    """The classes of a stage's actions, each once, and the index in ``classes`` of each action of its schedule."""
+
+    classes: tuple[ActionClass, ...]
+    order: tuple[int, ...]
+
+    def counts(self) -> dict[ActionClass, int]:
+        """Returns how many actions of each class the stage has."""
+        counts = Counter(self.order)
+        return {each: counts[index] for index, each in enumerate(self.classes)}
+
+
+def places(schedule: Schedule, stage: int) -> ActionOrder:
+    """Returns the :class:`ActionClass` of each action of a stage: its chunk, kind, order and neighbours.
+
+    The classes are in the order of the first action of each chunk and kind, and of those alike in that of the actions.
+    """
+    # loops over actions run in C where they can: a step of many stages has ten thousands
     slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
-    seen: dict[tuple[int, str], list[Action]] = {}
-    for action in schedule.actions[stage]:
-        seen.setdefault((slots[action.chunk], action.kind), []).append(action)
-    kinds = ["", *(f"{slots[action.chunk]}{action.kind}" for action in schedule.actions[stage]), ""]
-    around = dict(zip(schedule.actions[stage], zip(kinds, kinds[2:], strict=False), strict=True))
-    found = {}
-    for (slot, kind), actions in seen.items():
-        for number, action in enumerate(actions):
-            early = {0: "first", 1: "between" if kind == "F" else "second"}
-            order = "last" if number and action is actions[-1] else early.get(number, "between")
-            order = "only" if len(actions) == 1 else order
-            found[action] = ActionClass(slot, kind, order, *around[action])
-    return found
+    code_of = {(kind, chunk): code for code, (chunk, kind) in enumerate(product(slots, _KINDS))}
+    codes = [code_of[kind, chunk] for kind, _, chunk in schedule.actions[stage]]
+    around = [*zip([_NONE, *codes], codes, [*codes[1:], _NONE], strict=False)]
+    keys: list[tuple[tuple[int, int, int], str]] = []
+    index_of = {each: index for index, each in enumerate(dict.fromkeys(around))}
+    keys += [(each, "between") for each in index_of]
+    order = [index_of[each] for each in around]
+    begins = {code: codes.index(code) for code in dict.fromkeys(codes)}
+    for code, first in begins.items():
+        for at, name in _ends(codes, code, first).items():
+            order[at] = len(keys)
+            keys.append((around[at], name))
+    found = sorted(dict(zip(reversed(order), range(len(order) - 1, -1, -1), strict=True)).items(),
+                   key=lambda each: (begins[keys[each[0]][0][1]], each[1]))  # fmt: skip
+    names = {code: f"{slots[chunk]}{kind}" for (kind, chunk), code in code_of.items()} | {_NONE: ""}
+    classes = (
+        ActionClass(int(names[own][:-1]), names[own][-1], name, names[after], names[before])
+        for (after, own, before), name in (keys[index] for index, _ in found)
+    )
+    renumbered = {index: number for number, (index, _) in enumerate(found)}
+    return ActionOrder(tuple(classes), tuple([renumbered[index] for index in order]))
+
+
+_KINDS, _NONE = "FBIW", -1
+
+
+def _ends(codes: list[int], code: int, first: int) -> dict[int, str]:
+    """Returns the places of the actions of one chunk and kind that are not between others, with their order."""
+    number = codes.count(code)
+    if number == 1:
+        return {first: "only"}
+    last = len(codes) - 1 - codes[::-1].index(code)
+    second = {} if _KINDS[code % len(_KINDS)] == "F" else {codes.index(code, first + 1): "second"}
+    return {first: "first", **second, last: "last"}
 
 
 def like(place: ActionClass, actions: Iterable[ActionClass]) -> ActionClass | None:
@@ -109,8 +148,8 @@ def sample_chunks(schedule: Schedule, few: int) -> tuple[int, ...]:
 
 def has_all_actions(few: Schedule, schedule: Schedule) -> bool:
     """Returns whether ``few``, a schedule on few stages, has an action like (:func:`like`) each one of ``schedule``."""
-    known = [set(places(few, stage).values()) for stage in range(few.num_stages)]
+    known = [places(few, stage).classes for stage in range(few.num_stages)]
     kinds = (kind_of(stage, schedule.num_stages, few.num_stages) for stage in range(schedule.num_stages))
     return all(
-        like(place, known[kind]) for stage, kind in enumerate(kinds) for place in set(places(schedule, stage).values())
+        like(place, known[kind]) for stage, kind in enumerate(kinds) for place in places(schedule, stage).classes
     )

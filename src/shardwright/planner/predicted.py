@@ -17,7 +17,7 @@ from shardwright.plan.plan import Job
 from shardwright.planner.layer_seconds import predicted_layer_seconds
 from shardwright.planner.memory import memory_by_stage
 from shardwright.planner.outline import ModelPlans
-from shardwright.planner.price import Pricing, traffic_of_stage
+from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
 
 HERE = "here.toml"
@@ -66,7 +66,7 @@ def predict_step(
     """
     records = record_layout(job, layout, batch, device_type, optimizer=optimizer)
     stages = range(records.schedule.num_stages)
-    sent = [traffic_of_stage(records, stage) for stage in stages]
+    sent = traffic_by_stage(records)
     held = [each.num_bytes for each in memory_by_stage(records)]
     rank = records.layout.mesh.first_rank(mesh_axes("stages"), max(stages, key=held.__getitem__))
     account = predict_memory(

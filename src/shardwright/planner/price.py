@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
@@ -18,20 +18,17 @@ from shardwright.cost.operators import PARTS, OperatorRecord, operator_s, smooth
 from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.planner.extended import at_blocks, shapes_of, span_of
+from shardwright.planner.extended import Span, at_blocks, shapes_of, span_of
 from shardwright.planner.memory import StageMemory, memory_by_stage
 from shardwright.planner.places import ActionClass
-from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
+from shardwright.planner.records import ActionShape, LayoutRecords
 from shardwright.planner.rehearse import P2P, MessageRecord
 from shardwright.runtime.timeline import Timeline
-from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
+from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of, simulate
 
 MOVED_SHARE = 1 / 3
 """The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
 the host holds two moments of its size."""
-
-UNSTATED = ("core", "loss")
-"""Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
 
 LEFT = 0.92
 """The share of a device's memory that a layout may take by default."""
@@ -114,22 +111,19 @@ class Pricing:
     def price(self, layout: Layout, records: LayoutRecords) -> Price:
         """Returns the price of a layout, computed from its records: what each action of each stage does."""
         schedule = records.schedule
-        stages = [_StageTimes(self, records, stage) for stage in range(schedule.num_stages)]
-        times = self._chunk_times(layout, records, stages)
-        sent, unsent = (simulate(schedule, each) for each in (times, replace(times, transfer_s=0.0)))
-        ends = [spans[-1].end_s + stages[stage].rest_s for stage, spans in enumerate(sent.spans)]
+        stages, times = self._times(layout, records)
+        sent, unsent = ends_of(schedule, times, replace(times, transfer_s=0.0))
+        ends = [end_s + each.rest_s for end_s, each in zip(sent.ends_s, stages, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
         waterfall: dict[str, float] = dict(stages[last].waterfall)
-        alone_s = unsent.spans[last][-1].end_s
-        bubble_s = alone_s - unsent.busy_s(last)
+        bubble_s = unsent.ends_s[last] - unsent.busy_s[last]
         pipeline = next((name for name, axis in layout_axes().items() if axis.kind == "stages"), "pp")
-        waterfall[pipeline] = waterfall.get(pipeline, 0.0) + sent.spans[last][-1].end_s - alone_s
+        waterfall[pipeline] = waterfall.get(pipeline, 0.0) + sent.ends_s[last] - unsent.ends_s[last]
         waterfall["bubble"] = bubble_s
         waterfall["other"] = self.cluster.constants.step_s
         step_s = sum(waterfall.values())
         memory = memory_by_stage(records)
-        traffic = [traffic_of_stage(records, stage) for stage in range(schedule.num_stages)]
-        most = max(traffic, key=lambda each: each.total())
+        most = max(traffic_by_stage(records), key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
         return Price(layout, step_s, waterfall, sent.bubble, memory, dict(most), flops, records)
 
@@ -138,12 +132,13 @@ class Pricing:
 
         Actions of one kind on one chunk are taken to last as long as most of them do. The memory is left out.
         """
-        stages = [_StageTimes(self, records, stage) for stage in range(records.schedule.num_stages)]
-        found = simulate(records.schedule, self._chunk_times(layout, records, stages))
+        found = simulate(records.schedule, self._times(layout, records)[1])
         return replace(found, name=f"{layout} on {self.cluster}")
 
-    def _chunk_times(self, layout: Layout, records: LayoutRecords, stages: Sequence[_StageTimes]) -> ChunkTimes:
-        schedule = records.schedule
+    def _times(self, layout: Layout, records: LayoutRecords) -> tuple[list[_StageTimes], ChunkTimes]:
+        """Returns the seconds of each stage's actions, and those of each chunk's usual ones."""
+        schedule, known = records.schedule, dict[object, _ActionCost]()
+        stages = [_StageTimes(self, records, stage, known) for stage in range(schedule.num_stages)]
         by_chunk = {chunk: (stage, slot) for stage in range(schedule.num_stages)
                     for slot, chunk in enumerate(schedule.chunks_of(stage))}  # fmt: skip
 
@@ -153,7 +148,7 @@ class Pricing:
 
         # where a chunk has whole and split backwards, a whole one is simulated as its two parts
         inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
-        return ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
+        return stages, ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
 
     # ---- actions
 
@@ -218,7 +213,9 @@ class Pricing:
 
     def message_s(self, record: MessageRecord) -> float:
         """Returns the seconds of one message over the cluster's links."""
-        key = record.kind, record.num_bytes, record.ranks
+        return self._message_s(record.kind, record.num_bytes, record.ranks)
+
+    def _message_s(self, *key: Any) -> float:
         if key not in self._messages:
             self._messages[key] = self.cluster.message_s(*key)
         return self._messages[key]
@@ -237,73 +234,83 @@ class Pricing:
         """Returns the seconds from the end of a forward to the arrival of what it sends, by pair of stages."""
         found: dict[tuple[int, int], float] = {}
         schedule = records.schedule
+        first_of = [mesh.first_rank(mesh_axes("stages"), stage) for stage in range(schedule.num_stages)]
         for source in range(schedule.num_chunks - 1):
             pair = schedule.stage_of[source], schedule.stage_of[source + 1]
             slot = schedule.chunks_of(pair[0]).index(source)
-            ranks = tuple(mesh.first_rank(mesh_axes("stages"), stage) for stage in pair)
+            ranks = first_of[pair[0]], first_of[pair[1]]
             for place, shape in records.stages[pair[0]].fewer.actions.items():
                 if place.slot == slot and place.kind == "F" and pair[0] != pair[1]:
-                    sent = (r.num_bytes for r in shape.records if isinstance(r, MessageRecord) and r.kind == "send")
-                    seconds = sum(self.cluster.message_s("send", num_bytes, ranks) for num_bytes in sent)
+                    seconds = sum(self._message_s("send", num_bytes, ranks) for num_bytes in shape.sends)
                     found[pair] = max(found.get(pair, 0.0), seconds)
         return found or 0.0
 
 
-def traffic_of_stage(records: LayoutRecords, stage: int) -> Counter[str]:
-    """Returns the payload bytes of all messages of a rank's step, by axis of the mesh.
+def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
+    """Returns, for each stage, the payload bytes of all messages of a rank's step, by axis of the mesh.
 
     The few bytes of the loss and of comparisons between ranks are left out.
     """
-    kind, total = records.stages[stage], Counter[str]()
-    times = Counter(records.places[stage].values())
-    for place, number in times.items():
-        for axis, size in _bytes(records, kind, stage, place).items():
-            total[axis] += round(number * size)
-    total.update({axis: round(size) for axis, size in _bytes(records, kind, stage, None).items()})
-    return +total
+    known: dict[object, dict[str, float]] = {}  # stages alike send the same
+    found = []
+    for stage, kind in enumerate(records.stages):
+        total = Counter[str]()
+        for place, number in (*records.places[stage].counts().items(), (None, 1)):  # None: the optimizer's step
+            span = span_of(records, stage, place)
+            key = id(kind.fewer), place, span
+            if key not in known:
+                counts = [each.sent_bytes for each in shapes_of(kind, place)]
+                axes = sorted({axis for each in counts for axis in each})
+                values = at_blocks(span, [[float(each.get(axis, 0)) for axis in axes] for each in counts])
+                known[key] = dict(zip(axes, values, strict=True))
+            for axis, size in known[key].items():
+                total[axis] += round(number * size)
+        found.append(+total)
+    return found
 
 
-def _bytes(records: LayoutRecords, kind: StageRecords, stage: int, place: ActionClass | None) -> dict[str, float]:
-    counts = [_sent_bytes(each) for each in shapes_of(kind, place)]
-    axes = sorted({axis for each in counts for axis in each})
-    values = at_blocks(span_of(records, stage, place), [[float(each[axis]) for axis in axes] for each in counts])
-    return dict(zip(axes, values, strict=True))
+class _ActionCost(NamedTuple):
+    """The seconds of an action of a stage by part and in all, extended to the stage's blocks, and its FLOPs."""
 
-
-def _sent_bytes(shape: ActionShape) -> Counter[str]:
-    sent: Counter[str] = Counter()
-    for record in shape.records:
-        if isinstance(record, MessageRecord) and record.source not in UNSTATED:
-            sent[record.axis] += record.num_bytes
-    return sent
+    parts: Mapping[str, float]
+    seconds: float
+    flops: float
 
 
 class _StageTimes:
-    """The seconds of one stage's actions, extended to its blocks."""
+    """The seconds of one stage's actions, extended to its blocks; ``known`` has those of stages before."""
 
-    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int) -> None:
+    def __init__(self, pricing: Pricing, records: LayoutRecords, stage: int, known: dict[object, _ActionCost]) -> None:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
-        launch_s, on_host, factor = pricing.cluster.constants.launch_s, pricing.on_host, pricing.factor
-        times = Counter(records.places[stage].values())
-        by_place = {place: self._time(place) for place in times}
-        found = {place: time.waterfall(launch_s, on_host=on_host, factor=factor) for place, time in by_place.items()}
-        seconds = {place: sum(each.values()) for place, each in found.items()}
+        times = records.places[stage].counts()
+        found = {place: self._priced(place, known) for place in times}
         self._usual: dict[tuple[int, str], float] = {}
         for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
-            self._usual[place.slot, place.kind] = seconds[place]  # the commonest one, which comes last
+            self._usual[place.slot, place.kind] = found[place].seconds  # the commonest one, which comes last
         self.waterfall: dict[str, float] = {}
         for place, number in times.items():
-            for name, s in found[place].items():
+            for name, s in found[place].parts.items():
                 self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
-        factor = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
-        update_launch_s = pricing.cluster.constants.update_launch_s
-        update = self._time(None).waterfall(update_launch_s, on_host=on_host, factor=factor)
-        self.waterfall["optimizer"] = self._offloaded_update_s() or sum(update.values())
-        done_s = sum(number * seconds[place] for place, number in times.items())
+        self.waterfall["optimizer"] = self._offloaded_update_s() or self._priced(None, known).seconds
+        done_s = sum(number * found[place].seconds for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
-        self.forward_flops = sum(number * self._flops(place) for place, number in times.items() if place.kind == "F")
+        self.forward_flops = sum(number * found[place].flops for place, number in times.items() if place.kind == "F")
+
+    def _priced(self, place: ActionClass | None, known: dict[object, _ActionCost]) -> _ActionCost:
+        span = span_of(self._records, self._stage, place)
+        key = id(self._kind.fewer), place, span
+        if key not in known:
+            pricing, constants = self._pricing, self._pricing.cluster.constants
+            of_update = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
+            factor = of_update if place is None else pricing.factor
+            launch_s = constants.update_launch_s if place is None else constants.launch_s
+            shapes = shapes_of(self._kind, place)
+            parts = self._time(place, shapes, span).waterfall(launch_s, on_host=pricing.on_host, factor=factor)
+            (flops,) = at_blocks(span, [[each.flops] for each in shapes])
+            known[key] = _ActionCost(parts, sum(parts.values()), float(flops))
+        return known[key]
 
     def _offloaded_update_s(self) -> float:
         """Returns the seconds of the optimizer's step where the host makes it; 0 if the device does.
@@ -331,10 +338,9 @@ class _StageTimes:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
         return self._usual.get((slot, kind), 0.0)
 
-    def _time(self, place: ActionClass | None) -> ActionTime:
+    def _time(self, place: ActionClass | None, shapes: Sequence[ActionShape], span: Span) -> ActionTime:
         is_last = place is None or not place.before
-        times = [self._pricing.action_time(each, is_last=is_last) for each in shapes_of(self._kind, place)]
-        span = span_of(self._records, self._stage, place)
+        times = [self._pricing.action_time(each, is_last=is_last) for each in shapes]
         few, more = times[0].parts, times[-1].parts
         # what is not hidden of messages is not affine: where more blocks hide more, as much as is left is taken
         parts = tuple(
@@ -345,8 +351,3 @@ class _StageTimes:
         )
         (launches,) = at_blocks(span, [[each.launches] for each in times])
         return ActionTime(parts, launches, times[0].axes)
-
-    def _flops(self, place: ActionClass) -> float:
-        counts = [[sum(r.flops for r in each.records if isinstance(r, OperatorRecord))]
-                  for each in shapes_of(self._kind, place)]  # fmt: skip
-        return float(at_blocks(span_of(self._records, self._stage, place), counts)[0])

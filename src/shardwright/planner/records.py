@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -21,18 +21,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout
 from shardwright.ledger.account import JobPlan
 from shardwright.mesh import Mesh
 from shardwright.parallelize.planning import job_for, make_plan, num_rows
 from shardwright.plan.plan import Job, Plan
-from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.plan.schedule import Schedule, accumulate
 from shardwright.planner.blocks import AlikeBlocks
 from shardwright.planner.moments import front_of
 from shardwright.planner.outline import Chunks, ModelPlans, NotAlikeError, StageBlocks, check_param_groups, cuts_of
 from shardwright.planner.places import (
     ActionClass,
+    ActionOrder,
     has_all_actions,
     kind_of,
     places,
@@ -53,24 +55,59 @@ FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED = (1, 2), (2, 3), (4, 5)
 differ in what they hold where they are the first or the last, the third for layouts that unshard parameters at each use
 (``dp2/zero3``)."""
 
+UNSTATED = ("core", "loss")
+"""Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
+
 Held = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
 
 
-class ActionShape(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ActionShape:
     """The operators and messages of one action in program order, and how the bytes held change during it.
 
     Each entry of ``moments`` is the change since before the action, by kind of memory: after each operator that
-    allocates memory, and at the end of the action.
+    allocates memory, and at the end of the action. What prices read of both is computed once.
     """
 
     records: tuple[Record, ...]
     moments: tuple[Held, ...]
+    _fronts: dict[ActionShape, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def net(self) -> Held:
         """The change in bytes held from before the action to its end, by kind of memory; () if nothing is known."""
         return self.moments[-1] if self.moments else ()
+
+    @cached_property
+    def sums(self) -> tuple[int, ...]:
+        """The change in all bytes held at each of the moments."""
+        return tuple(map(sum, self.moments))
+
+    @cached_property
+    def flops(self) -> int:
+        """The FLOPs of the operators."""
+        return sum(each.flops for each in self.records if isinstance(each, OperatorRecord))
+
+    @cached_property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """The payload bytes of the messages by axis of the mesh, but for those in :data:`UNSTATED`."""
+        sent: Counter[str] = Counter()
+        for record in self.records:
+            if isinstance(record, MessageRecord) and record.source not in UNSTATED:
+                sent[record.axis] += record.num_bytes
+        return sent
+
+    @cached_property
+    def sends(self) -> tuple[int, ...]:
+        """The bytes of each message to the next pipeline stage."""
+        return tuple(each.num_bytes for each in self.records if isinstance(each, MessageRecord) and each.kind == "send")
+
+    def front(self, more: ActionShape) -> tuple[int, int]:
+        """Returns :func:`front_of` for the moments of this action and of the same one with more blocks."""
+        if more not in self._fronts:
+            self._fronts[more] = front_of(self.moments, more.moments)
+        return self._fronts[more]
 
 
 class StageRecord(NamedTuple):
@@ -120,7 +157,7 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
-    def places(self) -> tuple[Mapping[Action, ActionClass], ...]:
+    def places(self) -> tuple[ActionOrder, ...]:
         """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
 
@@ -141,7 +178,8 @@ def record_layout(
     """
     model_plans = ModelPlans(job.model) if model_plans is None else model_plans
     outline, is_known = model_plans.outline(job, layout)
-    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, Counter())
+    counts, leaving = Counter[str](), model_plans.leaving_messages
+    shape = _Shape(job, outline.layout, outline.schedule, batch, device_type, optimizer, counts, leaving)
     why = "asked for"
     if not whole:
         try:
@@ -169,6 +207,8 @@ class _Shape(NamedTuple):
     optimizer: Any
     counts: Counter[str]
     """How many rehearsals were made, as "rehearsals"."""
+    leaving: set[object]
+    """The options of layouts of this model that were found to leave messages (:func:`_leaves_messages`)."""
 
     @property
     def copies(self) -> int:
@@ -268,8 +308,13 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
             plan = planned.plan.plan
             sliced = any(plan.state[name].gradient != plan.compute[name] for name in plan.state)
             if number < all_of_them and sliced:
-                planned = planned._replace(first=shape.rehearsed_at(planned, 0))
-                if _leaves_messages(planned):
+                # where a layout of the same options left messages, one microbatch more shows no less
+                options = num_stages, number, *((f.axis, f.options) for f in shape.layout.factors if f.size > 1)
+                if options not in shape.leaving:
+                    planned = planned._replace(first=shape.rehearsed_at(planned, 0))
+                    if _leaves_messages(planned):
+                        shape.leaving.add(options)
+                if options in shape.leaving:
                     with suppress(LayoutError):
                         yield shape.planned(job, _with_few(shape.layout, num_stages, number + 1))
             yield planned
@@ -358,7 +403,7 @@ def _differ(fewer: Sequence[StageRecord], more: Sequence[StageRecord]) -> bool:
     """Returns whether a block holds something else where others come before or after it."""
     pairs = ((few.actions[place], many.actions.get(place)) for few, many in zip(fewer, more, strict=True)
              for place in few.actions)  # fmt: skip
-    return any(front_of(few.moments, many.moments)[1] > 0 for few, many in pairs if many is not None)
+    return any(few.front(many)[1] > 0 for few, many in pairs if many is not None)
 
 
 def _planned_few(
@@ -438,11 +483,11 @@ def _stage_record(record: RankRecord, schedule: Schedule, stage: int, num_blocks
     base = held = record.by_action["begin"].moments[-1]
     actions: dict[ActionClass, ActionShape] = {}
     where = places(schedule, stage)
-    for action in schedule.actions[stage]:
+    for action, number in zip(schedule.actions[stage], where.order, strict=True):
         done = record.by_action.get(str(action), ActionRecord())
         shape = _action_shape(done, held)
         held = done.moments[-1] if done.moments else held
-        actions.setdefault(where[action], shape)
+        actions.setdefault(where.classes[number], shape)
     update = _action_shape(record.by_action["optimizer"], held)
     offloaded = record.offloaded_bytes
     return StageRecord(num_blocks, schedule.num_microbatches, base, actions, update, record.beside, offloaded)

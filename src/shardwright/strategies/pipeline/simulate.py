@@ -6,16 +6,18 @@ The report and ``auto`` use it, with seconds and bytes from the counted costs of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 from torch import nn
 
 from shardwright.analysis.costs import FLOPS_PER_S, Cost
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import EventStages
-from shardwright.plan.schedule import Schedule
+from shardwright.plan.schedule import Action, Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.strategies.pipeline.schedule_checks import run_order
@@ -139,7 +141,49 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
     >>> timeline.makespan_s, timeline.busy_s(0), timeline.peak_bytes(0), timeline.peak_bytes(1)
     (15, 12, 2, 1)
     """
-    for what, count in (("times", times.num_chunks), ("bytes", memory and memory.num_chunks)):
+    _check_number(schedule, times=times.num_chunks, bytes=None if memory is None else memory.num_chunks)
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    for stage, action, start, end in _run(schedule, times):
+        spans[stage].append(Span(action, start, end))
+    held = [] if memory is None else [_held(schedule.chunks_of(s), of, memory) for s, of in enumerate(spans)]
+    return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(held))
+
+
+class StageTiming(NamedTuple):
+    """When the last action of each stage ends in a simulated step, and the seconds of all of a stage's actions."""
+
+    ends_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    bubble: float
+    """The share of all stages' time in which no action runs, from 0 to 1."""
+
+
+def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:
+    """Returns what :func:`simulate` says of the stages' ends for several times of chunks, in a part of its time.
+
+    Raises: LayoutError: as :func:`simulate`.
+
+    >>> from shardwright.strategies.pipeline.schedules import build
+    >>> (found,) = ends_of(build("1f1b", 2, 4), ChunkTimes.equal(2))
+    >>> found.ends_s, found.busy_s, round(found.bubble, 3)
+    ((15, 13), (12.0, 12.0), 0.2)
+    """
+    order, found = [*run_order(schedule)], []
+    for each in times:
+        _check_number(schedule, times=each.num_chunks)
+        ends, busy, first = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages, inf
+        for stage, _, start, end in _run(schedule, each, order):
+            ends[stage] = end
+            busy[stage] += end - start
+            first = min(first, start)
+        whole = (max(ends) - first) * len(ends)
+        found.append(StageTiming(tuple(ends), tuple(busy), 1 - sum(busy) / whole if whole else 0.0))
+    return tuple(found)
+
+
+def _check_number(schedule: Schedule, **counts: int | None) -> None:
+    """Raises LayoutError for times or bytes of another number of chunks than the schedule has."""
+    for what, count in counts.items():
         if count is not None and count != schedule.num_chunks:
             raise LayoutError(
                 f"{what} are for another number of chunks than schedule '{schedule.name}'",
@@ -147,6 +191,12 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
                 allowed=f"{what} for {schedule.num_chunks} chunks on {schedule.num_stages} stages",
                 fix="cut the model into as many chunks as the schedule has",
             )
+
+
+def _run(
+    schedule: Schedule, times: ChunkTimes, order: Iterable[tuple[int, Action]] | None = None
+) -> Iterator[tuple[int, Action, float, float]]:
+    """Yields each action with its stage, start and end, in an order that respects what they wait for."""
     num_microbatches, stage_of, last = schedule.num_microbatches, schedule.stage_of, schedule.num_chunks - 1
     forward_s, input_s, weight_s = times.forward_s, times.input_s, times.weight_s
     both_s = [i + w for i, w in zip(input_s, weight_s, strict=True)]
@@ -155,8 +205,7 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
     arrived: list[float] = [0] * (len(stage_of) * num_microbatches)  # outputs, at the stage of the chunk after
     returned = list(arrived)  # gradients of inputs, at the stage of the chunk before
     clocks: list[float] = [0] * schedule.num_stages
-    spans: list[list[Span]] = [[] for _ in clocks]
-    for stage, action in run_order(schedule):
+    for stage, action in run_order(schedule) if order is None else order:
         kind, microbatch, chunk = action
         own = chunk * num_microbatches + microbatch
         start = clocks[stage]
@@ -173,9 +222,7 @@ def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None =
             end = start + (both_s if kind == "B" else input_s)[chunk]
             returned[own] = end + back_s[chunk]
         clocks[stage] = end
-        spans[stage].append(Span(action, start, end))
-    held = [] if memory is None else [_held(schedule.chunks_of(s), of, memory) for s, of in enumerate(spans)]
-    return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(held))
+        yield stage, action, start, end
 
 
 def _held(chunks: tuple[int, ...], spans: list[Span], memory: ChunkMemory) -> tuple[tuple[float, int], ...]:
