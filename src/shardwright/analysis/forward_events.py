@@ -151,7 +151,9 @@ class _ForwardRecorder(TorchFunctionMode):
         if isinstance(func, torch._ops.OpOverload) and self._unit is None:
             # no function called it: a script did, of which a real run shows no function mode anything
             self.record.own_backward.add(self._running[-1][0])
-        if func in TAKES_GRADIENT and self._unit is None:
+        if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in given):
+            self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
+        elif func in TAKES_GRADIENT and self._unit is None:
             self.record.own_backward.add(self._running[-1][0])
         for tensor in given:
             self._look_at(tensor)

@@ -142,8 +142,8 @@ def _convolution(call: RecordedCall, a: DimLetters) -> Any:
 # ---- reductions
 
 
-@_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "_is_all_true", "logsumexp",
-      "prod", "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
+@_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "_is_all_true",
+      "logsumexp", "prod", "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
 def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     given = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
