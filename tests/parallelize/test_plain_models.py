@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
 
@@ -182,3 +182,20 @@ def test_features_stay_cut_where_other_dims_are_mixed(model):
 def test_a_gradient_that_the_models_own_code_takes_is_refused_where_stages_are_cut():
     with pytest.raises((LayoutError, PlanError), match="the backward runs code of Force as a whole"):
         verify(Force(), "pp2/1f1b mb2", [floats()], loss=LOSS)
+
+
+class Reshaped(nn.Module):
+    """Gives a tensor another dim in place, between layers that tensor parallelism cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        hidden = torch.view_as_real(torch.view_as_complex(self.up(x).view(-1, 8, 2))).flatten(1)
+        return self.down(hidden.unsqueeze_(1)).mean(1)
+
+
+def test_a_part_that_is_reshaped_in_place_is_refused():
+    with pytest.raises((PlanError, RankFailedError), match="'unsqueeze_' writes to a tensor"):
+        verify(Reshaped(), "tp2", [floats()], loss=LOSS)
