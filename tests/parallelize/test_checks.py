@@ -33,7 +33,6 @@ class Normed(nn.Module):
 
 REFUSED = {
     "a lazy layer": (lambda: nn.Sequential(nn.LazyLinear(6), *pair()), "'0.weight' has no shape yet"),
-    "weight_norm as it was": (Normed, "'layer.weight' was computed from parameters"),
     "a sparse table": (lambda: nn.Sequential(nn.Embedding(9, 6, sparse=True), *pair()), "table '0' is sparse"),
     "a sparse bag": (lambda: nn.Sequential(nn.EmbeddingBag(9, 6, sparse=True), *pair()), "table '0' is sparse"),
 }

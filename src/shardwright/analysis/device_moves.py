@@ -19,6 +19,9 @@ MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cud
 
 _MOVES = frozenset(MOVES.values())
 
+TAKES_GRADIENT = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""The functions by which a forward takes a gradient itself. They want the tensors that it computed with, not copies."""
+
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of a ``Tensor.to`` call besides the device, as (positional, named), or None if none remain.
@@ -126,7 +129,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             func = self._instead.get(func, func)
             found = tensors_of((args, named))
             devices = {each.device.type for each in found} if len(found) > 1 else ()
-            if len(devices) > 1 and self._device.type in devices:
+            if len(devices) > 1 and self._device.type in devices and func not in TAKES_GRADIENT:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
-from shardwright.analysis.device_moves import call_on_meta
+from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.draw_calls import DrawCall, draw_of
 from shardwright.analysis.forward_record import (
     ForwardEvent,
@@ -150,6 +150,10 @@ class _ForwardRecorder(TorchFunctionMode):
         given = tensors_of((args, named))
         if isinstance(func, torch._ops.OpOverload) and self._unit is None:
             # no function called it: a script did, of which a real run shows no function mode anything
+            self.record.own_backward.add(self._running[-1][0])
+        if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in given):
+            self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
+        elif func in TAKES_GRADIENT and self._unit is None:
             self.record.own_backward.add(self._running[-1][0])
         for tensor in given:
             self._look_at(tensor)

@@ -62,7 +62,7 @@ _POINTWISE = (
     "floor_divide", "fmod", "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside",
     "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "log", "log10", "log1p", "log2",
     "log_sigmoid", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
-    "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
+    "lgamma", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
     "new_empty_strided", "ones_like", "polar", "pow", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
     "remainder", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square",
     "sub", "tan", "tanh", "threshold", "to", "true_divide", "trunc", "where", "xlogy", "zero", "zeros_like",
@@ -116,7 +116,7 @@ def _mv(call: RecordedCall, a: DimLetters) -> Any:
     return [(rows, inner), (inner,)], [(rows,)]
 
 
-@_rule("dot")
+@_rule("dot", "vdot")
 def _dot(call: RecordedCall, a: DimLetters) -> Any:
     inner = a.new(call.operands[0].shape[0], Role.SUM)
     return [(inner,), (inner,)], [()]
@@ -142,8 +142,8 @@ def _convolution(call: RecordedCall, a: DimLetters) -> Any:
 # ---- reductions
 
 
-@_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "logsumexp", "prod",
-      "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
+@_rule("sum", "mean", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "_is_all_true",
+      "logsumexp", "prod", "norm", "linalg_vector_norm", "median", "var_mean")  # fmt: skip
 def _reduce(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
     given = call.argument(2 if call.name in ("norm", "linalg_vector_norm") else 1, "dim")
@@ -268,6 +268,17 @@ def _index_select(call: RecordedCall, a: DimLetters) -> Any:
     return [own, (chosen,) if index.shape else ()], [tuple(chosen if d == dim else o for d, o in enumerate(own))]
 
 
+@_rule("index_add", "index_copy")
+def _index_add(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of adding slices of one tensor to those of another that an index names, as graph networks do."""
+    x, index, source = call.operands
+    dim = call.args[1] % max(len(x.shape), 1)
+    own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
+    chosen = a.new(index.shape[0] if index.shape else 1, Role.WHOLE)
+    given = tuple(chosen if d == dim else dim_ for d, dim_ in enumerate(own))[: len(source.shape)]
+    return [own, (chosen,) if index.shape else (), given], [own]
+
+
 @_rule("index")
 def _index(call: RecordedCall, a: DimLetters) -> Any:
     x, indices = call.args[0], list(call.args[1])
@@ -311,6 +322,25 @@ def _sdpa(call: RecordedCall, a: DimLetters) -> Any:
     if isinstance(mask, TensorUse):
         operands.append(broadcast(mask.shape, (*batch, rows, keys)))
     return operands, [(*batch, rows, out)]
+
+
+# ---- complex numbers and their transforms
+
+
+@_rule("view_as_complex", "view_as_real")
+def _as_pairs(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of complex numbers as pairs, and pairs as complex numbers, in a last dim of two."""
+    dims = a.of(min(call.operands[0].shape, call.results[0].shape, key=len))
+    pair = (*dims, a.new(2, Role.WHOLE))
+    return ([pair], [dims]) if call.name == "view_as_complex" else ([dims], [pair])
+
+
+@_rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
+def _transform(call: RecordedCall, a: DimLetters) -> Any:
+    x, y = call.operands[0].shape, call.results[0].shape
+    over = {d % len(x) for d in call.args[1]}
+    own = tuple(a.new(n, Role.WHOLE if d in over else Role.SAME) for d, n in enumerate(x))
+    return [own], [tuple(a.new(m, Role.WHOLE) if d in over else own[d] for d, m in enumerate(y))]
 
 
 # ---- no operands

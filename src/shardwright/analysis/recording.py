@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.autograd_graph import nodes_behind
-from shardwright.analysis.device_moves import call_on_meta
+from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
@@ -52,8 +52,9 @@ class RecordedCall:
     """One operator call of a recorded run; its arguments have a :class:`TensorUse` in place of each tensor.
 
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
-    running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no torch function called
-    the operator: it ran inside code that ``torch.jit.script`` has compiled, which no function mode sees.
+    running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no function mode sees in
+    a run what the operator takes: it ran inside code that ``torch.jit.script`` has compiled, which calls no torch
+    function, or inside a transform such as ``torch.vmap``, which wraps tensors.
     """
 
     function: Callable[..., Any]
@@ -136,6 +137,7 @@ class Recorded(MetaValues):
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
+        self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
         self._above = _WholeCalls(self)
 
     def __enter__(self) -> Any:
@@ -195,7 +197,7 @@ class Recorded(MetaValues):
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
                 written.kind = "" if written.kind == "constant" else written.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
-        hidden = self.depth == 0
+        hidden = self.depth == 0 or self.transformed > 0
         self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
 
     @contextmanager
@@ -234,9 +236,12 @@ class _WholeCalls(TorchFunctionMode):
         if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
-        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
+        # tensors inside a transform are wrapped, and no mode sees what a rank holds of them
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
         self._recorded.depth += 1
+        self._recorded.transformed += transformed
         try:
             if func not in WHOLE_CALLS:
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
@@ -249,6 +254,7 @@ class _WholeCalls(TorchFunctionMode):
         finally:
             self._recorded.keeps_values = True
             self._recorded.depth -= 1
+            self._recorded.transformed -= transformed
 
 
 class _RecordedParameters(dict[str, Any]):

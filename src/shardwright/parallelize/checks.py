@@ -77,13 +77,14 @@ def check_model(model: nn.Module) -> None:
                 fix="leave out sparse=True",
             )
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            # a hook that runs before each forward computes it anew, as that of torch.nn.utils.weight_norm does
+            if isinstance(value, Tensor) and value.grad_fn is not None and not module._forward_pre_hooks:
                 raise PlanError(
                     f"'{f'{path}.{name}'.lstrip('.')}' was computed from parameters, and cannot be copied with them",
-                    given=f"{type(module).__name__} with a tensor that has a history, as torch.nn.utils.weight_norm "
-                    "leaves",
-                    allowed="modules that compute such tensors in forward, and torch's parametrizations",
-                    fix="use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
+                    given=f"{type(module).__name__} with a tensor that has a history",
+                    allowed="modules that compute such tensors in forward or in a forward pre-hook, and "
+                    "parametrizations",
+                    fix="compute it in forward, or keep the tensor out of the module",
                 )
 
 

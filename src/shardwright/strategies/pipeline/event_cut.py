@@ -211,9 +211,9 @@ def _counts(attribute: str) -> LayoutError:
 def _own_backward(model: nn.Module) -> LayoutError:
     return LayoutError(
         f"the backward runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
-        given="an autograd function, torch.utils.checkpoint with use_reentrant=True, a checkpoint of several modules, "
-        "or a function of torch.jit.script, which the model's own code calls",
-        allowed="autograd functions and checkpoints in the code of a module inside, as a block; in the model's own, "
+        given="an autograd function, torch.autograd.grad, torch.utils.checkpoint with use_reentrant=True, a checkpoint "
+        "of several modules, or a function of torch.jit.script, which the model's own code calls",
+        allowed="these in the code of a module inside, as a block; in the model's own, "
         "torch.utils.checkpoint with use_reentrant=False, of one module in each call",
         fix="move the call into a module inside, or write recompute:... in the layout in place of a checkpoint",
     )

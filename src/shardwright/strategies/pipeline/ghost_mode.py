@@ -181,6 +181,7 @@ class GhostMode(TorchFunctionMode):
             with below_functions():
                 return self._ghosts(event, given)
         self._before(number)
+        asked = given
         if any(takes):
             with below_functions():  # or what is asked of each tensor here would be a call of this mode
                 args, named = map_tensors((args, named), self._value)
@@ -192,6 +193,8 @@ class GhostMode(TorchFunctionMode):
                 else:
                     results = call(*args, **named)
             results = self._marked(event, given, results)
+            for place, spec in event.written:  # the code holds the tensor that it had, and not what was received
+                tag_value(asked[place], spec.name)
         if self._at == self._stop and not self._is_last:
             raise ChunkStoppedError
         return results

@@ -32,7 +32,7 @@ from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.structure import BATCH_NORMS, kind_of, owners
+from shardwright.analysis.structure import BATCH_NORMS, has_hooks, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
@@ -206,10 +206,14 @@ def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
-    """Returns, for each parameter, the paths of the modules that have it as an attribute."""
+    """Returns, for each parameter, the paths of the modules of which only the forward can read it.
+
+    Hooks run outside of the forward, so a module that has any is left out: ``nn.utils.spectral_norm`` is such a hook.
+    """
     own: defaultdict[str, set[str]] = defaultdict(set)
-    for path, _, _, name in owners(model):
-        own[name].add(path)
+    for path, module, _, name in owners(model):
+        if not has_hooks(module):
+            own[name].add(path)
     return own
 
 

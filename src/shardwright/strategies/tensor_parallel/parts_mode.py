@@ -68,6 +68,11 @@ _OF_PARTS = frozenset(
 _ANSWERED = frozenset((*_SIZES_OF_WHOLE, Tensor.size, *_READS, *_OF_PARTS))
 
 
+_RESHAPES_IN_PLACE = frozenset(
+    (Tensor.unsqueeze_, Tensor.squeeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_)
+)
+
+
 class PartsMode(TorchFunctionMode):
     """A torch function mode under which functions run on this rank's tensor shards and give shards as results.
 
@@ -183,6 +188,8 @@ class PartsMode(TorchFunctionMode):
 
     def _planned(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> CallPlan | None:
         """Returns the plan of a call; None if it cannot run on shards and so runs on whole tensors."""
+        if func in _RESHAPES_IN_PLACE:  # its tag would still be of the shape before
+            raise _no_write(func.__name__)
         self.num_planned += 1
         flat, spec = tree_flatten((args, named))
         on_meta: dict[int, Tensor] = {}

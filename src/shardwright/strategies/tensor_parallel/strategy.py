@@ -122,11 +122,10 @@ class TensorParallel:
             return known  # parts would cut samples alone, which stages of known layers do too
         share = share_cut(known)
         least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN  # what is gained must be worth the mode
-        keeps = share >= ENOUGH and any(
-            isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()
-        )
+        if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
+            least = 2.0  # no gain is enough
         # of other code a record tells whether it reads the weights of the layers that would be cut
-        if keeps or (_is_known(job.model) and least > 1):
+        if _is_known(job.model) and least > 1:
             return known
         return place_on_parts(job, plan, mode, least, known) or known
 
