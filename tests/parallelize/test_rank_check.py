@@ -258,6 +258,22 @@ def test_ranks_are_compared_every_so_many_steps_or_never_and_what_is_sent_is_tol
     assert launch(work, layout, ranks="threads") == [expected] * 4
 
 
+@pytest.mark.parametrize("line", ["dp2", "tp2"])
+def test_a_loader_that_ranks_shuffle_differently_from_the_second_epoch_on_is_told_of_in_step_8(line):
+    model = plain()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        batches = [(torch.full_like(X, float(number)), Y) for number in range(6)]
+        second = batches if world.rank == 0 else batches[::-1]
+        with pytest.raises(PlanError, match="batch") as caught:
+            for batch in run.shard([*batches, *second]):
+                run.step(batch)
+        return run.num_steps, "before step 8" in str(caught.value)
+
+    assert launch(work, line, ranks="threads") == [(8, True)] * 2
+
+
 @pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "pp2 mb2"])
 def test_a_loader_that_each_rank_shuffles_by_itself_is_told_with_the_line_to_write(line):
     model = plain()

@@ -100,7 +100,8 @@ def parallelize(
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
         check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
-            updates and rates, by 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
+            updates and rates, by 8 bytes from each rank; a difference is a PlanError that names the rank. They are also
+            compared in steps 8, 16, 32 and so on, so that short runs are too. 0: never.
 
     Rank 0 logs which share of the parameters and FLOPs each factor of the layout cuts. A share under half is logged as
     a warning, with the largest layers that stay whole and the reasons. A warning also names each axis, such as ``tp``,

@@ -34,6 +34,9 @@ from shardwright.runtime.executor import Microbatch
 CHECK_EVERY = 100
 """The default number of steps from one comparison of the ranks to the next."""
 
+_FIRST_POWER = 8
+"""The first step after step 0 that is compared because its number is a power of two."""
+
 _TOLERANCE = 1e-3
 """The most by which copies along tensor-parallel axes may differ, as a share of the largest element."""
 
@@ -65,6 +68,19 @@ class RankText(NamedTuple):
     what: str
     axes: tuple[str, ...]
     lines: dict[str, str]
+
+
+def is_compared(number: int, check_every: int) -> bool:
+    """Returns whether ranks are compared before the step of this number, counted from 0.
+
+    They are in each step of ``check_every``, and in steps whose numbers are powers of two, from 8 on: a loader that
+    ranks shuffle differently from its second epoch on is then found in runs shorter than ``check_every`` too.
+
+    >>> [number for number in range(300) if is_compared(number, 100)]
+    [0, 8, 16, 32, 64, 100, 128, 200, 256]
+    """
+    is_power = number >= _FIRST_POWER and number & (number - 1) == 0
+    return bool(check_every) and (number % check_every == 0 or is_power)
 
 
 def check_traffic(plan: Plan) -> tuple[Traffic, ...]:

@@ -30,7 +30,7 @@ from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
-from shardwright.parallelize.rank_check import bit_sums, check_ranks, some_elements
+from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import part_of_state, refuse_loads, whole_state
@@ -234,8 +234,8 @@ class Run:
         that were already updated, and the next step starts afresh.
 
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
-            loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step of
-            ``check_every`` 8 bytes from each rank.
+            loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step in
+            which ranks are compared (``check_every`` of :func:`parallelize`) 8 bytes from each rank.
         Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, ranks differ in something that must be
             equal, no parameter requires a gradient, a parameter was frozen or unfrozen since the model was laid out, a
             microbatch without samples needs statistics of its own, or a gradient is not finite, with ``stop_at_nan`` or
@@ -283,7 +283,7 @@ class Run:
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
         earlier = self._guard.count_samples(batch.num_global)
-        if self._check_every and self.num_steps % self._check_every == 0:
+        if is_compared(self.num_steps, self._check_every):
             self._compare_ranks(batch, earlier)
         found = self._step.take(batch, update, self.num_steps)
         self.num_steps += 1
