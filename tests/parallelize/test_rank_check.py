@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from math import prod
 
 import pytest
@@ -267,8 +268,7 @@ def test_a_loader_that_ranks_shuffle_differently_from_the_second_epoch_on_is_tol
         batches = [(torch.full_like(X, float(number)), Y) for number in range(6)]
         second = batches if world.rank == 0 else batches[::-1]
         with pytest.raises(PlanError, match="batch") as caught:
-            for batch in run.shard([*batches, *second]):
-                run.step(batch)
+            deque(map(run.step, run.shard([*batches, *second])), maxlen=0)
         return run.num_steps, "before step 8" in str(caught.value)
 
     assert launch(work, line, ranks="threads") == [(8, True)] * 2
