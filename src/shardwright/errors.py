@@ -111,6 +111,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return (difflib.get_close_matches(word, known, n=1, cutoff=0.0) or known)[0]
 
 
+def written(word: str, known: Iterable[str], otherwise: str = "write one of those allowed") -> str:
+    """Returns the ``fix`` for a word that is not ``known``: the entry that is spelled like it or begins with it.
+
+    Upper and lower case count as alike. Where no entry is similar a guess would mislead, and it is ``otherwise``.
+
+    >>> written("A100", ["a100-80gb", "b200"]), written("inner", ["hidden", "tied"])
+    ('write a100-80gb', 'write one of those allowed')
+    """
+    plain = {entry.lower(): entry for entry in known}
+    begun = [entry for entry in plain if word and entry.startswith(word.lower())]
+    alike = begun[:1] or difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.6)
+    return f"write {plain[alike[0]]}" if alike else otherwise
+
+
 def check_at_least(name: str, value: int, least: int, *, fix: str) -> None:
     """Raises LayoutError unless ``value >= least``.
 
