@@ -157,7 +157,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     first = dict.fromkeys(plan.mesh.axes, 0)
     before = known.compute if known is not None else {}
     cut = [name for name, each in before.items() if each.local_shape(first) != each.shape]
-    if share_cut(plan) < (LEAST_SHARE if any(cuts.readers.get(name, set()) - own[name] for name in cut) else least):
+    read_elsewhere = any(cuts.readers.get(name, set()) - own[name] - _attention_of(job.model, name) for name in cut)
+    if share_cut(plan) < (LEAST_SHARE if read_elsewhere else least):
         return None
     for path, module, name_here, whole in owners(job.model):
         if whole in parts or whole in stored:
@@ -169,6 +170,15 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     rows = tuple(axis.name for axis in mode.row_axes)
     plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
     return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
+
+
+def _attention_of(model: nn.Module, name: str) -> set[str]:
+    """Returns the path of the ``nn.MultiheadAttention`` that reads a parameter of its output projection itself, if any.
+
+    ``name`` is the parameter's.
+    """
+    path = name.rpartition(".")[0].rpartition(".")[0]
+    return {path} if isinstance(model.get_submodule(path), nn.MultiheadAttention) else set()
 
 
 def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[Plan, dict[str, TensorPart]]:
