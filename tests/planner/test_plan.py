@@ -226,7 +226,7 @@ def test_layouts_that_sum_gradients_in_other_dtypes_are_named():
 def test_a_price_prints_as_its_layout_seconds_and_memory():
     price = priced("dp2 bf16", 4)
     assert repr(price) == f"Price(dp2 bf16, {price.step_s:.3g} s, {price.memory_bytes / 1e9:.3g} GB)"
-    assert len(repr(price.records)) < 200
+    assert len(repr(price.records)) < 1000
 
 
 def test_the_bubble_of_a_price_is_that_of_all_stages():

@@ -27,7 +27,7 @@ from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import MOST_ANCHORED, SLOWER, USUALLY_SLOWER, TimeScale, scale_of
+from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
@@ -81,12 +81,15 @@ class Plans:
         return self.text()
 
     def interval(self, step_s: float) -> tuple[float, float]:
-        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``.
+        """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
 
-        Where nothing was measured on the machine, the range is wider towards more seconds, as published runs have it.
+        Where nothing was measured on the machine, they are those of published runs of another library, all longer than
+        predicted: then even the lower end is above ``step_s``.
         """
-        slowest = 1 / (1 - self.scale.error) if self.is_measured else 1 + SLOWER
-        return step_s / (1 + self.scale.error), step_s * slowest
+        if not self.is_measured:
+            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
+            return step_s * times.low, step_s * times.high
+        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
 
     @property
     def is_measured(self) -> bool:
@@ -197,7 +200,7 @@ class Plans:
         )
         nothing = "" if self.fits(price) else "does not fit: "
         return (
-            f"{nothing}{price.layout}: {price.step_s:.3g} s a step ({low:.3g} to {high:.3g}), "
+            f"{nothing}{price.layout}: {price.step_s:.3g} s a step (likely {low:.3g} to {high:.3g}), "
             f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
             f"{self.utilisation(price):.0%} of peak; {known}"
         )
@@ -309,9 +312,10 @@ class Plans:
         """Returns lines about where the interval comes from, and layouts whose gradients are summed in other dtypes."""
         lines = []
         if not self.is_measured:
+            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
             lines.append(
-                f"interval          up to {1 + SLOWER:.2g} times the prediction, as 19 in 20 published runs of another "
-                f"library on A100 and H100 took at most; half took over {1 + USUALLY_SLOWER:.3g} times"
+                f"interval          published runs of another library on {times.runs_on} took longer than predicted: nine "
+                f"in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times"
             )
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
