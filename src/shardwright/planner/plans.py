@@ -321,12 +321,12 @@ class Plans:
             lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
                          + ", the same for every accelerator")  # fmt: skip
         narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
-        if 0 < len(narrow) < len(self.listed):
+        if narrow:
             dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
+            others = ", in fp32 or not at all under the others listed" * (len(narrow) < len(self.listed))
             lines.append(
                 f"gradients         of microbatches are summed in {dtypes} under "
-                f"{', '.join(map(str, narrow))}, in fp32 or not at all under the others listed; "
-                "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
+                f"{', '.join(map(str, narrow))}{others}; with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
             )
         return lines
 
