@@ -314,8 +314,8 @@ class Plans:
         if not self.is_measured:
             times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
             lines.append(
-                f"interval          published runs of another library on {times.runs_on} took longer than predicted: nine "
-                f"in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times"
+                f"interval          published runs of another library on {times.runs_on} took longer than predicted: "
+                f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times"
             )
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
