@@ -230,6 +230,21 @@ def test_a_price_prints_as_its_layout_seconds_and_memory():
     assert len(repr(price.records)) < 1000
 
 
+def test_what_a_layout_offloads_is_said_and_extends_to_all_blocks():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
+    batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    found, plain = (
+        plan_layouts(model, CLUSTER[2], batch, layout=f"dp2/{options} bf16") for options in ("zero2/offload", "zero2")
+    )
+    row = found.to_dict()["layouts"][0]
+    assert (
+        row["offloaded_bytes"] == 32 * 16 * 16 // 2 * 3 * 4
+    )  # of each parameter that a rank stores: itself, two moments
+    assert "of host memory for each rank" in found.text()
+    assert plain.to_dict()["layouts"][0]["offloaded_bytes"] == 0
+    assert "offloaded" not in plain.text()
+
+
 def test_the_bubble_of_a_price_is_that_of_all_stages():
     price = priced("pp2/1f1b mb5 dp2 bf16", 6)
     assert price.bubble > 0

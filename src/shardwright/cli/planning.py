@@ -56,7 +56,9 @@ def plan(
     shared: opt.Shared,
     cluster: Annotated[
         str | None,
-        typer.Option(help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.", show_default="a100-80gb, with --layout"),
+        typer.Option(
+            help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.", show_default="a100-80gb, with --layout"
+        ),
     ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Say where the predictions of a run's steps were off.")

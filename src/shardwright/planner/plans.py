@@ -29,6 +29,7 @@ from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.memory import offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
@@ -164,6 +165,7 @@ class Plans:
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
             "memory_by_stage": [each.num_bytes for each in price.memory],
+            "offloaded_bytes": offloaded_bytes(price.records),
             "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),
             "exposed_s_by_axis": {axis: price.waterfall[axis] for axis in axes}, "bubble": price.bubble,
             "waterfall": dict(price.waterfall), "limit": self.limit(price), "fits": self.fits(price),
@@ -284,6 +286,9 @@ class Plans:
         heaviest = max(best.memory, key=lambda each: each.num_bytes)
         kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
         lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
+        if off := offloaded_bytes(best.records):
+            where = "on disk" if ":disk" in str(best.layout) else "of host memory"
+            lines.append(f"  offloaded       {format_decimal_bytes(off)} {where} for each rank")
         sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
         lines.append(f"traffic by axis   {sent or 'nothing'}")
         lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
