@@ -22,7 +22,7 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
-from shardwright.planner.memory import memory_by_stage
+from shardwright.planner.memory import memory_by_stage, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_by_stage
@@ -241,6 +241,9 @@ def test_what_a_layout_offloads_is_said_and_extends_to_all_blocks():
         row["offloaded_bytes"] == 32 * 16 * 16 // 2 * 3 * 4
     )  # of each parameter that a rank stores: itself, two moments
     assert "of host memory for each rank" in found.text()
+    few, whole = (recorded("dp2/zero1/offload bf16", 8, whole=each)[-1] for each in (False, True))
+    assert few.stages[0].more is not None
+    assert offloaded_bytes(few) == offloaded_bytes(whole)
     assert plain.to_dict()["layouts"][0]["offloaded_bytes"] == 0
     assert "offloaded" not in plain.text()
 

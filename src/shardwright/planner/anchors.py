@@ -34,7 +34,7 @@ It is the ninth decile, rounded up to a percent, of the row "several nodes, a mo
 larger. The rows with anchors there say how many runs lie within the interval that :func:`error_of` gives them."""
 
 
-class TimesPredicted(NamedTuple):
+class StepTimes(NamedTuple):
     """How many times as long as predicted published runs took: one in twenty less than ``low``, one more than ``high``.
 
     Half took longer than ``median``. ``runs_on`` names the accelerators.
@@ -47,16 +47,16 @@ class TimesPredicted(NamedTuple):
 
 
 UNMEASURED = {
-    "a100-40gb": TimesPredicted(1.08, 1.22, 1.41, "a100-40gb"),
-    "a100-80gb": TimesPredicted(1.10, 1.18, 1.41, "a100-80gb"),
-    "h100-80gb": TimesPredicted(1.39, 1.56, 1.89, "h100-80gb"),
+    "a100-40gb": StepTimes(1.08, 1.22, 1.41, "a100-40gb"),
+    "a100-80gb": StepTimes(1.10, 1.18, 1.41, "a100-80gb"),
+    "h100-80gb": StepTimes(1.39, 1.56, 1.89, "h100-80gb"),
 }
 """How long steps took on accelerators of which nothing was measured here: 99 published runs of another library.
 
 They are the rows of the newest file of ``benchmarks/planner_unmeasured/results``, rounded to a percent. Steps were
 priced as ``plan`` does, and no constant was fitted to them."""
 
-UNKNOWN = TimesPredicted(1.08, 1.24, 1.89, "A100s and H100s")
+UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s")
 """The same for other accelerators: the outermost of those quantiles, and the median of all runs."""
 
 MOST_ANCHORED = 5
