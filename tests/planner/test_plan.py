@@ -230,7 +230,7 @@ def test_a_price_prints_as_its_layout_seconds_and_memory():
     assert len(repr(price.records)) < 1000
 
 
-def test_what_a_layout_offloads_is_said_and_extends_to_all_blocks():
+def test_what_a_layout_offloads_is_said():
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
     batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
     found, plain = (
@@ -241,9 +241,6 @@ def test_what_a_layout_offloads_is_said_and_extends_to_all_blocks():
         row["offloaded_bytes"] == 32 * 16 * 16 // 2 * 3 * 4
     )  # of each parameter that a rank stores: itself, two moments
     assert "of host memory for each rank" in found.text()
-    few, whole = (recorded("dp2/zero1/offload bf16", 8, whole=each)[-1] for each in (False, True))
-    assert few.stages[0].more is not None
-    assert offloaded_bytes(few) == offloaded_bytes(whole)
     assert plain.to_dict()["layouts"][0]["offloaded_bytes"] == 0
     assert "offloaded" not in plain.text()
 
@@ -406,6 +403,7 @@ def test_offloaded_state_frees_the_device_and_takes_the_time_of_the_host_and_of_
     here, offloaded = price("dp2/zero1 bf16"), price("dp2/zero1/offload bf16")
     state = 8 * 512 * 513 * 12 // 2  # fp32 parameters and two moments of one of two ranks
     assert offloaded.records.stages[0].fewer.offloaded_bytes == state / 8  # of one block
+    assert offloaded_bytes(offloaded.records) == state
     assert state < here.memory_bytes - offloaded.memory_bytes < 16 / 12 * state  # gradients go there too
     assert offloaded.waterfall["optimizer"] > 5 * here.waterfall["optimizer"]
     slower = price("dp2/zero1/offload bf16", host_bytes_per_s=1e9)
