@@ -195,7 +195,8 @@ TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "-
 
 PLAN_ROW = (
     "layout step_s step_s_low step_s_high tokens_per_s utilisation memory_bytes memory_rank memory_by_kind "
-    "memory_by_stage traffic_bytes traffic_by_axis exposed_s_by_axis bubble waterfall limit fits why rehearsals"
+    "memory_by_stage offloaded_bytes traffic_bytes traffic_by_axis exposed_s_by_axis bubble waterfall limit fits why "
+    "rehearsals"
 )
 JSON = [
     (

@@ -71,6 +71,13 @@ def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_a
     assert "another number of ranks" in said[1]["why"]
 
 
+def test_a_line_to_explain_that_is_no_layout_is_refused_before_a_search(monkeypatch):
+    monkeypatch.setattr("shardwright.planner.plans.search", None)  # which a search would call
+    found = CliRunner().invoke(app, [*PLAN, "--explain", "nonsense"])
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "nonsense" in found.stderr
+
+
 def test_pictures_of_several_numbers_of_ranks_are_refused(tmp_path):
     found = CliRunner().invoke(app, [*PLAN, "--ranks", "1,2", "--png", str(tmp_path / "p.png")])
     assert found.exit_code == 2

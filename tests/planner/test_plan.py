@@ -22,7 +22,7 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
-from shardwright.planner.memory import memory_by_stage
+from shardwright.planner.memory import memory_by_stage, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_by_stage
@@ -220,7 +220,29 @@ def test_layouts_that_sum_gradients_in_other_dtypes_are_named():
     narrow, wide = (found[line] for line in list(lines)[:2])
     both = replace(narrow, layouts=(narrow.best, wide.best))
     assert "are summed in bf16 under mb2 dp2/zero1 bf16, in fp32 or not at all under the others" in both.text()
-    assert "are summed in" not in replace(narrow, layouts=(narrow.best, narrow.best)).text()
+    assert "are summed in bf16 under mb2 dp2/zero1 bf16; with the option fp32-sums" in narrow.text()
+    assert "are summed in" not in wide.text()
+
+
+def test_a_price_prints_as_its_layout_seconds_and_memory():
+    price = priced("dp2 bf16", 4)
+    assert repr(price) == f"Price(dp2 bf16, {price.step_s:.3g} s, {price.memory_bytes / 1e9:.3g} GB)"
+    assert len(repr(price.records)) < 1000
+
+
+def test_what_a_layout_offloads_is_said():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
+    batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    found, plain = (
+        plan_layouts(model, CLUSTER[2], batch, layout=f"dp2/{options} bf16") for options in ("zero2/offload", "zero2")
+    )
+    row = found.to_dict()["layouts"][0]
+    assert (
+        row["offloaded_bytes"] == 32 * 16 * 16 // 2 * 3 * 4
+    )  # of each parameter that a rank stores: itself, two moments
+    assert "of host memory for each rank" in found.text()
+    assert plain.to_dict()["layouts"][0]["offloaded_bytes"] == 0
+    assert "offloaded" not in plain.text()
 
 
 def test_the_bubble_of_a_price_is_that_of_all_stages():
@@ -381,6 +403,7 @@ def test_offloaded_state_frees_the_device_and_takes_the_time_of_the_host_and_of_
     here, offloaded = price("dp2/zero1 bf16"), price("dp2/zero1/offload bf16")
     state = 8 * 512 * 513 * 12 // 2  # fp32 parameters and two moments of one of two ranks
     assert offloaded.records.stages[0].fewer.offloaded_bytes == state / 8  # of one block
+    assert offloaded_bytes(offloaded.records) == state
     assert state < here.memory_bytes - offloaded.memory_bytes < 16 / 12 * state  # gradients go there too
     assert offloaded.waterfall["optimizer"] > 5 * here.waterfall["optimizer"]
     slower = price("dp2/zero1/offload bf16", host_bytes_per_s=1e9)

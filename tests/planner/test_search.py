@@ -23,7 +23,15 @@ from shardwright.planner.estimate import Estimator, declared_options, schedule_c
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
-from shardwright.planner.search import NEAR, SearchConstraints, divisions, options_beside, search
+from shardwright.planner.search import (
+    NEAR,
+    SearchConstraints,
+    SearchResult,
+    _layouts,
+    divisions,
+    options_beside,
+    search,
+)
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import registered
 
@@ -46,6 +54,25 @@ def test_a_search_prices_the_best_estimates_and_says_what_it_left_out():
     assert sum(each["count"] for each in found["rejected"]) > 0
     assert found["runner_up"] == found["layouts"][1]["layout"]
     assert "runner-up" in plans.text()
+
+
+def test_a_layout_left_out_for_its_estimate_is_estimated_clearly_worse_than_the_best():
+    narrow = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    batch = torch.ones(64, 64), torch.zeros(64, dtype=torch.long)
+    found = plan_layouts(narrow, "a100-80gb:1x2", batch, most_priced=1)
+    rows = {row["reason"]: row for row in found.rejected()}
+    worse = rows["its estimate is not among the best"]["detail"]
+    assert float(worse.partition("%")[0]) >= 1
+    assert rows["its estimate is below 1.01 times the best layout's, but others were priced first"]["detail"] == ""
+
+
+def test_a_batch_that_copies_do_not_divide_is_cut_into_microbatches_of_no_more_samples_than_others():
+    sizes, kinds = {"dp": 8}, {"dp": "copies"}
+    numbers = [
+        {each.num_microbatches for each in _layouts(sizes, kinds, batch, SearchConstraints(), SearchResult(), 8)}
+        for batch in (500, 512)
+    ]
+    assert numbers == [{8, 16, 32, 62}, {8, 16, 32, 64}]  # of 62 or 63 samples, one each would be 63 microbatches
 
 
 def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():

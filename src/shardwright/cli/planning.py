@@ -56,7 +56,9 @@ def plan(
     shared: opt.Shared,
     cluster: Annotated[
         str | None,
-        typer.Option(help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.", show_default="a100-80gb"),
+        typer.Option(
+            help="NAME:NODESxRANKS, such as a100-80gb:128x8, or a TOML file.", show_default="a100-80gb, with --layout"
+        ),
     ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Say where the predictions of a run's steps were off.")
@@ -104,6 +106,8 @@ def plan(
             fix="leave out --data",
         )
     layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None
+    for line in explain or []:
+        Layout.parse(line)  # before a search, which takes seconds
     numbers = ranks_in(ranks)
     on = Cluster.parse(cluster, layout.num_ranks if layout else numbers[0] if numbers else None)
     model, loss, batch = model_and_batch(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
+from typing import NamedTuple
 
 from shardwright.axes import layout_axes
 from shardwright.errors import PlanError
@@ -33,13 +34,30 @@ It is the ninth decile, rounded up to a percent, of the row "several nodes, a mo
 larger. The rows with anchors there say how many runs lie within the interval that :func:`error_of` gives them."""
 
 
-SLOWER, USUALLY_SLOWER = 0.7, 0.24
-"""By how much longer than predicted a step may take where nothing was measured: of 99 published runs of another library
-on A100s and H100s, one in twenty took longer than the first of them, and half took longer than the second.
+class StepTimes(NamedTuple):
+    """How many times as long as predicted published runs took: one in twenty less than ``low``, one more than ``high``.
 
-They are the 95th percentile and the median of all runs in the newest file of ``benchmarks/planner_unmeasured/results``,
-less one. Their steps were priced as ``plan`` does, and no constant was fitted to them. One in twenty took less than 1.1
-times the prediction; the lower end of the interval is that of :data:`INTERVAL`."""
+    Half took longer than ``median``. ``runs_on`` names the accelerators.
+    """
+
+    low: float
+    median: float
+    high: float
+    runs_on: str
+
+
+UNMEASURED = {
+    "a100-40gb": StepTimes(1.08, 1.22, 1.41, "a100-40gb"),
+    "a100-80gb": StepTimes(1.10, 1.18, 1.41, "a100-80gb"),
+    "h100-80gb": StepTimes(1.39, 1.56, 1.89, "h100-80gb"),
+}
+"""How long steps took on accelerators of which nothing was measured here: 99 published runs of another library.
+
+They are the rows of the newest file of ``benchmarks/planner_unmeasured/results``, rounded to a percent. Steps were
+priced as ``plan`` does, and no constant was fitted to them."""
+
+UNKNOWN = StepTimes(1.08, 1.24, 1.89, "A100s and H100s")
+"""The same for other accelerators: the outermost of those quantiles, and the median of all runs."""
 
 MOST_ANCHORED = 5
 """The factor from predicted to measured seconds above which anchors are warned of."""

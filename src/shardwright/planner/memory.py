@@ -67,6 +67,15 @@ def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Actio
     return StageMemory(dict(zip(KINDS, map(round, by_kind), strict=True)), beside)
 
 
+def offloaded_bytes(records: LayoutRecords) -> int:
+    """Returns the most bytes of parameters and optimizer state that a rank keeps in host memory or on disk."""
+    found = [0]
+    for stage, (fewer, more) in enumerate(records.stages):
+        rehearsed = [[float(each.offloaded_bytes)] for each in (fewer, more) if each is not None]
+        found.append(round(*at_blocks(span_of(records, stage, None), rehearsed)))
+    return max(found)
+
+
 def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
     """Returns the bytes that a stage holds before a step, by kind of memory; gradients are those of the step before."""
     return dict(zip(KINDS, _base(records, stage), strict=True))

@@ -27,8 +27,9 @@ from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import MOST_ANCHORED, SLOWER, USUALLY_SLOWER, TimeScale, scale_of
+from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, TimeScale, scale_of
 from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.memory import offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
@@ -81,12 +82,15 @@ class Plans:
         return self.text()
 
     def interval(self, step_s: float) -> tuple[float, float]:
-        """Returns the seconds between which nine in ten measured steps lie, around the predicted ``step_s``.
+        """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
 
-        Where nothing was measured on the machine, the range is wider towards more seconds, as published runs have it.
+        Where nothing was measured on the machine, they are those of published runs of another library, all longer than
+        predicted: then even the lower end is above ``step_s``.
         """
-        slowest = 1 / (1 - self.scale.error) if self.is_measured else 1 + SLOWER
-        return step_s / (1 + self.scale.error), step_s * slowest
+        if not self.is_measured:
+            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
+            return step_s * times.low, step_s * times.high
+        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
 
     @property
     def is_measured(self) -> bool:
@@ -161,6 +165,7 @@ class Plans:
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
             "memory_by_stage": [each.num_bytes for each in price.memory],
+            "offloaded_bytes": offloaded_bytes(price.records),
             "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),
             "exposed_s_by_axis": {axis: price.waterfall[axis] for axis in axes}, "bubble": price.bubble,
             "waterfall": dict(price.waterfall), "limit": self.limit(price), "fits": self.fits(price),
@@ -197,7 +202,7 @@ class Plans:
         )
         nothing = "" if self.fits(price) else "does not fit: "
         return (
-            f"{nothing}{price.layout}: {price.step_s:.3g} s a step ({low:.3g} to {high:.3g}), "
+            f"{nothing}{price.layout}: {price.step_s:.3g} s a step (likely {low:.3g} to {high:.3g}), "
             f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
             f"{self.utilisation(price):.0%} of peak; {known}"
         )
@@ -281,6 +286,9 @@ class Plans:
         heaviest = max(best.memory, key=lambda each: each.num_bytes)
         kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
         lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
+        if off := offloaded_bytes(best.records):
+            where = "on disk" if ":disk" in str(best.layout) else "of host memory"
+            lines.append(f"  offloaded       {format_decimal_bytes(off)} {where} for each rank")
         sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
         lines.append(f"traffic by axis   {sent or 'nothing'}")
         lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
@@ -309,20 +317,21 @@ class Plans:
         """Returns lines about where the interval comes from, and layouts whose gradients are summed in other dtypes."""
         lines = []
         if not self.is_measured:
+            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
             lines.append(
-                f"interval          up to {1 + SLOWER:.2g} times the prediction, as 19 in 20 published runs of another "
-                f"library on A100 and H100 took at most; half took over {1 + USUALLY_SLOWER:.3g} times"
+                f"interval          published runs of another library on {times.runs_on} took longer than predicted: "
+                f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times"
             )
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
                          + ", the same for every accelerator")  # fmt: skip
         narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
-        if 0 < len(narrow) < len(self.listed):
+        if narrow:
             dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
+            others = ", in fp32 or not at all under the others listed" * (len(narrow) < len(self.listed))
             lines.append(
                 f"gradients         of microbatches are summed in {dtypes} under "
-                f"{', '.join(map(str, narrow))}, in fp32 or not at all under the others listed; "
-                "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
+                f"{', '.join(map(str, narrow))}{others}; with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
             )
         return lines
 

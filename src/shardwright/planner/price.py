@@ -55,6 +55,9 @@ class Price(NamedTuple):
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
 
+    def __repr__(self) -> str:
+        return f"Price({self.layout}, {self.step_s:.3g} s, {self.memory_bytes / 1e9:.3g} GB)"
+
     @property
     def memory_bytes(self) -> int:
         """The most bytes of device memory that any rank takes."""

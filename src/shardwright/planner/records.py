@@ -147,9 +147,9 @@ class LayoutRecords:
     """
 
     layout: Layout
-    schedule: Schedule
-    stages: tuple[StageRecords, ...]
-    num_blocks: tuple[tuple[int, ...], ...]
+    schedule: Schedule = field(repr=False)
+    stages: tuple[StageRecords, ...] = field(repr=False)
+    num_blocks: tuple[tuple[int, ...], ...] = field(repr=False)
     num_rehearsals: int
     has_narrow_sums: bool = False
     """Whether gradients of several microbatches are summed in bf16 or fp16, as autograd leaves them."""

@@ -39,6 +39,10 @@ NEAR = 1.005
 """A layout is priced only if its estimate, corrected by how far earlier ones were off, is at most this times the best
 price. One that differs from the best layout by one option must also be estimated below this times the best layout's
 estimate."""
+
+CLEARLY = 1.01
+"""How many times as long as the best layout's an estimate is at least that text says is not among the best."""
+
 FEWEST = 3
 """The fewest layouts that are priced, if there are as many: the best, and others to lay beside it."""
 
@@ -255,6 +259,11 @@ class _Search:
             if left.memory_bytes > limit:
                 detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
                 found.reject("memory: estimated to be more than the limit", left.layout, detail)
+            elif own is not None and left.step_s < CLEARLY * own.step_s:
+                found.reject(
+                    f"its estimate is below {CLEARLY:g} times the best layout's, but others were priced first",
+                    left.layout,
+                )
             else:
                 slower = f"{left.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
                 found.reject("its estimate is not among the best", left.layout, slower)
@@ -466,9 +475,10 @@ def _layouts(
     if copies > batch:
         found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
         return
-    local, fixed = batch // copies, wanted.num_microbatches
+    local, most, fixed = batch // copies, -(-batch // copies), wanted.num_microbatches
     sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
-    for number in [local // samples for samples in sizes_tried] if fixed is None else [fixed]:
+    # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
+    for number in [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]:
         for recompute in wanted.recomputed:
             layout = Layout(factors, number, wanted.precision, recompute)
             if number > local:

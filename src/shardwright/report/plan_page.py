@@ -40,7 +40,7 @@ def _summary(plans: Plans) -> str:
     memory = format_decimal_bytes(plans.cluster.device.memory_bytes)
     facts = [
         ("best layout", best["layout"], "" if best["fits"] else "does not fit; the nearest that was priced"),
-        ("step", format_seconds(best["step_s"]), f"{low} to {high}"),
+        ("step", format_seconds(best["step_s"]), f"likely {low} to {high}"),
         ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
         ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
         ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {memory}"),
