@@ -17,13 +17,15 @@ from torch import nn
 
 from shardwright.checkpoint import loading, locking
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.manifest import MANIFEST, checksum, find, signed, steps_in
+from shardwright.checkpoint.manifest import MANIFEST, checksum, find, read, signed, steps_in
 from shardwright.checkpoint.optimizer_trial import check_options
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
 from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
+from shardwright.weights import stores
+from shardwright.weights.saving import save_weights
 
 OLD = Path(__file__).parent / "version_1"
 
@@ -101,6 +103,28 @@ def test_a_checkpoint_of_the_first_version_which_has_no_checksum_is_loaded(line)
     assert launch(work, ranks, ranks="threads") == [(6, 5, 0.25)] * ranks
 
 
+def test_a_shape_of_more_dims_than_torch_computes_with_is_refused_before_any_part_is_read(old):
+    changed(old, WRONG["a shape of too many dims"], new=True)
+    with pytest.raises(CheckpointError, match=r"'0.bias' has shape \[4, 1, 1"):
+        read(find(old))
+
+
+def test_tensors_without_elements_are_exported_without_planning_a_read_of_each(old, tmp_path, monkeypatch):
+    """A manifest of another person may list hundreds of thousands of them."""
+    changed(old, lambda m: m["tensors"].update(empty={"dtype": "float32", "shape": [0, 3], "pieces": []}), new=True)
+    planned, usual = [], stores.read_pieces
+
+    def read_pieces(folder, manifest, name, *others):
+        planned.append(name)
+        usual(folder, manifest, name, *others)
+
+    monkeypatch.setattr(stores, "read_pieces", read_pieces)
+    assert "empty" in save_weights(old, tmp_path / "out.pt").names
+    assert "empty" not in planned
+    assert "0.bias" in planned
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["empty"].shape == (0, 3)
+
+
 # ---- damage
 
 
@@ -147,6 +171,9 @@ WRONG = {
     "a dtype that is a function": lambda m: m["tensors"]["0.bias"].update(dtype="load"),
     "a shape that is huge": lambda m: m["tensors"]["0.bias"].update(
         shape=[10**12], pieces=[[[0], [10**12], "part-00000.safetensors", "0.bias#0"]]
+    ),
+    "a shape of too many dims": lambda m: m["tensors"]["0.bias"].update(
+        shape=[4, *[1] * 64], pieces=[[[0] * 65, [4, *[1] * 64], "part-00000.safetensors", "0.bias#0"]]
     ),
     "a piece outside of the shape": lambda m: m["tensors"]["0.bias"]["pieces"][0].__setitem__(1, [5]),
     "two pieces of one entry": lambda m: m["tensors"]["0.bias"]["pieces"][0].__setitem__(3, "0.weight#0"),

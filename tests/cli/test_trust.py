@@ -210,6 +210,14 @@ def test_a_lock_that_is_a_folder_is_refused(tmp_path, line):
     assert f"'{tmp_path / 'run' / '.lock'}' is no regular file" in told
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"]])
+def test_a_circle_of_links_in_place_of_a_run_is_refused_by_report(tmp_path, more):
+    circles = [tmp_path / "a", tmp_path / "b"]
+    for circle in circles:
+        circle.symlink_to(circle)
+    refused("report", *circles[: 1 + bool(more)], *more)
+
+
 # ---- values and files that nothing can be done with
 
 

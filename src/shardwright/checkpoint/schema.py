@@ -19,6 +19,9 @@ PART = re.compile(r"part-[0-9]{1,12}(\.[0-9]{1,12})?\.safetensors")
 DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 KEYS = frozenset({"format", "version", "step", "layout", "seed"} | {"optimizer", "scalars", "groups", "extra"}
                  | {"files", "tensors"})  # fmt: skip
+MOST_DIMS = 64
+"""The most dims of a tensor that torch computes with; of more, reading one can take minutes."""
+
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -64,7 +67,8 @@ def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tu
     _need(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "pieces"}, f"{named} has other entries")
     shape, pieces = entry["shape"], entry["pieces"]
     _need(_is_text(entry["dtype"]) and entry["dtype"] in DTYPES, f"{named} has dtype {entry['dtype']!r:.80}")
-    _need(isinstance(shape, list) and all(map(_is_count, shape)), f"{named} has shape {shape!r:.80}")
+    fits = isinstance(shape, list) and len(shape) <= MOST_DIMS and all(map(_is_count, shape))
+    _need(fits, f"{named} has shape {shape!r:.80}")
     _need(isinstance(pieces, list), f"{named} has no list of pieces")
     count = 0
     for piece in pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +83,7 @@ def check_number(runs: Sequence[Path], *, compare: bool) -> None:
             allowed="one folder, or --compare with two or more",
             fix=f"shardwright report --compare {given}",
         )
-    if compare and len({run.resolve() for run in runs}) < max(2, len(runs)):
+    if compare and len({os.path.realpath(run) for run in runs}) < max(2, len(runs)):
         raise PlanError(
             "a comparison is of two or more different runs",
             given=given,

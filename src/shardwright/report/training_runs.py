@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     >>> run_names([Path("runs/a"), Path("runs/b")]), run_names([Path("one/run"), Path("two/run")])
     (['a', 'b'], ['one/run', 'two/run'])
     """
-    paths = [folder.resolve().parts for folder in folders]
+    paths = [Path(os.path.realpath(folder)).parts for folder in folders]  # resolve() raises for a circle of links
     for size in range(1, max(map(len, paths), default=1) + 1):
         names = ["/".join(parts[-size:]) for parts in paths]
         if len(set(names)) == len(names):
