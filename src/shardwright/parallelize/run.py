@@ -156,6 +156,9 @@ class Run:
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
+        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack:
+        write ``for batch in run.shard(loader): loss = run.step(batch)``.
+
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
             the loader has split the samples between ranks already; and as :meth:`part`.
