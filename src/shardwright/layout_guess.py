@@ -44,6 +44,8 @@ def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) ->
 
     >>> meant("tp2dp2 zero-3".split(), lambda item: "", "own-statistics")
     ['tp2', 'dp2/zero3']
+    >>> meant("dp2/zero 3 tp2".split(), lambda item: item, "own-statistics")
+    ['dp2/zero3', 'tp2']
     """
     found: dict[str, str] = {}  # by axis, or by item for other words
     strays: list[tuple[str, str, str]] = []
@@ -74,7 +76,13 @@ def meant(items: Sequence[str], nearest_item: Callable[[str], str], own: str) ->
 def _joined(items: Sequence[str], nearest_item: Callable[[str], str]) -> Iterator[str | _Word]:
     """Yields items that can be read as they are, and the words of others; a number alone belongs to the word before."""
     last: _Word | None = None
-    apart = [[item] if nearest_item(item) == item else re.split("[,;+&]", item) for item in items]
+    whole: list[str] = []
+    for item in items:  # "dp2/zero 3"
+        if item.isdigit() and whole and "/" in whole[-1] and _options(f"{whole[-1].rpartition('/')[2]}{item}"):
+            whole[-1] += item
+        else:
+            whole.append(item)
+    apart = [[item] if nearest_item(item) == item else re.split("[,;+&]", item) for item in whole]
     for item in (each for parts in apart for each in parts):
         for word in [item] if nearest_item(item) else _words(item.lower()):
             alone = isinstance(word, _Word) and not word.name

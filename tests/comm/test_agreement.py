@@ -14,7 +14,9 @@ from shardwright.comm.agreement import (
     first_problem,
     gather_json,
     tensor_digest,
+    text_digest,
 )
+from shardwright.errors import PlanError
 
 
 def recorded(work, num_ranks=2):
@@ -79,6 +81,21 @@ def test_values_that_fit_the_room_are_one_message_and_longer_ones_arrive_as_well
     assert found == [["x", "x" * length]] * 2
     assert sent[0] == ("all_gather", 128)
     assert len(sent) == (1 if length + 2 < 64 else 3)  # two quotes
+
+
+def test_a_number_of_another_call_is_not_read_as_the_length_of_a_text():
+    """A step compares digests in one all-gather, which a save on another rank would read as 867 petabytes of text."""
+
+    def work(world):
+        axis = world.everyone()
+        if axis.index == 0:
+            with pytest.raises(PlanError, match=r"(?s)ranks make different calls.*rank 1: another call"):
+                gather_json(axis, "text")
+            return
+        for number in (text_digest("values"), 3):
+            axis.all_gather(torch.tensor([number]))
+
+    launch(work, 2, ranks="threads")
 
 
 @settings(max_examples=30)

@@ -183,7 +183,8 @@ def find(path: Path) -> Path:
             f"there is no checkpoint at '{path}'",
             given="a path that does not exist",
             allowed="a checkpoint, or the folder of a run that saved one",
-            fix="look for folders named step-*, or start without --resume",
+            fix="look for folders named step-*; in Python give sw.load the folder that sw.save was given, or leave it "
+            "out in a new run; start the command without --resume",
         )
     raise _foreign(path, "no manifest in it")
 
@@ -288,5 +289,5 @@ def _foreign(path: Path, what: str) -> CheckpointError:
         f"'{path}' is not a checkpoint of shardwright",
         given=what,
         allowed=f"a folder with {MANIFEST}, or with folders step-* that have one",
-        fix="give the --out folder of a run, or one of its steps",
+        fix="give the folder that sw.save was given (the --out folder of a run of the command), or one of its steps",
     )

@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError, aligned
 from shardwright.tensor_bytes import bytes_of
 
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
+_LENGTH_BITS, _CALL_BITS = 40, 22
+_COMM = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+_NAMES = "(the names of calls)"
 _NUM_COLUMNS, _NUM_ROWS = 512, 64
 """The shape of the blocks by which ``tensor_digest`` sums its matrix: small enough for the processor's cache."""
 
@@ -36,8 +43,11 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
     comes back as a list. If all texts are shorter than ``room`` bytes, each rank sends one message of that size;
     ``room`` is 0, for no such message, or at least 4.
 
+    The lengths carry a hash of the call of the library that user code has made, such as ``save``.
+
     Traffic: two all-gathers, of the texts' lengths and of the texts. With ``room``, one all-gather of ``room`` bytes
         from each rank, followed by the other two if any text is not shorter than that.
+    Raises: PlanError, on every rank: ranks are in different calls of the library.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
@@ -49,8 +59,54 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
         texts = _gather_bytes(axis, padded, [room] * axis.size)
         if not any(each.strip() == _TOO_LONG for each in texts):
             return [json.loads(each) for each in texts]
-    sizes = axis.all_gather(torch.tensor([len(text)], device=axis.device)).tolist()
-    return [json.loads(each) for each in _gather_bytes(axis, text, sizes)]
+    sizes = _gather_sizes(axis, text, call := _call_of_user())
+    if None in sizes:
+        raise _different_calls(axis, call, sizes)
+    return [json.loads(each) for each in _gather_bytes(axis, text, [size or 0 for size in sizes])]
+
+
+def _gather_sizes(axis: Axis, text: bytes, call: str) -> list[int | None]:
+    """All-gathers the length of ``text``, and returns that of each rank; None for ranks that are in another call."""
+    tag = text_digest(call) % (1 << _CALL_BITS)
+    found = axis.all_gather(torch.tensor([len(text) | tag << _LENGTH_BITS], device=axis.device)).tolist()
+    return [each % (1 << _LENGTH_BITS) if each >> _LENGTH_BITS == tag else None for each in found]
+
+
+def _call_of_user() -> str:
+    """Returns the function of the library through which user code, or the start of a rank, came to this module."""
+    frame, found = sys._getframe().f_back, ""
+    while frame is not None:
+        code = frame.f_code
+        is_decorator = code.co_filename.endswith("contextlib.py")  # torch's too, as of torch.no_grad
+        if not is_decorator and code.co_filename != __file__:
+            if not code.co_filename.startswith(_PACKAGE) or code.co_filename.startswith(_COMM):
+                break
+            found = code.co_qualname
+        frame = frame.f_back
+    if "." not in found:
+        return f"sw.{found}"
+    return f"run.{found[4:]}" if found.startswith("Run.") else found
+
+
+def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> PlanError:
+    """Returns the error of ranks that are in different calls, after they have exchanged what these are.
+
+    A rank whose message was no length at all, as one that compares batches, does not take part in that exchange.
+    """
+    again = _gather_sizes(axis, name := call.encode(), _NAMES)
+    if None in again:
+        given = [f"rank {axis.ranks[axis.index]}: {call}"]
+        given += [f"rank {rank}: another call" for rank, size in zip(axis.ranks, sizes, strict=True) if size is None]
+    else:
+        names = [each.decode() for each in _gather_bytes(axis, name, [size or 0 for size in again])]
+        given = [f"rank {rank}: {each}" for rank, each in zip(axis.ranks, names, strict=True)]
+        call = names[0]
+    return PlanError(
+        "ranks make different calls",
+        given=aligned(given),
+        allowed="the same calls in the same order on every rank",
+        fix=f"call {call} on every rank, not under `if world.rank == 0`; what writes files writes them once",
+    )
 
 
 def _gather_bytes(axis: Axis, text: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -58,9 +58,13 @@ class CollectiveCall(NamedTuple):
 
 
 SAME_CALLS = "the same calls in the same order on every rank of an axis"
-FIX_CALLS = "look for code that depends on the rank: a branch, a loop, the size of a batch"
-"""Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), and where to look for the
-cause (``FIX_CALLS``).
+FIX_CALLS = (
+    "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save, a loop, the size of "
+    "a batch"
+)
+DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
+"""Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), where to look for the cause
+(``FIX_CALLS``), and what names both calls (``DEBUG``).
 """
 
 

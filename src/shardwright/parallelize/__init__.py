@@ -91,9 +91,10 @@ def parallelize(
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch; of tensors only shapes and dtypes are read. Stages are balanced by the
-            cost of layers on it, and modes that would leave ranks without a sample cut sequences instead, if the model
-            allows it.
+        example: the inputs of a global batch; of tensors only shapes and dtypes are read, so give
+            ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Stages are balanced
+            by the cost of layers on it, and modes that would leave ranks without a sample cut sequences instead, if the
+            model allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
         stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. In
             fp16 such a step is skipped and counted instead.

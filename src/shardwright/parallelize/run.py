@@ -156,6 +156,9 @@ class Run:
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
+        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack:
+        write ``for batch in run.shard(loader): loss = run.step(batch)``.
+
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
             the loader has split the samples between ranks already; and as :meth:`part`.
@@ -354,7 +357,8 @@ class Run:
         without a dim of samples, such as the loss that a model of transformers computes of labels, is None:
         :meth:`evaluate` returns it.
 
-        Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
+        Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes. Under ``bf16``
+            and ``fp16`` it has that dtype, as the model computed it: write ``.float()`` before sums or metrics of it.
         Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
             is sent from the last stage to the others.
         Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
@@ -536,10 +540,12 @@ class Run:
     def average(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> Averages:
         """Returns exponential moving averages of the parameters, updated after each step of ``optimizer``.
 
-        Each rank averages the parameters that it stores, under every layout. The averages are part of the optimizer's
-        state, so :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout too. Inside of
-        ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``. A
-        second call for the same optimizer, as a cell of a notebook that runs again makes it, returns the same averages.
+        Each rank averages the parameters that it stores, under every layout. An average starts as the parameter is
+        after the first update, as in torch's ``AveragedModel``, not as it was initialized. The averages are part of the
+        optimizer's state, so :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout
+        too. Inside of ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a
+        ``state_dict``. A second call for the same optimizer, as a cell of a notebook that runs again makes it, returns
+        the same averages.
 
         Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1 or not that of the averages that there are,
         the optimizer is not over the run's parameters, or the layout offloads their state.

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.axis import DEBUG, Channel, CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
 from shardwright.comm.backends.message_blocks import (
     POST,
@@ -239,12 +239,12 @@ class SharedChannel(Channel):
                 f"{call} did not complete",
                 given=f"rank {self.exchange.rank} of ranks {', '.join(map(str, self.ranks))}; {failure}",
                 allowed="the same call on each of these ranks",
-                fix="see why that rank stopped; --debug names ranks that make different calls",
+                fix=f"see why that rank stopped; {DEBUG} names ranks that make different calls",
             ) from failure
         except OtherSizeError as failure:
             raise CommunicationError(
                 f"ranks disagree on {call}",
                 given=str(failure),
                 allowed="calls in the same order and of the same shapes on every rank",
-                fix="give every rank the same model and batches of one size, run.shard's; --debug names the call",
+                fix=f"give every rank the same model and batches of one size, run.shard's; {DEBUG} names the call",
             ) from failure
