@@ -72,7 +72,8 @@ def offloaded_bytes(records: LayoutRecords) -> int:
     found = [0]
     for stage, (fewer, more) in enumerate(records.stages):
         rehearsed = [[float(each.offloaded_bytes)] for each in (fewer, more) if each is not None]
-        found.append(round(*at_blocks(span_of(records, stage, None), rehearsed)))
+        (size,) = at_blocks(span_of(records, stage, None), rehearsed)
+        found.append(round(size))
     return max(found)
 
 
