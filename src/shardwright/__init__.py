@@ -2,7 +2,7 @@
 
 import shardwright.command_signals  # first: a signal may come while the command imports the rest
 
-# the line below keeps the import sorter from moving the other imports above that one
+# without the next line the import sorter would move the imports that follow above this one
 # isort: split
 from typing import TYPE_CHECKING, Any
 

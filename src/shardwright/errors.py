@@ -112,12 +112,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return (difflib.get_close_matches(word, known, n=1, cutoff=0.0) or known)[0]
 
 
-def written(word: str, known: Iterable[str], otherwise: str = "write one of those allowed") -> str:
-    """Returns the ``fix`` for a word that is not ``known``: the entry that is spelled like it or begins with it.
+def fix_for(word: str, known: Iterable[str], otherwise: str = "write one of those allowed") -> str:
+    """Returns a ``fix`` for a mistyped word: "write" and the known entry that begins with it or is spelled like it.
 
-    Upper and lower case count as alike. Where no entry is similar a guess would mislead, and it is ``otherwise``.
+    Upper and lower case count as alike. If no entry is similar, a guess would mislead, so ``otherwise`` is returned.
 
-    >>> written("A100", ["a100-80gb", "b200"]), written("inner", ["hidden", "tied"])
+    >>> fix_for("A100", ["a100-80gb", "b200"]), fix_for("inner", ["hidden", "tied"])
     ('write a100-80gb', 'write one of those allowed')
     """
     plain = {entry.lower(): entry for entry in known}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cost.calibration import KEYS
-from shardwright.errors import PlanError, nearest, written
+from shardwright.errors import PlanError, fix_for, nearest
 from shardwright.text_files import read_text
 
 MOST_TOML_BYTES = 2**17
@@ -101,7 +101,7 @@ def profile(name: str) -> Device:
     known = profiles()
     if name not in known:
         allowed = f"{', '.join(sorted(known))}, or a TOML file"
-        raise PlanError("no such accelerator", given=name, allowed=allowed, fix=written(name, sorted(known)))
+        raise PlanError("no such accelerator", given=name, allowed=allowed, fix=fix_for(name, sorted(known)))
     return device_of(name, tomllib.loads(known[name].read_text(encoding="utf-8")))
 
 

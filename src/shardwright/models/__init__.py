@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import LayoutError, NoValuesError, PlanError, nearest, written
+from shardwright.errors import LayoutError, NoValuesError, PlanError, fix_for, nearest
 from shardwright.models.attention import Attention, AttentionConfig, Rotary
 from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.models.gpt import GPT, GPTConfig, generate
@@ -98,7 +98,7 @@ def find(name: str) -> ModelEntry:
     """
     if name not in MODELS:
         allowed = f"{', '.join(MODELS)}, or package.module:factory"
-        raise PlanError("no such model", given=name, allowed=allowed, fix=written(name, MODELS))
+        raise PlanError("no such model", given=name, allowed=allowed, fix=fix_for(name, MODELS))
     return MODELS[name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwright.errors import PlanError, nearest, written
+from shardwright.errors import PlanError, fix_for, nearest
 
 Config = TypeVar("Config")
 
@@ -175,5 +175,5 @@ def check_known(owner: str, key: str, value: object, names: list[str]) -> None:
             f"{owner} has no setting '{key}'",
             given=f"{key}={value}",
             allowed=", ".join(names) or "nothing",
-            fix=written(key, names, f"leave out {key}, or write one of those allowed" if names else f"leave out {key}"),
+            fix=fix_for(key, names, f"leave out {key}, or write one of those allowed" if names else f"leave out {key}"),
         )

@@ -232,7 +232,7 @@ def _version_of(model: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 def _has_trained(plain: ReferenceType[nn.Module], version: tuple[tuple[int, int], ...]) -> None:
-    """Notes that the run of a plain model has taken an update, and so that the model has the values of before it."""
+    """Remembers that a run has updated its parameters, so that the plain model it was made of holds older values."""
     if (model := plain()) is None:
         return
     if nn.Module.eval is _EVAL:  # the first one of this process

@@ -35,9 +35,9 @@ larger. The rows with anchors there say how many runs lie within the interval th
 
 
 class StepTimes(NamedTuple):
-    """How many times as long as predicted published runs took: one in twenty less than ``low``, one more than ``high``.
+    """How long published runs took, as multiples of the prediction: quantiles of 5, 50 and 95 percent.
 
-    Half took longer than ``median``. ``runs_on`` names the accelerators.
+    ``low`` is the first of them and ``high`` the last. ``runs_on`` names the accelerators of the runs.
     """
 
     low: float

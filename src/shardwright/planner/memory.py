@@ -68,7 +68,7 @@ def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Actio
 
 
 def offloaded_bytes(records: LayoutRecords) -> int:
-    """Returns the most bytes of parameters and optimizer state that a rank keeps in host memory or on disk."""
+    """Returns the bytes of parameters and optimizer state that are offloaded, of the rank that offloads the most."""
     found = [0]
     for stage, (fewer, more) in enumerate(records.stages):
         rehearsed = [[float(each.offloaded_bytes)] for each in (fewer, more) if each is not None]

@@ -44,7 +44,7 @@ def places(schedule: Schedule, stage: int) -> ActionOrder:
 
     The classes are in the order of the first action of each chunk and kind, and of those alike in that of the actions.
     """
-    # loops over actions run in C where they can: a step of many stages has ten thousands
+    # whole lists are handled at once, which runs in C: all stages of a step may have ten thousand actions
     slots = {chunk: slot for slot, chunk in enumerate(schedule.chunks_of(stage))}
     code_of = {(kind, chunk): code for code, (chunk, kind) in enumerate(product(slots, _KINDS))}
     codes = [code_of[kind, chunk] for kind, _, chunk in schedule.actions[stage]]

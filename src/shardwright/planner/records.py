@@ -56,7 +56,7 @@ differ in what they hold where they are the first or the last, the third for lay
 (``dp2/zero3``)."""
 
 UNSTATED = ("core", "loss")
-"""Sources of messages of a few bytes, such as the sum of the loss, which no strategy's ``traffic`` states."""
+"""Names of senders that are no strategies, such as the sum of the loss: their few bytes are in no ``traffic``."""
 
 Held = tuple[int, ...]
 """Bytes by kind of memory, in the order of :data:`shardwright.ledger.tracking.KINDS`."""
@@ -263,7 +263,7 @@ class _JobLayout(NamedTuple):
     plan: JobPlan
     batch: tuple[Any, Any]
     first: RankRecord | None = None
-    """The rehearsal of rank 0's step, where rank 0 was among the ranks that were rehearsed; else None."""
+    """The rehearsal of rank 0's step; None if only other ranks were rehearsed."""
 
     @property
     def schedule(self) -> Schedule:

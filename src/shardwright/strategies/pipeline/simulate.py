@@ -155,7 +155,7 @@ class StageTiming(NamedTuple):
     ends_s: tuple[float, ...]
     busy_s: tuple[float, ...]
     bubble: float
-    """The share of all stages' time in which no action runs, from 0 to 1."""
+    """The share of time, from 0 to 1, in which stages wait: from the first action's start to the last one's end."""
 
 
 def ends_of(schedule: Schedule, *times: ChunkTimes) -> tuple[StageTiming, ...]:

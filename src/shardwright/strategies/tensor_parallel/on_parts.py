@@ -216,7 +216,7 @@ def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
-    """Returns, for each parameter, the paths of the modules of which only the forward can read it.
+    """Returns, for each parameter, the paths of the modules that hold it and read it in their own forward alone.
 
     Hooks run outside of the forward, so a module that has any is left out: ``nn.utils.spectral_norm`` is such a hook.
     """
