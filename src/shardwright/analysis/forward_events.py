@@ -148,9 +148,6 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         given = tensors_of((args, named))
-        if isinstance(func, torch._ops.OpOverload) and self._unit is None:
-            # no function called it: a script did, of which a real run shows no function mode anything
-            self.record.own_backward.add(self._running[-1][0])
         if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in given):
             self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
         elif func in TAKES_GRADIENT and self._unit is None:
@@ -158,6 +155,9 @@ class _ForwardRecorder(TorchFunctionMode):
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
+        if isinstance(func, torch._ops.OpOverload) and self._unit is None and takes.count(None) < len(takes):
+            # no function called it: a script did, of which a real run shows no function mode anything
+            self.record.own_backward.add(self._running[-1][0])
         draw = draw_of(func, args, named)
         if draw is not None:
             self._num_draws[self._running[-1]] += 1

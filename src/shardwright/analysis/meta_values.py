@@ -184,6 +184,9 @@ class MetaValues(DispatchMode):
         if _has_size_of_values(name, args):
             if known:
                 return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
+            chosen = self._chosen(name, args)
+            if chosen is not None:
+                return run_on_meta(torch.ops.aten.index.Tensor, (self._as_meta(args[0]), chosen), {})
             if name in _SELECTING and self.selects_all:
                 return self._all_selected(name, args)
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
@@ -200,6 +203,16 @@ class MetaValues(DispatchMode):
                 if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
                     self.give(result, value)
         return results
+
+    def _chosen(self, name: str, args: Any) -> list[Tensor | None] | None:
+        """Returns the indices of an ``index`` by masks whose values are known, without masks; None for other calls."""
+        if name != "index" or any(self.values(mask) is None for mask in tensors_of(args[1])):
+            return None
+        chosen: list[Tensor | None] = []
+        for each in args[1]:
+            is_mask = each is not None and each.dtype is torch.bool
+            chosen += map(self._meta_of, self.values(each).nonzero().unbind(1)) if is_mask else [each]
+        return [each if each is None else self._as_meta(each) for each in chosen]
 
     def _all_selected(self, name: str, args: Any) -> Any:
         """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
@@ -49,6 +51,8 @@ class ModelGraph:
 
     The recorded batch has a prime number of samples that is unlike all other sizes, so that the dim of the samples is
     told from other dims. If the model's code does not take that number, the number of samples in ``example`` is used.
+    Of an example on the meta device only shapes and dtypes are known; values of one on the CPU can be read by the
+    model's code, and are repeated up to the recorded number of samples.
 
     >>> graph = ModelGraph(nn.Linear(3, 4), torch.empty(2, 3))
     >>> [call.name for call in graph.run.recording.calls], graph.run.recording.calls[0].results[0].shape
@@ -78,6 +82,11 @@ class ModelGraph:
             allowed="code that runs on tensors without values",
             fix="leave out what needs a record, such as tp for layers that are not known",
         )
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the model's code runs on the example, so that :attr:`run` raises nothing."""
+        return isinstance(self._of_prime, RecordedRun) or isinstance(self._as_given, RecordedRun)
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
@@ -148,7 +157,30 @@ class ModelGraph:
         return _tried(self.model, tree_map_only(Tensor, partial(_of_samples, None), self.example))
 
 
+def graph_of(model: nn.Module, example: Any) -> ModelGraph:
+    """Returns the :class:`ModelGraph` of a model, whose example has values only if the model's code reads them.
+
+    Models of images and text, for example, look for the tokens that stand for images. Their forward is recorded on
+    the values of ``example``, on the CPU; that of other models on the meta device, by shapes and dtypes alone.
+
+    >>> class Longest(nn.Linear):
+    ...     def forward(self, x, lengths):
+    ...         return super().forward(x[:, : int(lengths.max())])
+    >>> example = torch.zeros(2, 5, 3), torch.tensor([2, 4])
+    >>> graph_of(Longest(3, 3), example).example[1], graph_of(nn.Linear(3, 3), example[0]).example.is_meta
+    (tensor([2, 4]), True)
+    """
+    graph = ModelGraph(model, tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example))
+    has_values = not any(tensor.is_meta for tensor in tensors_of(example))
+    if has_values and may_read_values(model) and not graph.is_recorded:
+        of_values = ModelGraph(model, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example))
+        return of_values if of_values.is_recorded else graph
+    return graph
+
+
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.clone() if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
     shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 

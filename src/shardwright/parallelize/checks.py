@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import iterates, sees_batch
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
@@ -246,12 +247,15 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
         )
 
 
-def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) -> None:
+def check_same_start(
+    everyone: Axis, world: World, model: nn.Module, seed: int, example: Any = None
+) -> None:  # fmt: skip
     """Raises PlanError, on every rank, unless all ranks have been given the same parameters, buffers and seed.
 
     Copies that start different stay different, and sums of their gradients mean nothing. Strided tensors with values
     are compared by all their bits, tensors on the meta device by what a constructor recorded to fill them with, and
-    sparse tensors by shape and dtype only. On a single rank, and if ranks are on the meta device, nothing is compared.
+    sparse tensors by shape and dtype only. So are the tensors of ``example``, whose values the layout was planned by
+    (None if by no values). On a single rank, and if ranks are on the meta device, nothing is compared.
 
     All ranks call it.
 
@@ -261,6 +265,7 @@ def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) 
     if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors |= {f"tensor {number} of the example": each for number, each in enumerate(tensors_of(example))}
 
     def address(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.data_ptr()} {tensor.stride()}"

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
-from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.model_graph import graph_of
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
@@ -179,7 +179,7 @@ def job_for(
 ) -> Job:
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
-    Only the shapes and dtypes of ``inputs`` are read. ``num_tokens`` is the number of tokens in one microbatch of one
+    Only the shapes and dtypes of ``inputs`` are read, and their values if the model's code reads them. ``num_tokens`` is the number of tokens in one microbatch of one
     model copy. ``roles`` are the user's choices of "column", "row" or "copied" for layers, by patterns of names.
 
     Raises: LayoutError: the tensors of ``inputs`` have different numbers of samples, or none; or, with pipeline stages,
@@ -190,9 +190,8 @@ def job_for(
     """
     example, graph, num_samples = None, None, samples_of(inputs, layout)
     if inputs is not None:
-        on_meta = on_device(inputs, torch.device("meta"))
-        example = rows(on_meta, 0, -(-num_rows(inputs) // num_shares(layout)))
-        graph = ModelGraph(model, example)
+        graph = graph_of(model, rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout))))
+        example = graph.example
     stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 
@@ -235,7 +234,8 @@ class StepTraffic:
         self._whole = narrow_model(without_storage(job.model), plan)
         ignore_batch_statistics(self._whole)
         support_empty_batches(self._whole)
-        self._inputs = tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor.to("meta"), plan), inputs)
+        device = "cpu" if job.reads_values else "meta"
+        self._inputs = tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor.to(device), plan), inputs)
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._calls_by_shapes: dict[tuple[torch.Size, ...], ModuleCalls] = {}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.cost.cluster import Cluster
@@ -154,7 +155,8 @@ class Job(NamedTuple):
         num_samples: the number of samples in the smallest microbatch, if samples are sequences; with too few, sequences
             are cut instead of the batch.
         roles: the roles that the caller gave to single layers, by patterns of names.
-        example: the inputs of one microbatch of one model copy, on the meta device, for counting costs.
+        example: the inputs of one microbatch of one model copy, for counting costs: on the meta device, or on the CPU
+            if the model's code reads their values (:attr:`reads_values`).
         graph: a recorded run of the plain model, from which its operators are known; None without an example.
         stages: the modules at which pipeline stages begin, if the caller put parts of the model on several devices.
         seconds: forward times by module, measured or predicted for a cluster.
@@ -185,6 +187,11 @@ class Job(NamedTuple):
     deferred: DeferredGradients | None = None
     rng: RngTracker | None = None
     frame: ForwardFrame | None = None
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the model's code reads values of its inputs, so that it is planned by those of the example."""
+        return any(not tensor.is_meta for tensor in tensors_of(self.example))
 
 
 class OperatorWork(NamedTuple):

@@ -154,18 +154,19 @@ def _cut(
 
 
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[ForwardRecord, Any]:
-    """Returns a forward's record and the inputs that it ran on: ones where it reads values of the example.
+    """Returns a forward's record and the inputs that it ran on: ones where it reads values that the example lacks.
 
     Of code that may skip calls by random numbers it is the record that skips fewest.
     """
     try:
         try:
-            record = record_events(model, inputs, units)
+            record = record_events(model, _copied(inputs), units)
         except ValueReadError:
-            inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), inputs)
-            record = record_events(model, inputs, units)
+            inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype) if t.is_meta else t, inputs)
+            record = record_events(model, _copied(inputs), units)
         if record.draws and (record.deciding or not record.is_one_path):
-            others = [record_events(model, inputs, units, partial(_drawn_as, number)) for number in (0.0, 0.999)]
+            drawn = [partial(_drawn_as, number) for number in (0.0, 0.999)]
+            others = [record_events(model, _copied(inputs), units, draw) for draw in drawn]
             record = max(record, *others, key=lambda each: len(each.events))
         return record, inputs
     except (TypeError, LayoutError, PlanError):
@@ -177,6 +178,11 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
             fix="leave out pp, or move what depends on values out of the model",
         ) from failure
+
+
+def _copied(inputs: Any) -> Any:
+    """Returns a copy of inputs, so that code which writes to its inputs leaves the example's values as they are."""
+    return tree_map_only(Tensor, torch.clone, inputs)
 
 
 def _drawn_as(number: float, path: str, call: int, place: int, draw: DrawCall) -> Tensor:
