@@ -210,8 +210,8 @@ class MetaValues(DispatchMode):
             return None
         chosen: list[Tensor | None] = []
         for each in args[1]:
-            is_mask = each is not None and each.dtype is torch.bool
-            chosen += map(self._meta_of, self.values(each).nonzero().unbind(1)) if is_mask else [each]
+            values = None if each is None else self.values(each)
+            chosen += values.nonzero().unbind(1) if values is not None and values.dtype is torch.bool else [each]
         return [each if each is None else self._as_meta(each) for each in chosen]
 
     def _all_selected(self, name: str, args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,11 +16,13 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.module_calls import may_read_values
-from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
 from shardwright.errors import PlanError
+
+RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
+"""What a forward must be to be recorded, for errors."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class ModelGraph:
 
     The recorded batch has a prime number of samples that is unlike all other sizes, so that the dim of the samples is
     told from other dims. If the model's code does not take that number, the number of samples in ``example`` is used.
-    Of an example on the meta device only shapes and dtypes are known; values of one on the CPU can be read by the
-    model's code, and are repeated up to the recorded number of samples.
+    ``example`` is on the meta device. ``values`` are the same inputs on the CPU; only where the model's code does not
+    run without values, it is recorded on these, repeated up to the number of samples (:attr:`reads_values`).
 
     >>> graph = ModelGraph(nn.Linear(3, 4), torch.empty(2, 3))
     >>> [call.name for call in graph.run.recording.calls], graph.run.recording.calls[0].results[0].shape
@@ -66,6 +68,8 @@ class ModelGraph:
 
     model: nn.Module
     example: Any
+    values: Any = None
+    _tries: dict[tuple[int | None, bool], RecordedRun | str] = field(default_factory=dict)
 
     @property
     def run(self) -> RecordedRun:
@@ -73,20 +77,34 @@ class ModelGraph:
 
         Raises: PlanError: the model's code does not run on the meta device; the error quotes what the code raised.
         """
-        found = self._of_prime if isinstance(self._of_prime, RecordedRun) else self._as_given
+        found = self._first
         if isinstance(found, RecordedRun):
             return found
         raise PlanError(
             f"the forward of {type(self.model).__name__} cannot be recorded",
             given=found,
-            allowed="code that runs on tensors without values",
+            allowed=RECORDABLE,
             fix="leave out what needs a record, such as tp for layers that are not known",
         )
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether the model's code runs on the example, so that :attr:`run` raises nothing."""
-        return isinstance(self._of_prime, RecordedRun) or isinstance(self._as_given, RecordedRun)
+    def failure(self) -> str:
+        """What the model's code raised, for which its forward cannot be recorded; "" if it can."""
+        return "" if isinstance(self._first, RecordedRun) else self._first
+
+    @property
+    def _first(self) -> RecordedRun | str:
+        return self._of_prime if isinstance(self._of_prime, RecordedRun) else self._as_given
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether the model's code runs only on inputs with values, so that it is recorded on the example's.
+
+        The forward of a model of images and text, for example, looks for the tokens that stand for images.
+        """
+        if self.values is None or not may_read_values(self.model):
+            return False
+        return not self._runs(by_values=False) and self._runs(by_values=True)
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
@@ -101,7 +119,7 @@ class ModelGraph:
         raise PlanError(
             f"the forward of {type(self.model).__name__} cannot be recorded with the example's samples",
             given=self._as_given,
-            allowed="code that runs on tensors without values",
+            allowed=RECORDABLE,
             fix="give an example like the batches",
         )
 
@@ -144,38 +162,31 @@ class ModelGraph:
         except PlanError:
             return None
 
-    @cached_property
+    @property
     def _of_prime(self) -> RecordedRun | str:
+        return self._tried(self._prime, self.reads_values)
+
+    @property
+    def _as_given(self) -> RecordedRun | str:
+        return self._tried(None, self.reads_values)
+
+    @cached_property
+    def _prime(self) -> int:
         given = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
         sizes = {size for t in (*given, *self.model.parameters(), *self.model.buffers()) for size in t.shape}
         sizes |= {2 * size for size in sizes}  # relative positions are one less than twice as many as tokens
-        count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
-        return _tried(self.model, tree_map_only(Tensor, partial(_of_samples, count), self.example))
+        return next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
 
-    @cached_property
-    def _as_given(self) -> RecordedRun | str:
-        return _tried(self.model, tree_map_only(Tensor, partial(_of_samples, None), self.example))
+    def _runs(self, *, by_values: bool) -> bool:
+        return any(isinstance(self._tried(count, by_values), RecordedRun) for count in (self._prime, None))
 
-
-def graph_of(model: nn.Module, example: Any) -> ModelGraph:
-    """Returns the :class:`ModelGraph` of a model, whose example has values only if the model's code reads them.
-
-    Models of images and text, for example, look for the tokens that stand for images. Their forward is recorded on
-    the values of ``example``, on the CPU; that of other models on the meta device, by shapes and dtypes alone.
-
-    >>> class Longest(nn.Linear):
-    ...     def forward(self, x, lengths):
-    ...         return super().forward(x[:, : int(lengths.max())])
-    >>> example = torch.zeros(2, 5, 3), torch.tensor([2, 4])
-    >>> graph_of(Longest(3, 3), example).example[1], graph_of(nn.Linear(3, 3), example[0]).example.is_meta
-    (tensor([2, 4]), True)
-    """
-    graph = ModelGraph(model, tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example))
-    has_values = not any(tensor.is_meta for tensor in tensors_of(example))
-    if has_values and may_read_values(model) and not graph.is_recorded:
-        of_values = ModelGraph(model, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example))
-        return of_values if of_values.is_recorded else graph
-    return graph
+    def _tried(self, number: int | None, by_values: bool) -> RecordedRun | str:
+        """Returns the recorded run on ``number`` samples, by default the example's number, or what its code raised."""
+        key = number, by_values
+        if key not in self._tries:
+            inputs = self.values if by_values else self.example
+            self._tries[key] = _tried(self.model, tree_map_only(Tensor, partial(_of_samples, number), inputs))
+        return self._tries[key]
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:

@@ -91,10 +91,11 @@ def parallelize(
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch; of tensors only shapes and dtypes are read, so give
-            ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Stages are balanced
-            by the cost of layers on it, and modes that would leave ranks without a sample cut sequences instead, if the
-            model allows it.
+        example: the inputs of a global batch, the same on every rank. Of tensors only shapes and dtypes are read, so
+            give ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Only for a model
+            whose code needs values of inputs, as one of images and text looks for the tokens of its images, give a
+            real batch. Stages are balanced by the cost of layers on it, and modes that would leave ranks without a
+            sample cut sequences instead, if the model allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
         stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. In
             fp16 such a step is skipped and counted instead.
@@ -164,6 +165,7 @@ def _started(
     """Gives the job's model this rank's values, checks that all ranks begin alike, and builds the run."""
     layout = plan.layout
     draws = job.graph.draws if job.graph is not None else None
+    example = job.graph.values if job.graph is not None and plan.reads_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         draws.check()
@@ -172,9 +174,7 @@ def _started(
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
-    check_same_start(
-        everyone.for_strategy("core"), world, model, seed, job.example if job.reads_values else None
-    )
+    check_same_start(everyone.for_strategy("core"), world, model, seed, example)
     axes = {**_axes(plan, world), "world": everyone}
     return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, model, check_every)
 

@@ -247,6 +247,9 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
         )
 
 
+_EXAMPLE = "the example's tensor"
+
+
 def check_same_start(
     everyone: Axis, world: World, model: nn.Module, seed: int, example: Any = None
 ) -> None:  # fmt: skip
@@ -265,7 +268,7 @@ def check_same_start(
     if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors |= {f"tensor {number} of the example": each for number, each in enumerate(tensors_of(example))}
+    tensors |= {f"{_EXAMPLE} {number}": each for number, each in enumerate(tensors_of(example))}
 
     def address(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.data_ptr()} {tensor.stride()}"
@@ -289,6 +292,13 @@ def _lines(seed: int, tensors: Mapping[str, Tensor], content: Callable[[Tensor],
 
 
 def _different_models(found: Difference) -> PlanError:
+    if _EXAMPLE in str(found):
+        return PlanError(
+            "ranks were given different examples, and the model's code needs values of its inputs",
+            given=str(found),
+            allowed="the same example on every rank, by which all plan alike",
+            fix="give every rank the inputs of the same global batch, as it is before run.shard cuts it",
+        )
     return PlanError(
         "ranks were given different models, and would train copies that are none, or mix parts of several",
         given=str(found),

@@ -8,6 +8,7 @@ Planning is pure: it works on the meta device, sends no messages, and gives the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -22,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
-from shardwright.analysis.model_graph import graph_of
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError, UnknownCodeError
@@ -90,6 +92,9 @@ def make_plan(
     layout = settle(layout, partial(_messages_cost, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     on_meta = job._replace(model=without_storage(job.model))
+    reads_values = job.graph is not None and job.graph.reads_values
+    if job.graph is not None and reads_values:
+        on_meta = on_meta._replace(example=job.graph.values)
     check_microbatches(on_meta.model, layout, job.graph)
     overrides_of(on_meta)  # so that names which the model does not have are errors under any layout
     blocks = recomputed_blocks(on_meta.model, layout)
@@ -113,7 +118,7 @@ def make_plan(
     compiled = compiled_blocks(on_meta.model, plan)
     for path in compiled:
         plan = plan.wraps(path, Rung.COMPILE, "core")
-    plan = replace(plan, compiled=compiled)
+    plan = replace(plan, compiled=compiled, reads_values=reads_values)
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies
@@ -124,15 +129,15 @@ def shares_of(job: Job, plan: Plan) -> tuple[CutShare, ...]:
 
     If the layout has ``tp`` and the plan does not count the FLOPs of operators yet, a forward on the job's example is
     recorded on the meta device to count them. Without an example, or if that forward fails, shares of FLOPs may be
-    None.
+    None. Of a forward that fails, low shares say why.
     """
-    if not plan.work and job.graph is not None and plan.layout.factor("tp") is not None:
-        try:
+    if job.graph is None or plan.layout.factor("tp") is None:
+        return shares(plan)
+    if not plan.work:
+        with suppress(Exception):  # of the user's forward: one rank alone says what is cut, so it must not end
             run = job.graph.run
             plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
-        except Exception:  # of the user's forward, without values: one rank alone says what is cut, so it must not end
-            return shares(plan)
-    return shares(plan)
+    return shares(plan, unrecorded=job.graph.failure)
 
 
 def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
@@ -179,8 +184,9 @@ def job_for(
 ) -> Job:
     """Returns the :class:`Job` (model, loss, sizes) for planning with batches like ``inputs``, a global batch.
 
-    Only the shapes and dtypes of ``inputs`` are read, and their values if the model's code reads them. ``num_tokens`` is the number of tokens in one microbatch of one
-    model copy. ``roles`` are the user's choices of "column", "row" or "copied" for layers, by patterns of names.
+    Of ``inputs`` only shapes and dtypes are read, and values if the model's code needs them. ``num_tokens`` is the
+    number of tokens in one microbatch of one model copy. ``roles`` are the user's choices of "column", "row" or
+    "copied" for layers, by patterns of names.
 
     Raises: LayoutError: the tensors of ``inputs`` have different numbers of samples, or none; or, with pipeline stages,
         the parameters are on several devices and the model cannot be cut where the device changes.
@@ -190,8 +196,10 @@ def job_for(
     """
     example, graph, num_samples = None, None, samples_of(inputs, layout)
     if inputs is not None:
-        graph = graph_of(model, rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout))))
-        example = graph.example
+        given = rows(inputs, 0, -(-num_rows(inputs) // num_shares(layout)))
+        example = on_device(given, torch.device("meta"))
+        has_values = not any(tensor.is_meta for tensor in tensors_of(given))
+        graph = ModelGraph(model, example, on_device(given, torch.device("cpu")) if has_values else None)
     stages = stages_by_device(model) if has_stages(layout) else ()
     return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 
@@ -234,7 +242,7 @@ class StepTraffic:
         self._whole = narrow_model(without_storage(job.model), plan)
         ignore_batch_statistics(self._whole)
         support_empty_batches(self._whole)
-        device = "cpu" if job.reads_values else "meta"
+        device = "cpu" if plan.reads_values else "meta"
         self._inputs = tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor.to(device), plan), inputs)
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.cost.cluster import Cluster
@@ -156,7 +155,7 @@ class Job(NamedTuple):
             are cut instead of the batch.
         roles: the roles that the caller gave to single layers, by patterns of names.
         example: the inputs of one microbatch of one model copy, for counting costs: on the meta device, or on the CPU
-            if the model's code reads their values (:attr:`reads_values`).
+            while planning a model whose code reads their values.
         graph: a recorded run of the plain model, from which its operators are known; None without an example.
         stages: the modules at which pipeline stages begin, if the caller put parts of the model on several devices.
         seconds: forward times by module, measured or predicted for a cluster.
@@ -187,11 +186,6 @@ class Job(NamedTuple):
     deferred: DeferredGradients | None = None
     rng: RngTracker | None = None
     frame: ForwardFrame | None = None
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether the model's code reads values of its inputs, so that it is planned by those of the example."""
-        return any(not tensor.is_meta for tensor in tensors_of(self.example))
 
 
 class OperatorWork(NamedTuple):
@@ -301,6 +295,8 @@ class Plan:
     """By module with sharded inputs or outputs, the callers that were analyzed; a call by other code is an error."""
     work: tuple[OperatorWork, ...] = ()
     """The FLOPs of each operator of the forward, if its operators were recorded; see :func:`operator_work`."""
+    reads_values: bool = False
+    """Whether the model's code reads values of its inputs, so that the model is planned by those of the example."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
     """The strategies (or "core") that will put a wrapper on a module's forward, by module and rung."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwright.axes import layout_axes
@@ -31,7 +31,8 @@ class CutShare:
     cuts picture rows. ``is_low`` says that the factor should cut parameters but cuts less than half of the bytes or the
     FLOPs. ``whole`` lists the largest modules, at most three, whose parameters it does not cut: name, share of all
     bytes, and the reason. ``whole_work`` lists, if ``flops`` is below half, the at most three modules with the most
-    FLOPs that every rank repeats: name, share of all FLOPs, and the reason.
+    FLOPs that every rank repeats: name, share of all FLOPs, and the reason. ``unrecorded`` is what the model's code
+    raised, if its forward could not be recorded, so that operators are not known; else "".
     """
 
     factor: str
@@ -40,6 +41,7 @@ class CutShare:
     whole: tuple[tuple[str, float, str], ...]
     flops: float | None = None
     whole_work: tuple[tuple[str, float, str], ...] = ()
+    unrecorded: str = ""
 
     def __str__(self) -> str:
         work = "" if self.flops is None else f" and {_percent(self.flops)} of the FLOPs"
@@ -53,11 +55,14 @@ class CutShare:
             for path, size, why in self.whole_work
             if all(path != other for other, _, _ in left)
         ]
-        return f"{text}; whole are {'; '.join(named)}" if named else text
+        text = f"{text}; whole are {'; '.join(named)}" if named else text
+        return f"{text}; the forward cannot be recorded: {self.unrecorded}" if self.unrecorded else text
 
 
-def shares(plan: Plan) -> tuple[CutShare, ...]:
+def shares(plan: Plan, unrecorded: str = "") -> tuple[CutShare, ...]:
     """Returns the :class:`CutShare` of each factor of a plan's layout that cuts parameters, or that should cut them.
+
+    ``unrecorded`` is what the model's code raised where its forward could not be recorded.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
@@ -67,7 +72,8 @@ def shares(plan: Plan) -> tuple[CutShare, ...]:
     ...     print(share)
     tp2 cuts 12.9 % of the parameters; whole are 4 (86.3 %: Linear: every rank computes it whole)
     """
-    return tuple(_shares(plan))
+    found = tuple(_shares(plan))
+    return tuple(replace(each, unrecorded=unrecorded) if each.is_low else each for each in found)
 
 
 def _shares(plan: Plan) -> Iterator[CutShare]:

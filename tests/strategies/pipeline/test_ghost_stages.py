@@ -673,10 +673,13 @@ class ChecksIds(nn.Module):
         return self.head(self.embedding(ids))
 
 
-def test_code_that_stops_on_the_made_up_values_of_a_record_is_refused_with_what_it_says():
-    ids = torch.tensor([[1, 7, 7, 2]] * 4)
-    with pytest.raises(LayoutError, match=r"cannot be recorded(?s:.*)ValueError: two places are for pictures"):
-        verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
+def test_code_that_checks_values_of_inputs_is_cut_by_those_of_the_example():
+    ids = torch.tensor([[1, 7, 7, 2], [7, 0, 1, 7]] * 2)
+    result = verify(ChecksIds(), "pp2 mb2", [(ids, ids)])
+    assert result.equal, str(result)
+    layout = Layout.parse("pp2 mb2")
+    with pytest.raises(LayoutError, match=r"cannot be recorded(?s:.*)two places are for pictures(?s:.*)a real batch"):
+        make_plan(job_for(ChecksIds(), CrossEntropy(), layout, ids.to("meta")), layout)
 
 
 class Autocasting(Residuals):

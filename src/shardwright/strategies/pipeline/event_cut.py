@@ -176,7 +176,8 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
             given=f"{type(failure).__name__}: {first_line(failure)}{line_of(failure)}",
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
-            fix="leave out pp, or move what depends on values out of the model",
+            fix="leave out pp, or move what depends on values out of the model; where it looks for values of inputs, "
+            "give a real batch as the example",
         ) from failure
 
 

@@ -72,7 +72,7 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
     if mode.axes:
         plan = _place_all_but_narrow(job, mode, plan)
         if all(isinstance(note, TokensNote) for note in plan.notes.values()):
-            raise _nothing_to_cut(job.model, mode, plan)
+            raise _nothing_to_cut(job, mode, plan)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
@@ -157,12 +157,14 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
         yield draft.head, AllowedCallers.of("")
 
 
-def _nothing_to_cut(model: nn.Module, mode: Mode, plan: Plan) -> GridError:
+def _nothing_to_cut(job: Job, mode: Mode, plan: Plan) -> GridError:
+    model, unrecorded = job.model, "" if job.graph is None else job.graph.failure
     total = prod(axis.size for axis in mode.axes)
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
     sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
-    kept = [f"; '{path}' is kept whole: {role.why}" for path, role in plan.roles.items() if role.name == "copied"]
+    kept = [f"; its forward cannot be recorded: {unrecorded}"] if unrecorded else []
+    kept += [f"; '{path}' is kept whole: {role.why}" for path, role in plan.roles.items() if role.name == "copied"]
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return GridError(
         f"no layer of the model can be cut over {over}",
