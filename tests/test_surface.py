@@ -62,6 +62,7 @@ METHODS = {
     "evaluate": "batch",
     "evaluate_all": "batches",
     "explain": "path",
+    "generate": "inputs seed= **options",
     "global_parameters": "placement sbp",
     "kept": "",
     "load_global_parameters": "tensors",

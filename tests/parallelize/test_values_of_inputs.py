@@ -132,6 +132,27 @@ class MasksByMap(ImagesAndText):
         return self.head(x)
 
 
+class SplitsByLength(ImagesAndText):
+    """Reads a list of lengths from inputs that it has moved to the device of its activations."""
+
+    def forward(self, ids, pictures):
+        x = self.embedding(ids)
+        lengths = (torch.as_tensor(ids, device=x.device) == IMAGE).sum(1).tolist()
+        parts = [row[: -2 + length].sum(0) for row, length in zip(x, lengths, strict=True)]
+        x = x + torch.stack(parts).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_list_of_values_is_read_from_inputs_that_were_moved():
+    torch.manual_seed(0)
+    for line in ("tp2", "pp2 mb2"):
+        result = verify(SplitsByLength(), line, [batch()])
+        assert result.equal, str(result)
+        assert all(share > 0.7 for factor, share in result.shares.items() if factor.startswith("tp"))
+
+
 def test_a_map_over_inputs_keeps_no_model_from_being_cut():
     torch.manual_seed(0)
     result = verify(MasksByMap(), "pp2/1f1b mb2", [batch()])

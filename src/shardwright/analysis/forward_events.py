@@ -197,7 +197,7 @@ class _ForwardRecorder(TorchFunctionMode):
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
         else:
             reads = self._values.num_reads
-            results = call_on_meta(func, args, named, self._device)
+            results = call_on_meta(*self._values.indexing(func, args), named, self._device)
             if draw is None and not any(id(tensor) in self._varying for tensor in given):
                 return results
             if self._values.num_reads > reads or func in _READERS:

@@ -122,13 +122,19 @@ class MetaValues(DispatchMode):
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.
 
-        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known.
+        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known, and ``tolist``.
         A list of numbers that is a range becomes the copy of a slice, of which more is known. A scalar that is too
         large becomes the last index once everything was selected: a loop over the experts of a mixture may then come
         to one more than there are, since a mask may have a row that no sample chooses (as DBRX's has).
         """
         if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return _formatted, args
+        if function is Tensor.tolist and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
+            self.num_reads += 1
+            values = self.values(args[0])
+            if values is None:
+                raise ValueReadError("the code reads a value that only a real run has")
+            return function, (values,)
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args

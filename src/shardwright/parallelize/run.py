@@ -26,6 +26,7 @@ from shardwright.parallelize.batches import Targets, as_tensors, check_part, che
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
+from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
@@ -367,6 +368,26 @@ class Run:
         """
         check_takes_inputs(self.model, inputs)
         return self._step.predict(as_tensors(inputs))
+
+    def generate(self, inputs: Any, *, seed: int = 0, **options: Any) -> Any:
+        """Returns, on every rank, what the plain model's own method ``generate`` returns, as tokens that go on a text.
+
+        All ranks call it with the same arguments. ``options`` are passed on, such as ``max_new_tokens=20`` to a model
+        of transformers. Random numbers are drawn after ``torch.manual_seed(seed)``, on every rank the same; ranks that
+        are threads share torch's generator, so there a ``generate`` that draws random numbers is an error.
+
+        With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
+        that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
+        (``use_cache=False``). Under other layouts each rank runs it on its own part, with its caches.
+
+        Shapes: those of the model's ``generate``; ``inputs`` are all samples.
+        Traffic: that of a forward for each new token, and one all-reduce of two numbers.
+        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (an encoder by itself)
+            where a rank does not hold them, or ranks end with different results.
+        """
+        predict = self.predict if self._executor.refuses_calls else None
+        seed_of_rank = None if self.world.local else seed
+        return generate(self.model, predict, self._everyone, as_tensors(inputs), seed_of_rank, options)
 
     # ---- observing a step
 

@@ -369,8 +369,7 @@ class Executor:
                 if parameter.requires_grad and name not in self.late:  # a late one's hook would fire without a gradient
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(group, name))
 
-        cuts = (self.batch_shard.axes | self.batch_shard.token_axes).intersection(mesh_axes("operators"))
-        if cuts or not isinstance(self.work, WholeModel):
+        if self.refuses_calls:
             weak_self = ref(self)
 
             def refuse(*_: Any) -> None:
@@ -378,6 +377,12 @@ class Executor:
                     raise _outside("forward", "run.model was called by other code than the run")
 
             self.model.register_forward_pre_hook(refuse, prepend=True)
+
+    @property
+    def refuses_calls(self) -> bool:
+        """Whether a forward of the model by other code raises, because this rank alone would compute a wrong output."""
+        cuts = (self.batch_shard.axes | self.batch_shard.token_axes).intersection(mesh_axes("operators"))
+        return bool(cuts) or not isinstance(self.work, WholeModel)
 
     def _on_gradient(self, group: ParamGroup, name: str) -> Callable[[Tensor], None]:
         weak_self = ref(self)  # Python cannot collect cycles through such a hook: it must not hold the model
@@ -422,6 +427,7 @@ def _outside(what: str, given: str) -> PlanError:
     return PlanError(
         f"a {what} outside of the run's own steps would be wrong on several ranks",
         given=given,
-        allowed="run.predict(inputs) for the output, run.evaluate for the loss, run.step to train",
+        allowed="run.predict(inputs) for the output, run.evaluate for the loss, run.generate(inputs, ...) for text, "
+        "run.step to train",
         fix="write output = run.predict(inputs), or for batch in run.shard([(inputs, targets)]): run.step(batch)",
     )
