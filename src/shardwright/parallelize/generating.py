@@ -48,7 +48,7 @@ def generate(
         # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
-    with _seeded(seed, everyone.device), torch.no_grad(), _calls(model, predict):
+    with _seeded(seed, everyone.device), eval_mode(model), torch.no_grad(), _calls(model, predict):
         result = own(*args, **named, **options)
     tensors = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
     if isinstance(tensors, torch.Tensor):
