@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import verify
+from shardwright import ModelLoss, verify
 from shardwright.analysis import model_graph
 from shardwright.models import GPT, GPTConfig, MeanSquaredError
 from shardwright.verify.reference import DeviceDifference
@@ -274,3 +274,45 @@ def test_the_mean_over_targets_rounds_no_gradient_to_the_dtype_of_the_loss():
     batch = torch.randint(-3, 4, (4, 4)).double(), torch.zeros(4, 4)
     verdict = verify(nn.Linear(4, 4).double(), "single", [batch], loss=SumInFloat32())
     assert max(verdict.gradients_error, verdict.parameters_error) < 1e-14, str(verdict)
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss in float32, as models of transformers do, over the labels that are not ignored."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(24, 16), nn.Linear(16, 24, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)
+        )
+        for block in self.blocks:
+            nn.init.zeros_(block[3].bias)  # after two steps it is as large as a step, and so are its roundings
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x).float()
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("line", ["single", "dp2", "pp3 mb2"])
+def test_a_loss_that_the_model_computes_in_float32_is_equal_to_itself(line, seed):
+    torch.manual_seed(seed)
+    ids = [torch.randint(24, (8, 12)) for _ in range(2)]
+    labels = [torch.where(torch.rand(8, 12) < 0.4, -100, each) for each in ids]  # so a mean is not over all targets
+    batches = [{"ids": each, "labels": given} for each, given in zip(ids, labels, strict=True)]
+    verdict = verify(OwnLoss(), line, batches, loss=ModelLoss(shifted=False))
+    assert verdict.equal, str(verdict)
+    assert verdict.allowed < 1e-6
+
+
+def test_a_loss_of_one_device_that_is_no_number_is_said():
+    class Root(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sub(1e6).sqrt()
+
+    verdict = verify(Root(4, 3), "dp2", [(torch.randn(4, 4), torch.randn(4, 3))], loss=MeanSquaredError())
+    assert not verdict.equal
+    assert "the loss of one device itself is nan" in str(verdict)

@@ -32,7 +32,8 @@ class Continues(nn.Module):
     def generate(self, ids, num=4, *, sample=False):
         for _ in range(num):
             logits = self(ids)[:, -1]
-            chosen = torch.multinomial((logits / logits.abs().max()).softmax(-1), 1) if sample else logits.argmax(-1, keepdim=True)
+            shares = (logits / logits.abs().max()).softmax(-1)
+            chosen = torch.multinomial(shares, 1) if sample else shares.argmax(-1, keepdim=True)
             ids = torch.cat((ids, chosen), 1)
         return ids
 

@@ -161,6 +161,22 @@ def test_dropout_changes_from_step_to_step_and_not_from_run_to_run():
     assert one[0] != on_ranks(gpt(dropout=0.5), "dp2", work, seed=1)[0]
 
 
+def test_a_model_that_trains_in_eval_mode_is_told_that_its_dropout_is_off(caplog):
+    def work(world, model):
+        run = parallelize(model, "dp2", world, loss=CrossEntropy())
+        for batch in run.shard([(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))] * 2):
+            run.step(batch)
+
+    for model, times in (
+        (nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)), 0),
+        (nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)).eval(), 0),
+        (nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)).eval(), 1),
+    ):
+        caplog.clear()
+        launch(work, 2, model, ranks="threads")
+        assert caplog.text.count("trains without its dropout: '0' is in eval mode; write run.model.train()") == times
+
+
 def test_a_batch_where_every_target_is_ignored_has_a_loss_and_gradients_of_0():
     inputs, targets = tokens(5)
 

@@ -25,6 +25,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan
+from shardwright.plan.stages import DROPOUTS
 from shardwright.strategy import check_own_code, check_table
 
 
@@ -245,6 +246,24 @@ def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Pla
             allowed="the tensors of run.parameters, each by its name in the plain model",
             fix="leave the tensors out, or pass run.parameters.values(), or groups of run.parameters[name]",
         )
+
+
+def without_dropout(model: nn.Module) -> str:
+    """Returns a warning about the dropouts of a model that are in eval mode, so that training steps drop nothing.
+
+    It is empty if there are none. ``from_pretrained`` of transformers returns models in eval mode.
+
+    >>> without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
+    "the model trains without its dropout: '1' is in eval mode; write run.model.train() before the first step"
+    >>> without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    ''
+    """
+    drops = [(path, each) for path, each in model.named_modules() if isinstance(each, DROPOUTS) and each.p > 0]
+    off = [path for path, each in drops if not each.training]
+    if not off:
+        return ""
+    named = f"'{off[0]}'" + (f" and {len(off) - 1} more are" if len(off) > 1 else " is")
+    return f"the model trains without its dropout: {named} in eval mode; write run.model.train() before the first step"
 
 
 _EXAMPLE = "the example's tensor"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.averages import Averages, RunAverages
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, pairs
-from shardwright.parallelize.checks import check_own
+from shardwright.parallelize.checks import check_own, without_dropout
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
@@ -54,8 +55,11 @@ if TYPE_CHECKING:
     from shardwright.global_tensor.tensor import GlobalTensor
 
 
+LOG = logging.getLogger("shardwright")
+
 _WRITTEN_INSTEAD = {
-    "train": "run.step trains, and run.evaluate and run.predict are in eval mode by themselves",
+    "train": "run.step trains in the mode that the model has: write run.model.train() for one that from_pretrained "
+    "loaded, in eval mode; run.evaluate and run.predict are in eval mode by themselves",
     "eval": "run.evaluate and run.predict are in eval mode by themselves",
     "to": "the model is on the rank's device already, and run.shard moves batches there",
     "backward": "run.step(batch) runs forward and backward, and its loss is only a number",
@@ -116,7 +120,7 @@ class Run:
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
         )
-        self._check_every = check_every
+        self._check_every, self._is_new = check_every, True
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
@@ -286,6 +290,9 @@ class Run:
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
+        if self._is_new and self.world.rank == 0 and (warning := without_dropout(self.model)):
+            LOG.warning("%s", warning)
+        self._is_new = False
         earlier = self._guard.count_samples(batch.num_global)
         if is_compared(self.num_steps, self._check_every):
             self._compare_ranks(batch, earlier)

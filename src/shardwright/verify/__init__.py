@@ -12,7 +12,7 @@ that is zero in exact arithmetic (an attention's key bias) holds only rounding. 
 difference, even one of zeros: with it an optimizer applies weight decay.
 
 AdamW amplifies such rounding: it divides each entry by its own size plus an ``eps`` of 1e-8. So both sides step with an
-``eps`` of ``FLOOR`` times the largest absolute entry of all gradients. Rounding then stays rounding, no entry is
+``eps`` of 0.1 (``EPS``) times the largest absolute entry of all gradients. Rounding then stays rounding, no entry is
 exempt, and a wrong factor that AdamW's division would cancel is visible.
 
 On an accelerator, products of float32 round to float32 while ``verify`` runs: TF32 is off on every rank, and as before
@@ -346,6 +346,11 @@ def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, Training
     return ""
 
 
+def _nan_of(expected: TrainingOutcome) -> str:
+    """Returns text on a loss of one device that is no number, so that nothing equals it; empty for any other."""
+    return "" if all(map(math.isfinite, expected.losses)) else f"the loss of one device itself is {expected.losses[0]}"
+
+
 def _largest(errors: Iterable[float]) -> float:
     """Returns the largest error, NaN if one is NaN, which ``max`` finds only in the first place; 0 without errors."""
     every = list(errors)
@@ -413,7 +418,7 @@ def _compare(
         steps=len(expected.losses),
         allowed=max(allowed(kind, beyond[0] if beyond else worst) for kind in ("gradients", "later")),
         own_error=own_error,
-        presence=next(filter(None, (_presence(name, expected, by_rank) for name in beyond)), ""),
+        presence=next(filter(None, (_presence(name, expected, by_rank) for name in beyond)), _nan_of(expected)),
         shares={each.factor: each.share for each in cuts},
         flops={each.factor: each.flops for each in cuts if each.flops is not None},
         left_whole="; ".join(str(each) for each in cuts if each.is_low),

@@ -44,6 +44,13 @@ from shardwright.runtime.keyed_draws import key_draws
 FLOOR = 1e-3
 """The least divisor of a tensor's error, as a share of the largest absolute entry of all tensors compared."""
 
+EPS = 0.1
+"""AdamW's ``eps`` as a share of the largest absolute entry of the first step's gradients.
+
+An update then follows its gradient, and is no more uncertain than it: with a small ``eps``, which divides each gradient
+by its own size, the update of an entry near zero is mostly rounding.
+"""
+
 LEARNING_RATE = 1e-3
 _NUM_PAIRS = 3
 """The number of pairs of runs beside the reference, of whose differences the median counts.
@@ -92,15 +99,17 @@ def reference(
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
     forward: AbstractContextManager[Any] | None = None,
     narrow: torch.dtype | None = None,
+    scale: float = 1.0,
 ) -> TrainingOutcome:
     """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
 
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
-    default it is ``FLOOR`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
+    default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
     change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
-    a dtype in which all is computed, as under a layout in bf16.
+    a dtype in which all is computed, as under a layout in bf16. A loss that is narrower than the model is multiplied by
+    ``scale`` before the backward, and gradients are divided by it: other scales round otherwise.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
@@ -133,13 +142,13 @@ def reference(
         if _bits([loss_sum]) >= _bits(model.parameters()):
             mean.backward()
         else:  # a loss in float32 would round 1 / divisor, and with it every gradient
-            loss_sum.backward()
+            (loss_sum * scale).backward()
             for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad / divisor  # a new tensor: parameters may share a gradient
+                if parameter.grad is not None:  # a new tensor: parameters may share a gradient
+                    parameter.grad = parameter.grad / (divisor * scale)
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
-            largest = FLOOR * _largest(outcome.gradients)
+            largest = EPS * _largest(outcome.gradients)
             usable = largest if 0.0 < largest < math.inf else 1e-8  # NaN is not: the comparison says so then
             outcome.eps = usable if eps is None else eps
             optimizer.param_groups[0]["eps"] = outcome.eps
@@ -296,7 +305,10 @@ def own_errors(
         len(pairs) < _MOST_PAIRS
         and any(max(each.get(key, 0.0) for each in found) < error for key, error in small.items())
     ):
-        up, down = (shifted(shift=partial(_shift, step, len(pairs))) for step in (h, -h))
+        # ranks scale their losses, by the number of targets that they expect; another scale rounds otherwise
+        scales_of_pair = (1 / (4 * len(pairs) + odd) for odd in (3, 5))
+        steps = zip((h, -h), scales_of_pair, strict=True)
+        up, down = (shifted(shift=partial(_shift, step, len(pairs)), scale=scale) for step, scale in steps)
         pairs.append((up, down))
         of = {
             "gradients": _differences(differences, up.gradients, down.gradients, expected.gradients),
