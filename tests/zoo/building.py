@@ -24,6 +24,8 @@ Built = tuple[nn.Module, Batch]
 
 SAMPLES, TOKENS, VOCABULARY, WIDTH, LAYERS, HEADS, CLASSES = 8, 16, 128, 32, 2, 4, 8
 PICTURE, WAVE = 32, 400
+IMAGE = VOCABULARY - 1
+"""The token that stands for a part of a picture in a text."""
 
 SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -119,6 +121,36 @@ def vision(name: str, place: tuple[int, ...] = (), **options: Any) -> Built:
     """A model that classifies a picture, or each place of it."""
     model = pretrained(name, **{"image_size": PICTURE, "patch_size": 8, **options})
     return model, ({"pixel_values": torch.randn(SAMPLES, 3, PICTURE, PICTURE)}, classes(*place))
+
+
+def images_and_text(
+    name: str, num_places: int, text: dict[str, Any], picture: dict[str, Any], *, one_of_several: bool = False,
+    sizes: bool = False, token: str = "image_token_id", **options: Any,
+) -> Built:  # fmt: skip
+    """A language model whose tokens ``IMAGE`` stand for the features of a picture, with some places before each text.
+
+    ``one_of_several`` gives each sample a list of pictures, here of one. ``sizes`` passes the sizes of pictures too.
+    ``token`` is the option with the number of the token.
+    """
+    package = importlib.import_module("transformers")
+    kind = getattr(package, name)
+    parts = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    parts |= {"num_attention_heads": HEADS}
+    words = {**parts, "vocab_size": VOCABULARY, "max_position_embeddings": 4 * TOKENS, "num_key_value_heads": 2}
+    words |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = kind.config_class(
+        text_config={**words, **text},
+        vision_config={**parts, "image_size": PICTURE, "patch_size": 8, **picture},
+        **{token: IMAGE},
+        **options,
+    )
+    ids = tokens(2 * TOKENS + 1).clamp(max=IMAGE - 1)
+    ids[:, 1 : 1 + num_places] = IMAGE
+    shape = (1, 3, PICTURE, PICTURE) if one_of_several else (3, PICTURE, PICTURE)
+    inputs = {"input_ids": ids[:, :-1], "pixel_values": torch.randn(SAMPLES, *shape)}
+    if sizes:
+        inputs["image_sizes"] = torch.full((SAMPLES, 2), PICTURE)
+    return kind(config), (inputs, ids[:, 1:])
 
 
 def audio(name: str, **options: Any) -> Built:

@@ -35,6 +35,7 @@ from zoo.building import (
     encoder,
     encoder_decoder,
     features,
+    images_and_text,
     language,
     pretrained,
     tokens,
@@ -116,6 +117,13 @@ FUNNEL = {
     "d_inner": 64,
 }
 T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_heads": HEADS, "num_layers": LAYERS}
+LLAMA = {"model_type": "llama"}
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
+INTERN = {"model_type": "internvl_vision", "image_size": [PICTURE, PICTURE], "patch_size": [8, 8]}
+GEMMA3 = {
+    "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 SWIN = {
     "num_hidden_layers": None, "num_attention_heads": None, "patch_size": 4, "embed_dim": 16, "depths": [1, 1],
     "num_heads": [2, 4], "window_size": 4,
@@ -216,7 +224,32 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
         "wavlm": partial(audio, "WavLMForSequenceClassification"),
         "ast": spectrogram,
     },
-    "multimodal": {"clip": clip, "vilt": vilt},
+    "multimodal": {
+        "clip": clip,
+        "vilt": vilt,
+        "llava": partial(
+            images_and_text, "LlavaForConditionalGeneration", 16, LLAMA, {"model_type": "clip_vision_model"},
+            token="image_token_index", vision_feature_layer=-1,
+        ),
+        "paligemma": partial(
+            images_and_text, "PaliGemmaForConditionalGeneration", 16,
+            {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8}, SIGLIP, projection_dim=WIDTH,
+        ),
+        "gemma3 with images": partial(
+            images_and_text, "Gemma3ForConditionalGeneration", 4, GEMMA3, SIGLIP, mm_tokens_per_image=4,
+        ),
+        "idefics3": partial(
+            images_and_text, "Idefics3ForConditionalGeneration", 4, LLAMA, {}, one_of_several=True, scale_factor=2,
+        ),
+        "internvl": partial(
+            images_and_text, "InternVLForConditionalGeneration", 4, {"model_type": "qwen2"}, INTERN,
+            downsample_ratio=0.5,
+        ),
+        "mistral3": partial(
+            images_and_text, "Mistral3ForConditionalGeneration", 4, {"model_type": "mistral", "head_dim": 8},
+            {"model_type": "pixtral", "head_dim": 8}, sizes=True, token="image_token_index", spatial_merge_size=2,
+        ),
+    },
 }  # fmt: skip
 
 X_TRANSFORMERS: dict[str, Callable[[], Built]] = {
