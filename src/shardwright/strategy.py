@@ -141,11 +141,13 @@ def check_samples_apart(model: nn.Module, factor: str, graph: ModelGraph | None 
     for name, module in model.named_modules():
         check_table(name, module, factor)
         mixes = isinstance(module, nn.modules.batchnorm._NormBase)
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        averages = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        if averages:
             mixes = module.track_running_stats  # it keeps a mean over the samples
         if not mixes:
             continue
-        is_known = type(module) in BATCH_NORMS or (graph is not None and graph.normalises_once(name))
+        counts_once = graph is not None and not averages and graph.normalises_once(name)
+        is_known = type(module) in BATCH_NORMS or counts_once
         if not is_known or "forward" in vars(module):
             raise LayoutError(
                 f"'{name}' computes statistics over the batch, which '{factor}' cuts",

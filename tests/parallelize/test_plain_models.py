@@ -199,3 +199,31 @@ class Reshaped(nn.Module):
 def test_a_part_that_is_reshaped_in_place_is_refused():
     with pytest.raises((PlanError, RankFailedError), match="'unsqueeze_' writes to a tensor"):
         verify(Reshaped(), "tp2", [floats()], loss=LOSS)
+
+
+class Pictures(nn.Module):
+    """As U-Nets of medicine: instance norms, and a rectifier with one slope, which torch computes by a kernel."""
+
+    def __init__(self, *, tracks=False):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(2, 16, 3, padding=1), nn.Conv2d(16, 2, 3, padding=1)
+        self.norm, self.act = nn.InstanceNorm2d(16, affine=True, track_running_stats=tracks), nn.PReLU()
+
+    def forward(self, x):
+        return x + self.down(self.act(self.norm(self.up(x))))
+
+
+def pictures():
+    return torch.randn(4, 2, 6, 6), torch.randn(4, 2, 6, 6)
+
+
+def test_channels_stay_cut_through_instance_norm_and_prelu():
+    torch.manual_seed(0)
+    verdict = verify(Pictures(), "tp2", [pictures()] * 2, loss=LOSS)
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2"] > 0.9
+
+
+def test_an_instance_norm_that_averages_over_samples_is_refused_in_own_code_too():
+    with pytest.raises(LayoutError, match="'norm' computes statistics over the batch, which 'dp2' cuts"):
+        verify(Pictures(tracks=True), "dp2", [pictures()], loss=LOSS)

@@ -63,7 +63,7 @@ _POINTWISE = (
     "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "log", "log10", "log1p", "log2",
     "log_sigmoid", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
     "lgamma", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
-    "new_empty_strided", "ones_like", "polar", "pow", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
+    "new_empty_strided", "ones_like", "polar", "pow", "_prelu_kernel", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
     "remainder", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square",
     "sub", "tan", "tanh", "threshold", "to", "true_divide", "trunc", "where", "xlogy", "zero", "zeros_like",
 )
