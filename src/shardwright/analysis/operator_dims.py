@@ -56,14 +56,14 @@ def _pointwise(call: RecordedCall, a: DimLetters) -> Any:
 
 # fmt: off
 _POINTWISE = (
-    "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "atan2", "bernoulli", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "complex", "contiguous",
-    "copy", "cos", "cosh", "detach", "div", "elu", "empty_like", "eq", "erf", "exp", "expm1", "fill", "floor",
-    "floor_divide", "fmod", "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside",
-    "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "log", "log10", "log1p", "log2",
-    "log_sigmoid", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
-    "lgamma", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
-    "new_empty_strided", "ones_like", "polar", "pow", "_prelu_kernel", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
+    "_prelu_kernel", "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "atan2", "bernoulli", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "complex",
+    "contiguous", "copy", "cos", "cosh", "detach", "div", "elu", "empty_like", "eq", "erf", "exp", "expm1", "fill",
+    "floor", "floor_divide", "fmod", "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh",
+    "heaviside", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "lgamma", "lift_fresh", "log", "log10",
+    "log1p", "log2", "log_sigmoid", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "native_dropout", "ne", "neg",
+    "new_empty_strided", "ones_like", "polar", "pow", "prelu", "rand_like", "randn_like", "reciprocal", "relu", "relu6",
     "remainder", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square",
     "sub", "tan", "tanh", "threshold", "to", "true_divide", "trunc", "where", "xlogy", "zero", "zeros_like",
 )

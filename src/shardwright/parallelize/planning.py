@@ -224,8 +224,8 @@ def num_rows(tree: Any) -> int:
             "the tensors of a batch have different numbers of samples, or none",
             given=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensors",
             allowed="one number in dim 0 of all",
-            fix="give every tensor of the batch the samples in dim 0; one that is the same for all samples, such as places "
-            "in a picture, is best a buffer of a module around the model, whose forward passes it on",
+            fix="give every tensor of the batch the samples in dim 0; one that is the same for all samples, such as "
+            "positions, is best a buffer of a module around the model, whose forward passes it on",
         )
     return sizes.pop()
 
