@@ -62,3 +62,36 @@ def test_views_and_writes_keep_the_storage_of_their_operand():
     viewed = [run_on_meta(function, (x, [6]), {}) for function in (ATEN.view.default, ATEN._unsafe_view.default)]
     written = run_on_meta(ATEN.add_.Tensor, (x, 1), {})
     assert {each.untyped_storage()._cdata for each in (*viewed, written)} == {x.untyped_storage()._cdata}
+
+
+IN_PLACE = {
+    "a sum": lambda x: (ATEN.add_.Tensor, (x, meta(1, 3)), {}),
+    "a product added": lambda x: (ATEN.addmm_.default, (x, meta(2, 4), meta(4, 3)), {"beta": 0.5}),
+    "one of a list": lambda x: (ATEN._foreach_mul_.Scalar, ([x, meta(4)], 0.5), {}),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_known_write_returns_its_operand_and_leaves_its_shape(name):
+    x = meta(2, 3)
+    function, args, named = IN_PLACE[name](x)
+    expected = function(*args, **named)
+    found = [run_on_meta(function, args, named) for _ in range(2)]
+    assert expected is None or expected is x
+    assert all(each is expected for each in found)
+    assert facts(x) == facts(meta(2, 3))
+
+
+def test_a_write_that_cannot_be_is_an_error_each_time():
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run_on_meta(ATEN.add_.Tensor, (meta(3), meta(2, 3)), {})
+
+
+def test_a_known_call_that_changes_a_shape_in_place_changes_that_of_each_operand():
+    for function, args, shape in ((ATEN.t_.default, (), (3, 2)), (ATEN.resize_.default, ([5],), (5,)),
+                                  (ATEN._resize_output_.default, ([5], torch.device("meta")), (5,))):  # fmt: skip
+        for _ in range(2):
+            x = meta(2, 3)
+            run_on_meta(function, (x, *args), {})
+            assert x.shape == shape
