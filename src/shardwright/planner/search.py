@@ -21,7 +21,8 @@ from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
-from shardwright.planner.estimate import Estimate, Estimator, declared_options
+from shardwright.planner.estimate import Estimate, Estimator, declared_options, longer_over
+from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
 from shardwright.planner.records import LayoutRecords
 from shardwright.planner.short import ShortModel
@@ -269,8 +270,11 @@ class _Search:
                 found.reject("its estimate is not among the best", left.layout, slower)
         found.searched = found.priced + found.rejected.total()
         found.fit.sort(key=lambda each: each.step_s)
-        found.misfits.sort(key=lambda each: each.memory_bytes)
+        found.misfits.sort(key=lambda each: nearness(each, limit))
         for misfit in found.misfits:
+            if misfit.memory_bytes <= limit:
+                found.reject("host memory: more than a node has", misfit.layout)
+                continue
             heaviest = max(misfit.memory, key=lambda each: each.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
             detail = (
@@ -317,12 +321,27 @@ class _Search:
         except (LayoutError, PlanError) as error:
             self.found.refused(error, layout)
             return
-        fits = priced.memory_bytes <= self.wanted.limit_bytes
+        is_held = host_fits(priced, self.estimator.pricing.cluster) is not False
+        fits = priced.memory_bytes <= self.wanted.limit_bytes and is_held
         (self.found.fit if fits else self.found.misfits).append(priced)
 
 
 def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
+
+
+def nearness(price: Price, limit: float) -> float:
+    """Returns how far a layout is from one that fits and is fast: its seconds, made longer as its memory exceeds it."""
+    return longer_over(price.step_s, price.memory_bytes, limit)
+
+
+def host_fits(price: Price, cluster: Cluster) -> bool | None:
+    """Returns whether a node's host has the memory for what its ranks offload to it; None if that is not known.
+
+    It is True if nothing is offloaded to hosts.
+    """
+    held, has = host_bytes(price.records, cluster.nodes.ranks_per_node), cluster.device.host_memory_bytes
+    return True if not held else None if has is None else held <= has
 
 
 def _best(found: SearchResult) -> Price:
