@@ -468,9 +468,9 @@ def plan_layouts(
         layouts = [*found.fit, *found.misfits]
         if not layouts:
             raise found.failure or _none_found(cluster, found, fix, without)
-        rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=1)
+        rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=3)
         ways = () if found.fit else tuple(ways_out(
-            found.misfits[0], cluster, batch, limit,
+            min(found.misfits, key=lambda each: each.memory_bytes), cluster, batch, limit,
             lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
             lambda each, given: pricing.price(each, record(each, num_samples, given=given)),
         ))  # fmt: skip
