@@ -355,13 +355,11 @@ class Plans:
         if not of_node:
             return
         has = self.cluster.device.host_memory_bytes
-        known = (
-            f"that is {'less' if self.host_fits(self.best) else 'more'} than the {(has or 0) / 1e9:,.4g} GB that it has"
-        )
-        if has is None:
-            known = "whether a node has as much is not known, unless a cluster file gives host_memory_GB"
-        yield (f"{format_decimal_bytes(each_rank)} of host memory for each rank, {format_decimal_bytes(of_node)} on a "
-               f"node of {in_node}: {known}")  # fmt: skip
+        known = "whether it has as much is not known: host_memory_GB of a cluster file says it"
+        if has is not None:
+            known = f"{'not ' * bool(self.host_fits(self.best))}more than the {format_decimal_bytes(has)} that it has"
+        held, of_all = format_decimal_bytes(each_rank), format_decimal_bytes(of_node)
+        yield f"{held} of host memory for each rank, {of_all} on a node of {in_node}; {known}"
 
     def notes(self) -> list[tuple[str, str]]:
         """Returns what to know of the prices, each as a word and a text.
