@@ -302,7 +302,7 @@ class Plans:
         nearest = f"nothing that was priced fits {self.memory_limit:.0%} of the memory; the nearest is"
         lines = [
             *([] if self.fits(best) else [nearest]),
-            self.why(best),
+            *self.why(best).replace("; ", ";\n  ", 1).splitlines(),
             f"model             {self.num_parameters:,} parameters; a step has {self.batch:,} samples"
             + f", {self.tokens:,} tokens" * (self.tokens > self.batch),
             *(f"what would fit    {each}" for each in self._ways_out()),
@@ -312,9 +312,7 @@ class Plans:
         ]
         if not self.is_measured:
             expected, times = self.expected_s(best.step_s), self._published.median
-            lines.append(
-                f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times as long, as half of the published runs"
-            )
+            lines.append(f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times that, the median of published runs")
         lines.append("")
         stages = ", ".join(f"{each.num_bytes / 1e9:.3g}" for each in best.memory)
         limit = self.cluster.device.memory_bytes * self.memory_limit / 1e9
