@@ -88,10 +88,16 @@ def test_a_write_that_cannot_be_is_an_error_each_time():
             run_on_meta(ATEN.add_.Tensor, (meta(3), meta(2, 3)), {})
 
 
-def test_a_known_call_that_changes_a_shape_in_place_changes_that_of_each_operand():
-    for function, args, shape in ((ATEN.t_.default, (), (3, 2)), (ATEN.resize_.default, ([5],), (5,)),
-                                  (ATEN._resize_output_.default, ([5], torch.device("meta")), (5,))):  # fmt: skip
-        for _ in range(2):
-            x = meta(2, 3)
-            run_on_meta(function, (x, *args), {})
-            assert x.shape == shape
+RESHAPED = {
+    "a view": lambda: (ATEN.t_.default, (meta(2, 3),), (3, 2)),
+    "a size": lambda: (ATEN.resize_.default, (meta(2, 3), [5]), (5,)),
+    "the size of a result": lambda: (ATEN._resize_output_.default, (meta(0), [5], torch.device("meta")), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_known_call_that_changes_a_shape_in_place_changes_that_of_each_operand(name):
+    for _ in range(2):
+        function, args, shape = RESHAPED[name]()
+        run_on_meta(function, args, {})
+        assert args[0].shape == shape
