@@ -195,9 +195,9 @@ OPTIONS = [
 TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4", "--json"]
 
 PLAN_ROW = (
-    "layout step_s step_s_low step_s_high tokens_per_s utilisation memory_bytes memory_rank memory_by_kind "
-    "memory_by_stage offloaded_bytes traffic_bytes traffic_by_axis exposed_s_by_axis bubble waterfall limit fits why "
-    "rehearsals"
+    "layout step_s step_s_expected step_s_low step_s_high tokens_per_s utilisation memory_bytes memory_rank "
+    "memory_by_kind memory_by_stage offloaded_bytes host_bytes traffic_bytes traffic_by_axis exposed_s_by_axis bubble "
+    "waterfall limit fits why rehearsals"
 )
 JSON = [
     (
@@ -240,8 +240,8 @@ JSON = [
     (
         "plan --layout dp2,bf16 --cluster a100-80gb:1x2 --explain dp2 --explain dp3",
         {
-            "": "cluster layouts runner_up searched priced simulated fit rejected ways_out seconds "
-            "baseline_step_s constants warnings explained",
+            "": "cluster num_parameters layouts runner_up searched priced simulated fit rejected ways_out seconds "
+            "baseline_step_s constants warnings notes explained",
             "layouts": PLAN_ROW,
             "layouts.waterfall": "matmul attention memory launch pp dp cp tp optimizer bubble other",
             "seconds": "records search",
@@ -254,8 +254,8 @@ JSON = [
         "plan --ranks 2",
         {
             "": "by_ranks",
-            "by_ranks": "cluster layouts runner_up searched priced simulated fit rejected ways_out seconds "
-            "baseline_step_s constants warnings",
+            "by_ranks": "cluster num_parameters layouts runner_up searched priced simulated fit rejected ways_out "
+            "seconds baseline_step_s constants warnings notes",
             "by_ranks.layouts": PLAN_ROW,
             "by_ranks.rejected": "reason count nearest detail",
         },

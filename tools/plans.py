@@ -44,6 +44,7 @@ def row_of(layout: str) -> dict[str, Any]:
     return {
         "layout": layout,
         "step_s": row["step_s"],
+        "step_s_expected": row["step_s_expected"],
         "memory_bytes": row["memory_bytes"],
         "fits": row["fits"],
         "most": max(kinds, key=kinds.get),

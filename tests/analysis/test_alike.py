@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -60,4 +62,19 @@ def test_lists_are_compared_by_what_they_hold_and_lists_of_tensors_by_themselves
     large = torch.zeros(10_000)
     one.names, other.names = [large], [large.index_fill(0, torch.tensor(5_000), 1.0)]
     assert repr(one.names) == repr(other.names)
+    assert likeness(one) != likeness(other)
+
+
+def test_frozen_configs_are_compared_by_their_values_and_others_by_identity():
+    @dataclass(frozen=True)
+    class Sizes:
+        width: int
+        held: object = None
+
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    one.config, other.config = Sizes(3), Sizes(3)
+    assert likeness(one) == likeness(other)
+    other.config = Sizes(4)
+    assert likeness(one) != likeness(other)
+    one.config, other.config = Sizes(3, held=nn.ReLU()), Sizes(3, held=nn.ReLU())
     assert likeness(one) != likeness(other)

@@ -62,3 +62,42 @@ def test_views_and_writes_keep_the_storage_of_their_operand():
     viewed = [run_on_meta(function, (x, [6]), {}) for function in (ATEN.view.default, ATEN._unsafe_view.default)]
     written = run_on_meta(ATEN.add_.Tensor, (x, 1), {})
     assert {each.untyped_storage()._cdata for each in (*viewed, written)} == {x.untyped_storage()._cdata}
+
+
+IN_PLACE = {
+    "a sum": lambda x: (ATEN.add_.Tensor, (x, meta(1, 3)), {}),
+    "a product added": lambda x: (ATEN.addmm_.default, (x, meta(2, 4), meta(4, 3)), {"beta": 0.5}),
+    "one of a list": lambda x: (ATEN._foreach_mul_.Scalar, ([x, meta(4)], 0.5), {}),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_known_write_returns_its_operand_and_leaves_its_shape(name):
+    x = meta(2, 3)
+    function, args, named = IN_PLACE[name](x)
+    expected = function(*args, **named)
+    found = [run_on_meta(function, args, named) for _ in range(2)]
+    assert expected is None or expected is x
+    assert all(each is expected for each in found)
+    assert facts(x) == facts(meta(2, 3))
+
+
+def test_a_write_that_cannot_be_is_an_error_each_time():
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run_on_meta(ATEN.add_.Tensor, (meta(3), meta(2, 3)), {})
+
+
+RESHAPED = {
+    "a view": lambda: (ATEN.t_.default, (meta(2, 3),), (3, 2)),
+    "a size": lambda: (ATEN.resize_.default, (meta(2, 3), [5]), (5,)),
+    "the size of a result": lambda: (ATEN._resize_output_.default, (meta(0), [5], torch.device("meta")), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_known_call_that_changes_a_shape_in_place_changes_that_of_each_operand(name):
+    for _ in range(2):
+        function, args, shape = RESHAPED[name]()
+        run_on_meta(function, args, {})
+        assert args[0].shape == shape

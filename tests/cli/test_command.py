@@ -105,7 +105,7 @@ def test_a_model_of_ones_own_is_shown_and_priced_on_a_sample_of_its_data(tmp_pat
     plan = run(*asked, "--layout", "tp2", "--json")
     assert plan.exit_code == 0, plan.stderr
     best = json.loads(plan.stdout)["layouts"][0]
-    assert best["tokens_per_s"] * best["step_s"] == pytest.approx(8 * 5)
+    assert best["tokens_per_s"] * best["step_s_expected"] == pytest.approx(8 * 5)
     sys.modules.pop("owned", None)
 
 

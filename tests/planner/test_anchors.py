@@ -69,6 +69,20 @@ def test_where_nothing_was_measured_the_interval_is_that_of_published_runs_and_t
     assert "never measured" not in anchored.text()
 
 
+def test_the_step_to_reckon_with_lies_within_its_interval_in_text_and_data():
+    alone, anchored = plans(), plans(anchors={"dp2": 0.01})
+    for found, times in ((alone, UNMEASURED["a100-80gb"].median), (anchored, 1.0)):
+        row = found.to_dict()["layouts"][0]
+        assert row["step_s_expected"] == pytest.approx(times * row["step_s"])
+        assert row["step_s_low"] < row["step_s_expected"] < row["step_s_high"]
+        assert row["tokens_per_s"] * row["step_s_expected"] == pytest.approx(found.tokens)
+        first = f"expect {row['step_s_expected']:.3g} s a step ({row['step_s_low']:.3g} to {row['step_s_high']:.3g})"
+        assert first in row["why"]
+        assert first in found.text()
+    assert "its parts add up to" in alone.text()
+    assert "its parts add up to" not in anchored.text()
+
+
 def test_the_error_where_nothing_was_measured_is_that_of_the_newest_rows():
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "planner_unmeasured" / "results"
     table = json.loads(max(folder.glob("*.json")).read_text())["table"]

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.planner.explain import where_it_loses
+from shardwright.planner.explain import how_much_slower, where_it_loses
 from shardwright.planner.plans import plan_layouts
 
 TINY = ["--set", "num_layers=3", "--set", "width=32", "--set", "num_heads=4", "--set", "max_tokens=16", "--seq", "16"]
@@ -48,6 +48,12 @@ def test_the_sentence_names_how_much_slower_a_layout_is_and_where_it_loses_most(
     assert priced("pp2/1f1b mb4 bf16").compare(best.best).why().startswith("dp2 bf16 is ")
     assert "faster than pp2/1f1b mb4 bf16" in priced("pp2/1f1b mb4 bf16").compare(best.best).why()
     assert best.compare(best.best).why() == "dp2 bf16 is the best layout found"
+
+
+def test_how_much_slower_a_runner_up_is_has_a_decimal_below_a_percent():
+    best = priced("dp2 bf16").best
+    said = {times: how_much_slower(best, best._replace(step_s=times * best.step_s)) for times in (1.0004, 1.004, 1.04)}
+    assert said == {1.0004: "as fast", 1.004: "+0.4%", 1.04: "+4%"}
 
 
 def test_the_sentence_about_a_layout_that_does_not_fit_names_its_memory_and_most_of_it():

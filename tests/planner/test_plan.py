@@ -245,6 +245,70 @@ def test_what_a_layout_offloads_is_said():
     assert "offloaded" not in plain.text()
 
 
+def test_what_hosts_hold_is_laid_beside_their_memory(tmp_path):
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
+    batch, file = (torch.ones(8, 16), torch.zeros(8, dtype=torch.long)), tmp_path / "hosts.toml"
+
+    def on(host_memory, line="dp2/zero2/offload bf16"):
+        file.write_text(f'profile = "a100-80gb"\nnodes = "1x2"\n{host_memory}')
+        return plan_layouts(model, str(file), batch, layout=line)
+
+    held = on("").to_dict()["layouts"][0]["host_bytes"]
+    assert held == 2 * 32 * 16 * 16 // 2 * 3 * 4
+    enough, few = (on(f"host_memory_GB = {held / 1e9 + more}") for more in (0, -1e-9))
+    assert enough.fits(enough.best)
+    assert "not more than the" in enough.text()
+    assert not few.fits(few.best)
+    assert "does not fit" in few.text()
+    assert "; more than the" in few.text()
+    assert "is not known" in on("").text()
+    on_disk = on("host_memory_GB = 1e-9", "dp2/zero2/offload:disk bf16")
+    assert on_disk.to_dict()["layouts"][0]["host_bytes"] == 0
+    assert on_disk.fits(on_disk.best)
+    with pytest.raises(PlanError, match="has no 'host_memory_GB' that can be used"):
+        on("host_memory_GB = -1")
+
+
+def test_a_search_leaves_out_what_no_host_holds(tmp_path):
+    file = tmp_path / "hosts.toml"
+    file.write_text('profile = "a100-80gb"\nnodes = "1x2"\nhost_memory_GB = 1e-6')
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(32)))
+    batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    found = plan_layouts(model, str(file), batch, fix="dp2/zero2/offload", most_priced=1)
+    assert not any(found.fits(each) for each in found.layouts)
+    assert "host memory: more than a node has" in [each["reason"] for each in found.rejected()]
+
+
+def test_a_plan_has_the_number_of_parameters_and_the_notes_of_its_text_as_data():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model.append(model[0])  # its parameters count once
+    found = plan_layouts(
+        model, CLUSTER[2], (torch.ones(8, 16), torch.zeros(8, dtype=torch.long)), layout="dp2 mb2 bf16"
+    )
+    said = found.to_dict()
+    assert said["num_parameters"] == 4 * (16 * 16 + 16)
+    assert f"{said['num_parameters']:,} parameters; a step has 8 samples" in found.text()
+    assert [each.partition(": ")[0] for each in said["notes"]] == ["interval", "guesses", "gradients"]
+    assert all(each.partition(": ")[2] in found.text() for each in said["notes"])
+
+
+def test_labels_shorter_than_ids_are_an_error_of_the_plan():
+    class Labelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(8, 8)
+
+        def forward(self, input_ids, labels):
+            logits = self.table(input_ids)
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    ids = torch.zeros(4, 6, dtype=torch.long)
+    given = {"loss": ModelLoss(shifted=False), "layout": "dp2"}
+    plan_layouts(Labelled(), CLUSTER[2], {"input_ids": ids, "labels": ids}, **given)
+    with pytest.raises(PlanError, match="check the shapes of the batch"):
+        plan_layouts(Labelled(), CLUSTER[2], {"input_ids": ids, "labels": ids[:, 1:]}, **given)
+
+
 def test_the_bubble_of_a_price_is_that_of_all_stages():
     price = priced("pp2/1f1b mb5 dp2 bf16", 6)
     assert price.bubble > 0

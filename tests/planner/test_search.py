@@ -312,6 +312,9 @@ def test_where_nothing_fits_what_would_is_priced():
     limit = (0.9 * least.memory_bytes + 0.1 * least.memory[0].beside) / 80e9
     found = plan_layouts(gpt, "a100-80gb:1x2", (tokens, tokens), memory_limit=limit, **given)
     assert not found.fits(found.best)
+    over = [each.step_s * (each.memory_bytes / (limit * 80e9)) ** 3 for each in found.layouts]
+    assert len(over) > 2, "several to put in order"
+    assert over == sorted(over), "the near ones that are not slow come first"
     said = "\n".join(found.ways_out)
     assert found.to_dict()["ways_out"] == list(found.ways_out)
     assert all(f"what would fit    {each}" in found.text() for each in found.ways_out)

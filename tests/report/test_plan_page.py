@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from html import escape
 
 import pytest
 import torch
@@ -51,5 +52,7 @@ def test_the_page_has_every_layout_part_stage_and_constant_in_one_file(tmp_path)
     assert "<Plan>" in text
     for row in (*plans().constants(), *(plans().row(price) for price in plans().layouts)):
         assert row.get("name", row.get("layout")) in text
+    assert f"{plans().num_parameters:,} parameters" in text
+    assert all(escape(f"{name}: {said}") in text for name, said in plans().notes())
     assert "Why not pp2/1f1b mb4 bf16?" in text
     assert "The runner-up" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -64,8 +65,8 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
             if isinstance(value, _PLAIN) and name not in _OF_MODULES - {"training"} and (path, name) not in counters
         )
         tensors = [(name, p.shape, p.dtype, p.requires_grad, number[id(p)])
-                   for name, p in module.named_parameters(recurse=False)]  # fmt: skip
-        buffers = [(name, b.shape, b.dtype) for name, b in module.named_buffers(recurse=False)]
+                   for name, p in module._parameters.items() if p is not None]  # fmt: skip
+        buffers = [(name, b.shape, b.dtype) for name, b in module._buffers.items() if b is not None]
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         own = "forward" in vars(module)
         # two classes may have one name, as those that a function makes: a class is itself alone
@@ -76,9 +77,9 @@ def signature(block: nn.Module, counters: Counters = frozenset()) -> tuple[str, 
 def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object, ...]:
     """Returns a key that is equal for modules with the same :func:`signature` and equal lists, functions and the like.
 
-    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts and sets of plain values
-    and functions are compared by their text (``repr``), any other object by its identity. Settings in ``counters``
-    (:func:`counters`) may differ.
+    These are the attributes that the signature leaves out (:func:`held_objects`). Lists, dicts, sets and objects of
+    frozen dataclasses that hold plain values and functions are compared by their text (``repr``), any other object by
+    its identity. Settings in ``counters`` (:func:`counters`) may differ.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> one.act, other.act = nn.functional.relu, nn.functional.gelu
@@ -93,11 +94,18 @@ def likeness(block: nn.Module, counters: Counters = frozenset()) -> tuple[object
 
 
 def _text_of(value: Any) -> str:
-    """Returns the text of a collection of plain values and functions; nothing of others, whose texts may hide more."""
-    if type(value) not in (list, dict, set):
+    """Returns the text of a collection of plain values and functions; nothing of others, whose texts may hide more.
+
+    A collection is also an object of a frozen dataclass, such as a config, for which the text names the class.
+    """
+    kind = type(value)
+    params = getattr(kind, "__dataclass_params__", None)
+    if params is not None and params.frozen:
+        value = {each.name: getattr(value, each.name, None) for each in fields(kind)}
+    elif kind not in (list, dict, set):
         return ""
     leaves = value if isinstance(value, set) else tree_leaves(value)
-    return repr(value) if all(isinstance(leaf, _TOLD_BY_TEXT) for leaf in leaves) else ""
+    return f"{id(kind)} {value!r}" if all(isinstance(leaf, _TOLD_BY_TEXT) for leaf in leaves) else ""
 
 
 def held_objects(block: nn.Module) -> Mapping[tuple[str, str], int]:

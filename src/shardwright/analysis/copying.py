@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwright.analysis.reached import (
     ATOMS,
     DICTS,
+    REGISTERED,
     attributes,
     globals_read,
     is_leaf,
@@ -31,8 +32,9 @@ from shardwright.analysis.reached import (
 from shardwright.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)
+_COLLECTIONS = (*DICTS, set)
 _HOOKS = frozenset(vars(nn.Module()))
-"""The attributes that every ``nn.Module`` has. Where one is an empty dict, no other object shares that dict."""
+"""The attributes that every ``nn.Module`` has. Where one is an empty dict or set, no other object shares it."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
@@ -69,14 +71,18 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
     plain = [module for module in model.modules() if id(module) not in memo and _is_plain(module)]
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
+    known = {*memo, id(None)}
     for module in plain:
         own = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
             if kind in ATOMS:
                 own[name] = value
-            elif kind in DICTS and not value and name in _HOOKS:
+            elif kind in _COLLECTIONS and not value and name in _HOOKS:
                 own[name] = kind()
+            elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):
+                items = ((key, None if each is None else memo[id(each)]) for key, each in value.items())
+                own[name] = memo.setdefault(id(value), kind(items))
             else:
                 own[name] = copy.deepcopy(value, memo)
     other = copy.deepcopy(model, memo)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from shardwright.analysis.operator_results import MetaOperators
 
 
 @contextmanager
-def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[MetaValues | None]:
+def on_meta(
+    model: nn.Module, *, values: bool = True, guess: bool | None = None,
+    instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({}),
+) -> Iterator[MetaValues | None]:  # fmt: skip
     """Returns a context in which a model's forward can run on the meta device, even on a batch without samples.
 
     With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
     the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
-    that are not known, as in :class:`MetaValues`.
+    that are not known, as in :class:`MetaValues`. ``instead`` maps torch functions to the functions that run in their
+    place.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
@@ -33,8 +38,8 @@ def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None)
     torch.Size([4, 3])
     """
     kept = MetaValues(guess=guess) if values else MetaOperators()
-    instead = {functional.interpolate: _interpolate}
-    with IgnoresDeviceMoves(torch.device("meta"), instead), without_branches(model), kept:
+    replaced = {functional.interpolate: _interpolate, **instead}
+    with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 
 

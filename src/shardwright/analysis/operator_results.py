@@ -22,6 +22,9 @@ MOST_SIGNATURES = 8192
 _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 """Operators whose results are views, though their schemas do not say so."""
 
+_RESIZE = frozenset(("aten::_resize_output_",))
+"""Operators that change the size of their first argument, though torch has no tag on them."""
+
 
 class MetaSpec(NamedTuple):
     """The shape, strides and dtype of a meta tensor, which can be a key of a dict."""
@@ -31,8 +34,9 @@ class MetaSpec(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """Returns a new tensor of this shape, strides and dtype on the meta device."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        """Returns a new tensor of this shape, strides and dtype on the meta device; no mode of torch sees it made."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 class _TypedValue(NamedTuple):
@@ -100,8 +104,8 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     """Runs an operator on meta tensors and returns its results.
 
     A repeated call with equal shapes, strides, dtypes and other arguments skips the meta kernel, if the operator is one
-    of torch's own, returns new tensors, not views, and writes to no argument. A condition on values, which meta tensors
-    lack, is true: code that asks whether a mask is all ones goes on as without padding.
+    of torch's own and returns new tensors, not views, or only writes to its first argument, as ``add_``. A condition on
+    values, which meta tensors lack, is true: code that asks whether a mask is all ones goes on as without padding.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
@@ -116,15 +120,17 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
         return args[0].shape == args[1].shape
     if name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool:
         return True
-    if _makes_new(function):
+    is_new = _makes_new(function)
+    if is_new or _writes_in_place(function):
         try:
             found = _results(
                 function, _specs(args), tuple((k, _specs(v)) for k, v in named.items()), torch.get_default_dtype()
             )
         except _NoKeyError:
-            pass
-        else:
+            return function(*args, **named)
+        if is_new:
             return _made(found)
+        return args[0] if function._schema.returns else None  # an equal call has shown that it may be
     return function(*args, **named)
 
 
@@ -181,6 +187,21 @@ def _makes_new(function: Any) -> bool:
     every = [*schema.arguments, *schema.returns]
     known = function.namespace == "aten" and function.overloadpacket.__name__ not in _VIEWS
     return known and all(each.alias_info is None for each in every)
+
+
+@cache
+def _writes_in_place(function: Any) -> bool:
+    """Whether an operator writes to its first argument alone, of which it changes nothing but values, as ``add_``.
+
+    The argument may be a list, as that of ``_foreach_add_``. The operator returns it or nothing.
+    """
+    schema, tags = function._schema, function.tags
+    if function.namespace != "aten" or torch.Tag.inplace_view in tags or schema.name in _RESIZE:
+        return False
+    # each return has an alias too: an operator of one alias and no return, or of two and one return
+    aliases = [each.alias_info for each in (*schema.arguments, *schema.returns)]
+    is_first = bool(aliases) and aliases[0] is not None and aliases[0].is_write and schema.name.endswith("_")
+    return is_first and len(aliases) - aliases.count(None) == 1 + len(schema.returns) <= 2
 
 
 def _specs(value: Any) -> Any:

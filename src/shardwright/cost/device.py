@@ -20,6 +20,8 @@ DENSE = (60, 350)
 NUMBERS = ("memory_GB", "memory_GB_per_s", "num_multiprocessors", "in_node_GB_per_s", "between_nodes_GB_per_s")
 HOST_LINK, USUAL_HOST_GB_PER_S = "host_GB_per_s", 16.0
 """The key of the link to the host's memory, and its bandwidth where a file does not give it: 16 lanes of PCIe 3."""
+HOST_MEMORY = "host_memory_GB"
+"""The key of the memory of a node's host, which no profile has: nodes differ."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,9 @@ class Device:
     """The figures of one accelerator: dense peaks in FLOP/s by precision, memory, bandwidths and multiprocessors.
 
     Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
-    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``type`` is the device type
-    of torch, ``source`` names the datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a
-    device by name.
+    of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``host_memory_bytes`` is
+    the memory of a node's host, None if it is not known. ``type`` is the device type of torch, ``source`` names the
+    datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
@@ -46,6 +48,7 @@ class Device:
     in_node_bytes_per_s: float
     between_nodes_bytes_per_s: float
     host_bytes_per_s: float = USUAL_HOST_GB_PER_S * 1e9
+    host_memory_bytes: float | None = None
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
@@ -70,6 +73,8 @@ class Device:
 def figures_of(device: Device) -> dict[str, Any]:
     """Returns a device's figures by their key in a TOML file, in its units; its type and source are left out.
 
+    So is the memory of the host, where it is not known.
+
     >>> figures_of(profile("a100-80gb"))["host_GB_per_s"]
     32.0
     """
@@ -78,6 +83,7 @@ def figures_of(device: Device) -> dict[str, Any]:
         "num_multiprocessors": device.num_multiprocessors, "in_node_GB_per_s": device.in_node_bytes_per_s / 1e9,
         "between_nodes_GB_per_s": device.between_nodes_bytes_per_s / 1e9,
         HOST_LINK: device.host_bytes_per_s / 1e9,
+        **({} if device.host_memory_bytes is None else {HOST_MEMORY: device.host_memory_bytes / 1e9}),
         "peak_TFLOP_per_s": {name: peak / 1e12 for name, peak in device.peaks},
     }  # fmt: skip
 
@@ -111,7 +117,18 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
         is below 1, or the table has an unknown key.
     """
-    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s", HOST_LINK, *NUMBERS, *KEYS}
+    known = {
+        "type",
+        "source",
+        "profile",
+        "nodes",
+        "constants",
+        "peak_TFLOP_per_s",
+        HOST_LINK,
+        HOST_MEMORY,
+        *NUMBERS,
+        *KEYS,
+    }
     for key in table.keys() - known:
         raise PlanError(
             f"'{name}' has a key that means nothing",
@@ -123,7 +140,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not all(map(_is_positive, peaks.values())):
         raise _wrong(name, "peak_TFLOP_per_s", peaks, "a table [peak_TFLOP_per_s] with fp32 = 19.5 and others")
     table = {HOST_LINK: USUAL_HOST_GB_PER_S, **table}
-    for key in (*NUMBERS, HOST_LINK):
+    for key in (*NUMBERS, HOST_LINK, *({HOST_MEMORY} & table.keys())):
         if not _is_positive(table.get(key)):
             raise _wrong(name, key, table.get(key), f"{key} = a number above zero")
     if table["num_multiprocessors"] < 1:
@@ -133,6 +150,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
         tuple((key, value * 1e12) for key, value in peaks.items()), table["memory_GB"] * 1e9,
         table["memory_GB_per_s"] * 1e9, int(table["num_multiprocessors"]), table["in_node_GB_per_s"] * 1e9,
         table["between_nodes_GB_per_s"] * 1e9, table[HOST_LINK] * 1e9,
+        table[HOST_MEMORY] * 1e9 if HOST_MEMORY in table else None,
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.meta_device import on_meta
@@ -211,7 +210,7 @@ def rehearsed(
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with NativeAttentionOnMeta(), on_meta(run.model, values=False):
+    with on_meta(run.model, values=False, instead=NATIVE_ATTENTION):
         run.step(microbatch)
         steps.step()
         yield run, microbatch, steps
@@ -263,23 +262,9 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
                 handle.remove()
 
 
-class NativeAttentionOnMeta(TorchFunctionMode):
-    """Runs attention on the meta device by the fused CPU kernel, which keeps q, k, v, y and one number per query.
-
-    Without it torch takes the unfused path on meta, which keeps all attention weights.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if not kwargs and len(args) == 1:  # reads such as x.shape: most of all calls
-            return func(*args)
-        named = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
-            return _attend(*args, **named)
-        if func is functional.multi_head_attention_forward:  # torch shows a mode no calls inside of this function
-            return with_names(func, scaled_dot_product_attention=_attend)(*args, **named)
-        return func(*args, **named)
+def _attend_heads(*args: Any, **named: Any) -> Any:
+    # torch shows a mode no calls inside of this function
+    return with_names(functional.multi_head_attention_forward, scaled_dot_product_attention=_attend)(*args, **named)
 
 
 def _attend(
@@ -297,3 +282,12 @@ def _attend(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return y
+
+
+NATIVE_ATTENTION: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _attend,
+    functional.multi_head_attention_forward: _attend_heads,
+}
+"""For ``on_meta``: runs attention by the fused CPU kernel, which keeps q, k, v, y and one number per query.
+
+Without it torch takes the unfused path on the meta device, which keeps all attention weights."""

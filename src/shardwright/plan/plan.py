@@ -350,11 +350,11 @@ class Plan:
 
     def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
         """Returns the plan with a module's new layouts: of its input ``x``, and of its output gradient ``dy``."""
-        uses = tuple(
-            u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
-            for u in self.uses
-        )
-        return replace(self, uses=uses)
+        uses = [*self.uses]
+        for place in (i for i, u in enumerate(uses) if u.module == module):
+            own = uses[place]
+            uses[place] = own._replace(x={**own.x, **(x or {})}, dy={**own.dy, **(dy or {})})
+        return replace(self, uses=tuple(uses))
 
     def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
         """Returns the plan with a note of how ``strategy`` parallelizes a module, such as "column" or "copied".

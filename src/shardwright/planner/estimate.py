@@ -56,7 +56,16 @@ class Estimate(NamedTuple):
         In that case they are multiplied by (memory / limit) cubed. A search tries layouts in the order of this value,
         so a layout that is estimated a few percent above the limit may still be tried.
         """
-        return self.step_s * max(1.0, self.memory_bytes / max(limit, 1.0)) ** 3
+        return longer_over(self.step_s, self.memory_bytes, limit)
+
+
+def longer_over(step_s: float, memory_bytes: float, limit: float) -> float:
+    """Returns a step's seconds, times the cube of how many times ``limit`` the memory is; unchanged if it fits.
+
+    >>> longer_over(3.0, 20, 10), longer_over(3.0, 5, 10)
+    (24.0, 3.0)
+    """
+    return step_s * max(1.0, memory_bytes / max(limit, 1.0)) ** 3
 
 
 class StateShares(NamedTuple):

@@ -23,6 +23,10 @@ _LEAST = 5e-4
 """Text leaves out parts of a smaller share of the step; data have all."""
 
 
+_FAST, _WHOLE = 1e-3, 1e-2
+"""Differences of two steps, as shares, below which text calls them as fast, and below which it gives a decimal."""
+
+
 FEW_GAINS = 0.1
 """The share of the time lost in one part of a step that the other parts may gain before text names their gain too."""
 
@@ -91,6 +95,15 @@ def loses(best: Price, other: Price) -> tuple[str, float]:
     """Returns the part of the step in which ``other`` loses the most time against ``best``, and the seconds lost."""
     most = max(differences(best, other), key=lambda each: each.more_s)
     return most.part, most.more_s
+
+
+def how_much_slower(best: Price, other: Price) -> str:
+    """Returns by how much the step of ``other`` is longer than that of ``best``, such as "+4%", "+0.2%" or "as fast".
+
+    It is "as fast" below one in a thousand, which is less than prices can tell.
+    """
+    slower = other.step_s / best.step_s - 1
+    return "as fast" if abs(slower) < _FAST else f"{slower:+.1%}" if abs(slower) < _WHOLE else f"{slower:+.0%}"
 
 
 def where_it_loses(best: Price, other: Price) -> str:

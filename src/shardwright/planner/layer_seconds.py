@@ -17,7 +17,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.cost.cluster import Cluster
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.layout import Layout
-from shardwright.ledger.account import NativeAttentionOnMeta
+from shardwright.ledger.account import NATIVE_ATTENTION
 from shardwright.parallelize.planning import narrow_model, without_storage
 from shardwright.plan.plan import Job, Plan
 from shardwright.planner.outline import ModelPlans
@@ -64,7 +64,7 @@ def predicted_layer_seconds(job: Job, layout: Layout, cluster: Cluster) -> dict[
             module.register_forward_pre_hook(before)
             module.register_forward_hook(partial(after, path))
     try:
-        with torch.no_grad(), NativeAttentionOnMeta(), on_meta(model, values=False), clock:
+        with torch.no_grad(), on_meta(model, values=False, instead=NATIVE_ATTENTION), clock:
             call_model(model, inputs)
     except (RuntimeError, TypeError, ValueError):  # a user's forward may need values: then work is counted
         return {}

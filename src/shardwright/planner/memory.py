@@ -77,6 +77,14 @@ def offloaded_bytes(records: LayoutRecords) -> int:
     return max(found)
 
 
+def host_bytes(records: LayoutRecords, ranks_per_node: int) -> int:
+    """Returns the bytes of parameters and optimizer state that the host of a node holds, at most; 0 if none or on disk.
+
+    All ranks of the node are taken to offload as much as the one that offloads the most.
+    """
+    return 0 if ":disk" in str(records.layout) else offloaded_bytes(records) * ranks_per_node
+
+
 def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
     """Returns the bytes that a stage holds before a step, by kind of memory; gradients are those of the step before."""
     return dict(zip(KINDS, _base(records, stage), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -27,13 +27,22 @@ from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
-from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, TimeScale, scale_of
-from shardwright.planner.explain import PriceDifference, name_of_part, waterfall_lines, where_it_loses
-from shardwright.planner.memory import offloaded_bytes
+from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, StepTimes, TimeScale, scale_of
+from shardwright.planner.explain import PriceDifference, how_much_slower, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
-from shardwright.planner.search import MOST_PRICED, Recorder, SearchConstraints, SearchResult, precision_of, search
+from shardwright.planner.search import (
+    MOST_PRICED,
+    Recorder,
+    SearchConstraints,
+    SearchResult,
+    host_fits,
+    nearness,
+    precision_of,
+    search,
+)
 from shardwright.planner.short import ShortModel
 from shardwright.planner.ways_out import ways_out
 from shardwright.strategies import STRATEGIES
@@ -74,6 +83,8 @@ class Plans:
     """The most layouts that tables list; ``layouts`` has all."""
     ways_out: tuple[str, ...] = ()
     """What to change so that a layout fits, where none of a search does, as sentences."""
+    num_parameters: int = 0
+    """The elements of all parameters of the model; one that several modules share counts once."""
 
     def __repr__(self) -> str:
         return f"Plans({self.cluster}, {len(self.layouts)} layouts, best '{self.best.layout}')"
@@ -88,9 +99,20 @@ class Plans:
         predicted: then even the lower end is above ``step_s``.
         """
         if not self.is_measured:
-            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
-            return step_s * times.low, step_s * times.high
+            return step_s * self._published.low, step_s * self._published.high
         return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
+
+    def expected_s(self, step_s: float) -> float:
+        """Returns the seconds to reckon with for a step of which the parts add up to ``step_s``; see :meth:`interval`.
+
+        Where nothing was measured on the machine, half of the published runs took longer and half less, as multiples of
+        what is predicted; else they are ``step_s``.
+        """
+        return step_s if self.is_measured else step_s * self._published.median
+
+    @property
+    def _published(self) -> StepTimes:
+        return UNMEASURED.get(self.cluster.device.name, UNKNOWN)
 
     @property
     def is_measured(self) -> bool:
@@ -106,7 +128,7 @@ class Plans:
     def best(self) -> Price:
         """The price of the best layout, whose ``layout`` can be passed to ``parallelize``.
 
-        If none that was priced fits the memory limit, it is the one that takes the least memory.
+        If none that was priced fits the memory limit, it is the nearest: of the least memory, and not much slower.
         """
         return self.layouts[0]
 
@@ -114,7 +136,7 @@ class Plans:
         """Returns the listed prices and the summary of the search as plain data for JSON."""
         rest = self.layouts[1:]
         return {
-            "cluster": str(self.cluster),
+            "cluster": str(self.cluster), "num_parameters": self.num_parameters,
             "layouts": [self.row(each) for each in self.listed],
             "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
@@ -123,6 +145,7 @@ class Plans:
             "rejected": self.rejected(), "ways_out": list(self.ways_out),
             "seconds": dict(self.seconds), "baseline_step_s": self.baseline_s(self.best),
             "constants": self.constants(), "warnings": self.warnings(),
+            "notes": [f"{name}: {said}" for name, said in self.notes()],
         }  # fmt: skip
 
     def rejected(self) -> list[dict[str, Any]]:
@@ -138,19 +161,26 @@ class Plans:
         ]
 
     def fits(self, price: Price) -> bool:
-        """Returns whether a layout takes no more memory than the limit allows."""
-        return price.fits(self.cluster.device.memory_bytes, self.memory_limit)
+        """Returns whether a layout takes no more memory of a device, and of a node's host, than it may.
+
+        What it offloads fits a host whose memory is not known.
+        """
+        return price.fits(self.cluster.device.memory_bytes, self.memory_limit) and self.host_fits(price) is not False
+
+    def host_fits(self, price: Price) -> bool | None:
+        """Returns whether a node's host has the memory for what its ranks offload to it; None if that is not known."""
+        return host_fits(price, self.cluster)
 
     def baseline_s(self, price: Price) -> float:
         """Returns the seconds of a step at 40 % of the device's peak FLOP/s, as a baseline."""
         return price.flops / (self.cluster.device.peak(price.layout.precision) * UTILISATION)
 
     def utilisation(self, price: Price) -> float:
-        """Returns the model FLOPs utilization: the share of the device's peak FLOP/s that a step reaches.
+        """Returns the model FLOPs utilization: the share of the device's peak FLOP/s that the expected step reaches.
 
         Recomputed FLOPs are not counted.
         """
-        return price.flops / (self.cluster.device.peak(price.layout.precision) * price.step_s)
+        return price.flops / (self.cluster.device.peak(price.layout.precision) * self.expected_s(price.step_s))
 
     def row(self, price: Price) -> dict[str, Any]:
         """Returns one layout's price as plain data for JSON: seconds by part, memory, traffic, and whether it fits."""
@@ -158,14 +188,16 @@ class Plans:
         stage = price.memory.index(heaviest)
         axes = [axis for axis in layout_axes() if axis in price.waterfall]
         low, high = self.interval(price.step_s)
+        expected_s = self.expected_s(price.step_s)
         return {
-            "layout": str(price.layout), "step_s": price.step_s, "step_s_low": low,
-            "step_s_high": high, "tokens_per_s": self.tokens / price.step_s,
+            "layout": str(price.layout), "step_s": price.step_s, "step_s_expected": expected_s, "step_s_low": low,
+            "step_s_high": high, "tokens_per_s": self.tokens / expected_s,
             "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
             "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
             "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
             "memory_by_stage": [each.num_bytes for each in price.memory],
             "offloaded_bytes": offloaded_bytes(price.records),
+            "host_bytes": host_bytes(price.records, self.cluster.nodes.ranks_per_node),
             "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),
             "exposed_s_by_axis": {axis: price.waterfall[axis] for axis in axes}, "bubble": price.bubble,
             "waterfall": dict(price.waterfall), "limit": self.limit(price), "fits": self.fits(price),
@@ -189,7 +221,7 @@ class Plans:
         return max(price.waterfall, key=lambda name: price.waterfall[name])
 
     def why(self, price: Price) -> str:
-        """Returns one sentence about a layout: its step time with a range, memory, and share of the peak FLOP/s.
+        """Returns one sentence about a layout: the expected step with its range, memory, and share of the peak FLOP/s.
 
         The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
         """
@@ -197,12 +229,12 @@ class Plans:
         known = (
             "some constants measured or from your runs"
             if self.is_measured
-            else "constants from the datasheet and guesses, "
-            f"never measured on {self.cluster.device.name} with this library"
+            else f"its parts add up to {price.step_s:.3g} s, by the datasheet and guesses, which published runs on "
+            f"{self._published.runs_on} exceeded; never measured on {self.cluster.device.name} with this library"
         )
         nothing = "" if self.fits(price) else "does not fit: "
         return (
-            f"{nothing}{price.layout}: {price.step_s:.3g} s a step (likely {low:.3g} to {high:.3g}), "
+            f"{nothing}{price.layout}: expect {self.expected_s(price.step_s):.3g} s a step ({low:.3g} to {high:.3g}), "
             f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
             f"{self.utilisation(price):.0%} of peak; {known}"
         )
@@ -235,16 +267,13 @@ class Plans:
         stages with several chunks, and activations that are offloaded, of which the time is not priced.
         """
         notes = [each.records.note for each in self.layouts if each.records.note]
-        notes += [
-            f"{each.layout}: memory of several chunks on a stage is 3 % off at most where it was compared"
-            for each in self.layouts
-            if each.records.schedule.num_chunks > each.records.schedule.num_stages
-        ]
-        notes += [
-            f"{each.layout}: copies of offloaded activations are not priced; the step may take longer"
-            for each in self.layouts
-            if (each.layout.recompute or "").startswith("offload")
-        ]
+        chunked = [e.layout for e in self.layouts if e.records.schedule.num_chunks > e.records.schedule.num_stages]
+        offloading = [e.layout for e in self.layouts if (e.layout.recompute or "").startswith("offload")]
+        for layouts, said in (
+            (chunked, "memory of several chunks on a stage is 3 % off at most where it was compared"),
+            (offloading, "copies of offloaded activations are not priced; the step may take longer"),
+        ):
+            notes += [f"{', '.join(map(str, layouts))}: {said}"] * bool(layouts)
         notes += [
             f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
             "fitted is not what it stands for"
@@ -273,26 +302,28 @@ class Plans:
         nearest = f"nothing that was priced fits {self.memory_limit:.0%} of the memory; the nearest is"
         lines = [
             *([] if self.fits(best) else [nearest]),
-            self.why(best),
+            *self.why(best).replace("; ", ";\n  ", 1).splitlines(),
+            f"model             {self.num_parameters:,} parameters; a step has {self.batch:,} samples"
+            + f", {self.tokens:,} tokens" * (self.tokens > self.batch),
             *(f"what would fit    {each}" for each in self._ways_out()),
             *self._table(),
             "",
             *waterfall_lines(best.waterfall, best.step_s),
-            "",
         ]
+        if not self.is_measured:
+            expected, times = self.expected_s(best.step_s), self._published.median
+            lines.append(f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times that, the median of published runs")
+        lines.append("")
         stages = ", ".join(f"{each.num_bytes / 1e9:.3g}" for each in best.memory)
         limit = self.cluster.device.memory_bytes * self.memory_limit / 1e9
         lines.append(f"memory by stage   {stages} GB; limit {limit:.3g}")
         heaviest = max(best.memory, key=lambda each: each.num_bytes)
         kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
         lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
-        if off := offloaded_bytes(best.records):
-            where = "on disk" if ":disk" in str(best.layout) else "of host memory"
-            lines.append(f"  offloaded       {format_decimal_bytes(off)} {where} for each rank")
         sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
         lines.append(f"traffic by axis   {sent or 'nothing'}")
         lines.append(f"baseline          {format_duration(self.baseline_s(best))} at {UTILISATION:.0%} of peak")
-        lines += [*self._trust(), *self._rest()]
+        lines += [*(f"{name:17} {said}" for name, said in self.notes()), *self._rest()]
         lines += [f"warning: {each}" for each in self.warnings()]
         return "\n".join(lines)
 
@@ -304,43 +335,62 @@ class Plans:
         if len(self.listed) < 2:
             return []
         width = max(len(str(each.layout)) for each in self.listed)
-        rows = []
+        rows = [f"  {'layout':{width}}  {'expected':>8}    {'memory':>9}  peak"]
         for each in self.listed:
             said = f"mostly {name_of_part(self.limit(each))}" if self.fits(each) else "does not fit"
             rows.append(
-                f"  {each.layout!s:{width}}  {each.step_s:>8.3g} s  {each.memory_bytes / 1e9:>6.3g} GB  "
-                f"{self.utilisation(each):>4.0%}  {said}"
+                f"  {each.layout!s:{width}}  {self.expected_s(each.step_s):>8.3g} s  "
+                f"{each.memory_bytes / 1e9:>6.3g} GB  {self.utilisation(each):>4.0%}  {said}"
             )
         return ["", *rows]
 
-    def _trust(self) -> list[str]:
-        """Returns lines about where the interval comes from, and layouts whose gradients are summed in other dtypes."""
-        lines = []
+    def _offloaded(self) -> Iterator[str]:
+        """Yields what the best layout offloads, and whether a node's host has the memory for it."""
+        each_rank, in_node = offloaded_bytes(self.best.records), self.cluster.nodes.ranks_per_node
+        of_node = host_bytes(self.best.records, in_node)
+        if each_rank and not of_node:
+            yield f"{format_decimal_bytes(each_rank)} on disk for each rank"
+        if not of_node:
+            return
+        has = self.cluster.device.host_memory_bytes
+        known = "whether it has as much is not known: host_memory_GB of a cluster file says it"
+        if has is not None:
+            known = f"{'not ' * bool(self.host_fits(self.best))}more than the {format_decimal_bytes(has)} that it has"
+        held, of_all = format_decimal_bytes(each_rank), format_decimal_bytes(of_node)
+        yield f"{held} of host memory for each rank, {of_all} on a node of {in_node}; {known}"
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Returns what to know of the prices, each as a word and a text.
+
+        They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
+        and under which layouts gradients are summed in other dtypes.
+        """
+        found = [("offloaded", each) for each in self._offloaded()]
         if not self.is_measured:
-            times = UNMEASURED.get(self.cluster.device.name, UNKNOWN)
-            lines.append(
-                f"interval          published runs of another library on {times.runs_on} took longer than predicted: "
-                f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times"
-            )
+            times = self._published
+            found.append((
+                "interval", f"published runs of another library on {times.runs_on} took longer than predicted: "
+                f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times",
+            ))  # fmt: skip
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
-            lines.append("guesses           " + ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
-                         + ", the same for every accelerator")  # fmt: skip
+            said = ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
+            found.append(("guesses", f"{said}, the same for every accelerator"))
         narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
         if narrow:
             dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
             others = ", in fp32 or not at all under the others listed" * (len(narrow) < len(self.listed))
-            lines.append(
-                f"gradients         of microbatches are summed in {dtypes} under "
-                f"{', '.join(map(str, narrow))}{others}; with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too"
-            )
-        return lines
+            found.append((
+                "gradients", f"of microbatches are summed in {dtypes} under {', '.join(map(str, narrow))}{others}; "
+                "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too",
+            ))  # fmt: skip
+        return found
 
     def _rest(self) -> list[str]:
         """Returns lines about the runner-up, and what was left out and why."""
         lines = []
         if len(self.layouts) > 1 and self.fits(self.layouts[1]):
             second = self.layouts[1]
-            lines.append(f"runner-up         {second.layout}: {second.step_s / self.best.step_s - 1:+.0%}, "
+            lines.append(f"runner-up         {second.layout}: {how_much_slower(self.best, second)}, "
                          f"{where_it_loses(self.best, second)}")  # fmt: skip
         for each in self.rejected():
             detail = f" ({each['detail']})" * bool(each["detail"])
@@ -414,16 +464,17 @@ def plan_layouts(
         layouts = [*found.fit, *found.misfits]
         if not layouts:
             raise found.failure or _none_found(cluster, found, fix, without)
-        rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=1)
+        rehearsed, one = partial(record, most_whole=MOST_WHOLE), replace(wanted, most=1, most_to_fit=3)
         ways = () if found.fit else tuple(ways_out(
-            found.misfits[0], cluster, batch, limit,
+            min(found.misfits, key=lambda each: each.memory_bytes), cluster, batch, limit,
             lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
             lambda each, given: pricing.price(each, record(each, num_samples, given=given)),
         ))  # fmt: skip
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
-    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit))
+    priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit, cluster))
     num_tokens = tokens or _num_tokens(batch[0])
-    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways, size)
 
 
 def _pair(batch: Any, loss: nn.Module) -> tuple[Any, Any]:
@@ -437,10 +488,10 @@ def _num_tokens(inputs: Any) -> int:
     return first.numel() if first.dim() == 2 and not first.is_floating_point() else len(first)
 
 
-def _rank(price: Price, limit: float) -> tuple[bool, float]:
-    """Returns what prices are sorted by: those that fit by their seconds, then the others by their memory."""
-    fits = price.memory_bytes <= limit
-    return not fits, price.step_s if fits else price.memory_bytes
+def _rank(price: Price, limit: float, cluster: Cluster) -> tuple[bool, float]:
+    """Returns what prices are sorted by: those that fit by their seconds, then the others by :func:`nearness`."""
+    fits = price.memory_bytes <= limit and host_fits(price, cluster) is not False
+    return not fits, price.step_s if fits else nearness(price, limit)
 
 
 def _priced_anchor(line: str, measured_s: float, pricing: Pricing, batch: int, record: Recorder) -> Price:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -233,10 +233,14 @@ class _Shape(NamedTuple):
         ranks = [layout.mesh.first_rank(mesh_axes("stages"), stage) for stage in range(planned.schedule.num_stages)]
         found = [self.rehearsed_at(planned, ranks[0]) if planned.first is None else planned.first]
         found += [self.rehearsed_at(planned, rank) for rank in ranks[1:]]
-        if layout.mesh != self.layout.mesh:
-            for record in found:
-                for done in record.by_action.values():
-                    done.records = [self._among_all(each, layout.mesh) for each in done.records]
+        few, own = layout.mesh, self.layout.mesh
+        if few != own:
+            among = cache(partial(_among_all, few=few, own=own))
+            for done in (each for record in found for each in record.by_action.values()):
+                done.records = [
+                    each._replace(ranks=among(each.ranks)) if isinstance(each, MessageRecord) else each
+                    for each in done.records
+                ]
         return found
 
     def rehearsed_at(self, planned: _JobLayout, rank: int) -> RankRecord:
@@ -244,17 +248,16 @@ class _Shape(NamedTuple):
         self.counts["rehearsals"] += 1
         return rehearse(planned.job, planned.plan, rank, planned.batch, self.device_type, self.optimizer)
 
-    def _among_all(self, record: Record, few: Mesh) -> Record:
-        """Returns the record of a message with the ranks that those of few stages stand for."""
-        if not isinstance(record, MessageRecord):
-            return record
-        ranks = []
-        for rank in record.ranks:
-            coord = few.coord(rank)
-            for axis in (each for each in mesh_axes("stages") if each in coord):
-                coord[axis] = representative(coord[axis], self.layout.mesh[axis], few[axis])
-            ranks.append(self.layout.mesh.rank(coord))
-        return record._replace(ranks=tuple(ranks))
+
+def _among_all(ranks: tuple[int, ...], few: Mesh, own: Mesh) -> tuple[int, ...]:
+    """Returns the ranks of the mesh ``own`` that ranks of ``few``, which has few stages, stand for."""
+    found = []
+    for rank in ranks:
+        coord = few.coord(rank)
+        for axis in (each for each in mesh_axes("stages") if each in coord):
+            coord[axis] = representative(coord[axis], own[axis], few[axis])
+        found.append(own.rank(coord))
+    return tuple(found)
 
 
 class _JobLayout(NamedTuple):

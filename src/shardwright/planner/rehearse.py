@@ -14,7 +14,7 @@ from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
@@ -87,9 +87,11 @@ def rehearse(
     """
     try:
         return _rehearsed(job, planned, rank, batch, device_type, optimizer)
-    except (RuntimeError, TypeError, NotImplementedError) as failure:
+    except (LayoutError, PlanError):
+        raise
+    except (RuntimeError, TypeError, ValueError) as failure:
         raise PlanError(
-            "a step of the model cannot be rehearsed without values",
+            "a step of the model cannot be rehearsed without values on such a batch",
             given=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
             allowed="code that runs on the meta device, and a batch like those of training",
             fix="do not read values of tensors (.item(), .tolist()) in forward, and check the shapes of the batch",

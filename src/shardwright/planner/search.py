@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from math import prod
 
 from shardwright.axes import layout_axes
@@ -21,7 +21,8 @@ from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
-from shardwright.planner.estimate import Estimate, Estimator, declared_options
+from shardwright.planner.estimate import Estimate, Estimator, declared_options, longer_over
+from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
 from shardwright.planner.records import LayoutRecords
 from shardwright.planner.short import ShortModel
@@ -227,25 +228,34 @@ class _Search:
     def price_until_one_fits(self) -> None:
         """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
 
-        The fastest one comes first that would fit if its estimate were too low by as much as any before; if there is
-        none, the one that takes the least memory, as long as the lowest error of an estimate so far lets it fit.
+        The fastest one comes first that would fit if its estimate were too low by as much as that of layouts like it
+        (:func:`_kind`) before; if there is none, the one that takes the least memory, as long as the lowest error of an
+        estimate so far lets it fit.
         """
         limit = self.wanted.limit_bytes
         for _ in range(self.wanted.most_to_fit):
             if self.found.fit or not self.found.misfits:
                 return
-            known = [(price.memory_bytes, self.estimator.estimate(price.layout)) for price in self.found.misfits]
-            off = [held / own.memory_bytes for held, own in known if own is not None and own.memory_bytes]
+            off = self._off()
             beside = (each for each in options_beside(_best(self.found).layout) if self._may_be(each))
             left = [*self.estimates, *filter(None, map(self.estimator.estimate, beside))]
             left = [each for each in left if str(each.layout) not in self.tried]
-            likely = [each for each in left if each.memory_bytes * max(off, default=1.0) <= limit]
+            likely = [each for each in left if each.memory_bytes * max(off.get(_kind(each.layout), [1.0])) <= limit]
             if not likely:
                 least = min(left, key=lambda each: each.memory_bytes, default=None)
-                if least is None or least.memory_bytes * min([*off, 1.0]) > limit:
+                if least is None or least.memory_bytes * min([1.0, *chain(*off.values())]) > limit:
                     return
                 likely = [least]
             self._price(min(likely, key=lambda each: (each.step_s, each.memory_bytes)).layout)
+
+    def _off(self) -> dict[object, list[float]]:
+        """Returns how many times as much memory layouts that do not fit take as was estimated, by :func:`_kind`."""
+        found: dict[object, list[float]] = {}
+        for price in self.found.misfits:
+            own = self.estimator.estimate(price.layout)
+            if own is not None and own.memory_bytes:
+                found.setdefault(_kind(price.layout), []).append(price.memory_bytes / own.memory_bytes)
+        return found
 
     def _may_be(self, layout: Layout) -> bool:
         return self.wanted.allows(layout) and num_shares(layout) <= self.estimator.batch
@@ -269,8 +279,11 @@ class _Search:
                 found.reject("its estimate is not among the best", left.layout, slower)
         found.searched = found.priced + found.rejected.total()
         found.fit.sort(key=lambda each: each.step_s)
-        found.misfits.sort(key=lambda each: each.memory_bytes)
+        found.misfits.sort(key=lambda each: nearness(each, limit))
         for misfit in found.misfits:
+            if misfit.memory_bytes <= limit:
+                found.reject("host memory: more than a node has", misfit.layout)
+                continue
             heaviest = max(misfit.memory, key=lambda each: each.num_bytes)
             kind = max(heaviest.by_kind, key=lambda name: heaviest.by_kind[name])
             detail = (
@@ -317,12 +330,32 @@ class _Search:
         except (LayoutError, PlanError) as error:
             self.found.refused(error, layout)
             return
-        fits = priced.memory_bytes <= self.wanted.limit_bytes
+        is_held = host_fits(priced, self.estimator.pricing.cluster) is not False
+        fits = priced.memory_bytes <= self.wanted.limit_bytes and is_held
         (self.found.fit if fits else self.found.misfits).append(priced)
+
+
+def _kind(layout: Layout) -> tuple[object, ...]:
+    """Returns what layouts share whose estimates of memory are off alike: the schedule of stages, if there are any."""
+    return tuple(f.options for f in layout.factors if layout_axes()[f.axis].kind == "stages")
 
 
 def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
+
+
+def nearness(price: Price, limit: float) -> float:
+    """Returns how far a layout is from one that fits and is fast: its seconds, made longer as its memory exceeds it."""
+    return longer_over(price.step_s, price.memory_bytes, limit)
+
+
+def host_fits(price: Price, cluster: Cluster) -> bool | None:
+    """Returns whether a node's host has the memory for what its ranks offload to it; None if that is not known.
+
+    It is True if nothing is offloaded to hosts.
+    """
+    held, has = host_bytes(price.records, cluster.nodes.ranks_per_node), cluster.device.host_memory_bytes
+    return True if not held else None if has is None else held <= has
 
 
 def _best(found: SearchResult) -> Price:

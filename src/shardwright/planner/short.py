@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,8 @@ class ShortModel:
     device_type: str
     roles: Mapping[str, str]
     model_plans: ModelPlans
+    _records: dict[tuple[Layout, int], LayoutRecords] = field(default_factory=dict)
+    """What :meth:`record` has returned: searches on several clusters ask for the same."""
 
     @property
     def blocks(self) -> AlikeBlocks | None:
@@ -89,6 +91,11 @@ class ShortModel:
 
         Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device.
         """
+        if (layout, samples) not in self._records:
+            self._records[layout, samples] = self._recorded(layout, samples)
+        return self._records[layout, samples]
+
+    def _recorded(self, layout: Layout, samples: int) -> LayoutRecords:
         rows = first_rows(self.batch, samples)
         records = record_layout(self._job(self._short, layout, rows), layout, rows, self.device_type)
         if self.blocks is None or self._short is self.model:

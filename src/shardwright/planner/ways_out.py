@@ -15,9 +15,11 @@ from shardwright.formatting import format_decimal_bytes
 from shardwright.layout import Layout
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import num_rows
+from shardwright.planner.memory import held_at_rest
 from shardwright.planner.price import Price
 from shardwright.planner.search import SearchResult
 
+_STATE = ("parameters", "optimizer")
 MOST_TIMES, SHORTEST = 4, 128
 """The most times as many devices that are tried, and the fewest tokens of a sequence."""
 
@@ -45,7 +47,9 @@ def ways_out(
         most = MOST_TIMES * cluster.num_ranks
         yield f"more devices: no layout that was priced on up to {most} fits"
     tokens = _num_tokens(batch)
-    while tokens // 2 >= SHORTEST:
+    stages = range(nearest.records.schedule.num_stages)
+    state = max(sum(held_at_rest(nearest.records, stage)[kind] for kind in _STATE) for stage in stages)
+    while tokens // 2 >= SHORTEST and state <= limit:  # no sequence is so short that more state fits
         tokens //= 2
         with suppress(LayoutError, PlanError):
             shorter = priced(nearest.layout, _first_tokens(batch, tokens))

@@ -30,7 +30,8 @@ def write_plan_page(path: Path, plans: Plans, compared: Sequence[PriceDifference
         *(_comparison(f"Why not {each.other.layout}?", each) for each in compared),
         _memory(plans), *_left_out(plans), _constants(plans),
     ]  # fmt: skip
-    under = f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.batch:,} samples a step"
+    under = f"<code>{escape(str(plans.cluster))}</code> &middot; {plans.num_parameters:,} parameters &middot; "
+    under += f"{plans.batch:,} samples a step"
     return write_html(path, title=title, under=under, sections=sections, parts=("chart",))
 
 
@@ -40,14 +41,17 @@ def _summary(plans: Plans) -> str:
     memory = format_decimal_bytes(plans.cluster.device.memory_bytes)
     facts = [
         ("best layout", best["layout"], "" if best["fits"] else "does not fit; the nearest that was priced"),
-        ("step", format_seconds(best["step_s"]), f"likely {low} to {high}"),
+        ("expected step", format_seconds(best["step_s_expected"]), f"likely {low} to {high}"),
+        ("its parts add up to", format_seconds(best["step_s"]),
+         "as measured or anchored" if plans.is_measured else "by the datasheet and guesses"),
         ("tokens or samples a second", f"{best['tokens_per_s']:,.0f}", "all devices together"),
         ("of peak", f"{best['utilisation']:.0%}", "recomputed operations not counted"),
         ("memory", format_decimal_bytes(best["memory_bytes"]), f"of {memory}"),
         ("baseline", format_seconds(plans.baseline_s(plans.best)), f"at {UTILISATION:.0%} of peak"),
-    ]
-    warnings = "".join(f"<p class='note'>{escape(each)}</p>" for each in plans.warnings())
-    return f"<section>\n{fact_list(facts)}\n{warnings}</section>"
+    ]  # fmt: skip
+    said = [*plans.ways_out, *(f"{name}: {text}" for name, text in plans.notes()), *plans.warnings()]
+    notes = "".join(f"<p class='note'>{escape(each)}</p>" for each in said)
+    return f"<section>\n{fact_list(facts)}\n{notes}</section>"
 
 
 def _picture(plans: Plans) -> str:
@@ -58,7 +62,8 @@ def _picture(plans: Plans) -> str:
     for price in shown:
         line = str(price.layout)
         waterfall = {name_of_part(name): seconds for name, seconds in price.waterfall.items() if seconds > 0}
-        steps.append(Bar(line, waterfall, format_seconds(price.step_s), f"{plans.utilisation(price):.0%} of peak"))
+        expected = f"expect {format_seconds(plans.expected_s(price.step_s))}, {plans.utilisation(price):.0%} of peak"
+        steps.append(Bar(line, waterfall, format_seconds(price.step_s), expected))
         note = "" if plans.fits(price) else "does not fit"
         memory.append(Bar(line, {"memory": price.memory_bytes}, format_decimal_bytes(price.memory_bytes), note))
     full = float(max(plans.cluster.device.memory_bytes, *(each.memory_bytes for each in shown)))
@@ -71,14 +76,23 @@ def _picture(plans: Plans) -> str:
 
 
 def _layouts(plans: Plans) -> str:
-    heads = ["layout", "step", "of peak", "memory", "payload of messages", "bubble", "most of it"]
+    heads = [
+        "layout",
+        "expected step",
+        "sum of parts",
+        "of peak",
+        "memory",
+        "payload of messages",
+        "bubble",
+        "most of it",
+    ]
     body = []
     for price in plans.listed:
         sent, most = sum(price.traffic_by_axis.values()), name_of_part(plans.limit(price))
         body.append([
-            f"<code>{escape(str(price.layout))}</code>", format_seconds(price.step_s),
-            f"{plans.utilisation(price):.0%}", format_decimal_bytes(price.memory_bytes), format_decimal_bytes(sent),
-            f"{price.bubble:.1%}", escape(most) if plans.fits(price) else "does not fit",
+            f"<code>{escape(str(price.layout))}</code>", format_seconds(plans.expected_s(price.step_s)),
+            format_seconds(price.step_s), f"{plans.utilisation(price):.0%}", format_decimal_bytes(price.memory_bytes),
+            format_decimal_bytes(sent), f"{price.bubble:.1%}", escape(most) if plans.fits(price) else "does not fit",
         ])  # fmt: skip
     return section("Layouts", html_table(heads, body, numbers_from=1, stacked=True))
 

@@ -76,7 +76,8 @@ def _draw_row(
         if width:
             _bar(axes, left, at, width, height, colour, f"{price.layout}: {name}")
             left += width
-    said = f"{format_seconds(price.step_s)}, {plans.utilisation(price):.0%} of peak"
+    expected = format_seconds(plans.expected_s(price.step_s))
+    said = f"{format_seconds(price.step_s)}, expect {expected}, {plans.utilisation(price):.0%} of peak"
     axes.text(left + 0.08, at + height / 2, said, va="center", fontsize=10, color=INK)
     full = WIDTH - LEFT - _MEMORY_LEFT
     width = full * price.memory_bytes / most
