@@ -353,17 +353,31 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
-        All ranks call it. Labels belong to no inputs, unless the model's forward takes them. What its output holds
-        without a dim of samples, such as the loss that a model of transformers computes of labels, is None:
-        :meth:`evaluate` returns it.
+        All ranks call it. Each computes its share of the samples, and they gather their outputs. Every rank computes
+        all samples where these are fewer than shares, under ``own-statistics``, and from the first output on that has
+        more than tensors of samples, flags and texts: a number, a cache, or a tensor whose dim 0 is not the samples.
+
+        Labels belong to no inputs, unless the model's forward takes them. What its output holds without a dim of
+        samples, such as the loss that a model of transformers computes of labels, is None: :meth:`evaluate` returns it.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes. Under ``bf16``
             and ``fp16`` it has that dtype, as the model computed it: write ``.float()`` before sums or metrics of it.
-        Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
-            is sent from the last stage to the others.
+        Traffic: that of a forward; one all-gather over each axis that cuts the output, samples included, and if any
+            axis cuts samples a gather of text; with pipeline stages, the output is sent from the last stage to the
+            others.
         Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
-            different numbers of samples; PlanError: the model's forward does not take the inputs, or one is an array or
-            an object with tensors instead of a tensor, or contains a tensor without dims.
+            different numbers of samples; PlanError: ranks were given different inputs, the model's forward does not
+            take the inputs, or one is an array or an object with tensors instead of a tensor, or contains a tensor
+            without dims.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(2, 1)
+        >>> def work(world):
+        ...     run, calls = sw.parallelize(model, "dp2", world, loss=sw.MeanSquaredError()), []
+        ...     run.model.register_forward_hook(lambda *call: calls.append(len(call[1][0])))
+        ...     return run.predict(torch.ones(5, 2)).shape, calls
+        >>> sw.launch(work, 2, ranks="threads")
+        [(torch.Size([5, 1]), [3]), (torch.Size([5, 1]), [2])]
         """
         check_takes_inputs(self.model, inputs)
         return self._step.predict(as_tensors(inputs))

@@ -306,13 +306,17 @@ class Executor:
         order = sorted(range(len(places)), key=lambda number: (places[number], -number))
         return tuple(self.param_groups[number] for number in order)
 
-    def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
-        microbatch = microbatches[number]
+    def set_microbatch(self, microbatch: Microbatch, number: int = 0, num_microbatches: int = 1) -> None:
+        """Makes a microbatch the current one of this rank's batch shard and RNG tracker, before its forward."""
         self.rng.samples = microbatch.samples
         if microbatch.num_global is None:
             self.batch_shard.set_uncut(len(microbatch.samples))
         else:
-            self.batch_shard.set_microbatch(microbatch.num_global, number, len(microbatches))
+            self.batch_shard.set_microbatch(microbatch.num_global, number, num_microbatches)
+
+    def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
+        microbatch = microbatches[number]
+        self.set_microbatch(microbatch, number, len(microbatches))
         key = (chunk, self.model.training)
         written = self.written if self.model.training and len(microbatches) > 1 else None
         with ExitStack() as stack:
