@@ -141,7 +141,8 @@ def tokens(num_samples):
 @pytest.mark.parametrize("num_samples", [2, 5])
 def test_a_loss_that_the_model_computes_from_its_labels_equals_one_device(line, num_samples):
     model, batch = LanguageModel(), tokens(num_samples)
-    model(**batch)["loss"].backward()
+    wanted = model(**batch)["loss"]
+    wanted.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
 
     def work(run):
@@ -152,7 +153,7 @@ def test_a_loss_that_the_model_computes_from_its_labels_equals_one_device(line, 
 
     found = on_ranks(line, work, model, loss=sw.ModelLoss(), example=batch)
     for loss, state in found:
-        assert loss == pytest.approx(model(**batch)["loss"].item(), abs=1e-6)
+        assert loss == pytest.approx(wanted.item(), abs=1e-6)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach() - expected[name], atol=1e-6, rtol=1e-5)
 

@@ -1,12 +1,13 @@
 """Raises errors for uses of torch's optimizers and clipping that would train nothing, or lose or distort gradients.
 
-A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()`` or after ``eval()``,
+A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()``, ``eval()`` or a call,
 gives a warning.
 
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
-``clip_grads_with_norm_``, is replaced by one that checks first. So are the two methods of modules, once a run of this
-process has trained. A guard is called only in the thread that made its run, since ranks may be threads.
+``clip_grads_with_norm_``, is replaced by one that checks first. So are two methods of modules, once a run of this
+process has trained; calls are watched of the plain model alone, by a :class:`_ReadGuard`. A step guard is called only
+in the thread that made its run, since ranks may be threads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import wraps
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
@@ -239,9 +241,11 @@ def _has_trained(plain: ReferenceType[nn.Module], version: tuple[tuple[int, int]
         _look_before_reading()
     key = id(model)
     _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version
+    if not isinstance(model._compiled_call_impl, _ReadGuard):
+        vars(model)[_CALL] = _ReadGuard(model)
 
 
-def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
+def _warn_of_old_values(model: nn.Module, call: str, fix: str, stacklevel: int = 3) -> None:
     """Warns, once a model, if its run has trained and it still has the values of before."""
     plain, version = _UNTRAINED.get(id(model), (None, ()))
     if plain is None or plain() is not model or _UNTRAINED.pop(id(model), None) is None:  # another rank has warned
@@ -254,8 +258,36 @@ def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
                 allowed="the run, or the plain model after model.load_state_dict(run.state_dict())",
                 fix=fix,
             ),
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
+
+
+_CALL = "_compiled_call_impl"
+"""The attribute that torch calls in place of a module's forward with its hooks, where ``module.compile()`` set it.
+
+A copy or a file of the module does not have it.
+"""
+
+
+class _ReadGuard:
+    """Warns at the first call of a plain model whose run has trained, and removes itself; other modules are not slower.
+
+    It stands in the plain model's attribute for compiled calls, and keeps what ``model.compile()`` has put there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._before = ref(model), vars(model).get(_CALL)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        model = self._model()
+        assert model is not None, "it is called by the model"
+        vars(model)[_CALL] = self._before
+        line = "write run.evaluate(batch) or run.predict(inputs), on every rank"
+        _warn_of_old_values(model, "a call", line, stacklevel=4)
+        return model(*args, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self._before, memo)
 
 
 _READ, _EVAL = nn.Module.state_dict, nn.Module.eval
