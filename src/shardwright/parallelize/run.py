@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,7 @@ class Run:
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
         )
         self._check_every = check_every
+        self._watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
@@ -156,8 +158,8 @@ class Run:
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
-        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack:
-        write ``for batch in run.shard(loader): loss = run.step(batch)``.
+        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack, which
+        is a PlanError: write ``for batch in run.shard(loader): loss = run.step(batch)``.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
@@ -185,7 +187,7 @@ class Run:
         samples = self.share(num_global)
         inputs, targets = rows(batch, samples.start, samples.stop)
         part = self._from_samples(inputs, targets, num_global, copies)
-        return part._replace(of_global=some_elements(batch)) if self._compares_batches else part
+        return replace(part, of_global=some_elements(batch)) if self._compares_batches else part
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
         """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
@@ -285,10 +287,13 @@ class Run:
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
-        earlier = self._guard.count_samples(batch.num_global)
-        if is_compared(self.num_steps, self._check_every):
+        earlier, compares = self._guard.count_samples(batch.num_global), is_compared(self.num_steps, self._check_every)
+        if compares:
             self._compare_ranks(batch, earlier)
+        if self._watches_loss:
+            self._watches_loss = not self._guard.warns_of_loss(self.num_steps, may_wait=compares)
         found = self._step.take(batch, update, self.num_steps)
+        self._guard.last_loss = found[0], self._guard.num_updates
         self.num_steps += 1
         return found
 
