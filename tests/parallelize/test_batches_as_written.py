@@ -299,10 +299,12 @@ def test_a_pair_unpacked_in_the_loop_says_the_line_to_write():
 
 def test_the_backward_of_a_steps_loss_says_that_the_step_has_run_it():
     def work(run):
-        before = pytest.raises(RuntimeError, torch.ones(1).sum().backward)
+        with pytest.raises(RuntimeError) as before:
+            torch.ones(1).sum().backward()
         loss = run.step(next(run.shard([(X, Y)])))
         texts = refused(loss.backward), refused((loss / 4).backward), refused(lambda: torch.autograd.backward([loss]))
-        twice = pytest.raises(RuntimeError, torch.ones(2, requires_grad=True).backward)  # torch's own, of another kind
+        with pytest.raises(RuntimeError) as twice:
+            torch.ones(2, requires_grad=True).backward()  # torch's own, of another kind
         return type(before.value), texts, str(twice.value)
 
     for kind, texts, other in on_ranks("dp2", work):
