@@ -113,9 +113,45 @@ def test_a_mapping_of_another_library_is_cut_like_a_dict():
 
 
 def test_an_output_that_is_a_mapping_is_refused_with_the_loss_to_write():
-    for loss in (None, nn.CrossEntropyLoss()):
+    for loss, line in (
+        (None, "sw.CrossEntropy()"),
+        (nn.CrossEntropyLoss(), "sw.CrossEntropy()"),
+        (
+            nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1),
+            "sw.CrossEntropy(ignore_index=0, label_smoothing=0.1)",
+        ),
+        (nn.MSELoss(), "sw.MeanLoss(torch.nn.MSELoss(...))"),
+    ):
         (text, _) = on_ranks("dp2", lambda run: refused(run.step, next(run.shard([(X, Y)]))), Named(), loss=loss)
-        assert "sw.CrossEntropy()(output['logits'], targets)" in text
+        assert f"{line}(output['logits'], targets)" in text
+
+
+def test_batches_of_a_loader_given_to_evaluate_all_say_the_line_to_write():
+    for text in on_ranks("dp2", lambda run: refused(run.evaluate_all, [(X, Y)])):
+        assert "fix:     write run.evaluate_all(run.shard(batches)), of several batches" in text
+
+
+def test_a_forward_by_hand_with_dropout_says_what_to_write():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    for text in on_ranks("dp2", lambda run: refused(run.model, X), model):
+        assert "where run.model is called by hand, write run.step(batch) to train or run.predict(inputs)" in text
+
+
+def test_a_hook_whose_handle_the_model_keeps_is_copied_with_it():
+    model = plain()
+    handle = model[0].register_forward_hook(lambda *call: call[2] * 2)
+    model.handle = handle  # as transformers' gradient_checkpointing_enable keeps one
+    expected = model(X).detach()
+
+    def work(run):
+        found = run.predict(X)
+        run.model.handle.remove()
+        return found, run.predict(X)
+
+    for found, without in on_ranks("dp2", work, model):
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, without)
+    torch.testing.assert_close(model(X).detach(), expected)  # its own hook stays
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
             if kind in ATOMS:
                 own[name] = value
             elif kind in DICTS and not value and name in _HOOKS:
-                own[name] = kind()
+                own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
             else:
                 own[name] = copy.deepcopy(value, memo)
     other = copy.deepcopy(model, memo)
