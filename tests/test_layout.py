@@ -285,7 +285,7 @@ def test_a_fix_keeps_what_was_asked_in_the_words_of_other_libraries(case):
         ("tp2/zero3 dp2", "dp2/zero3 tp2"),
         ("pp4/zbv mb8", "pp4/zb-v mb8"),
         ("dp2/recompute mb2", "mb2 dp2 recompute:full"),
-        ("dp2/hybrid tp2", "dp2 tp2, or dp2/ahead"),
+        ("dp2/hybrid tp2", "dp2 tp2"),
     ],
 )
 def test_the_fix_of_an_option_that_no_strategy_has_is_a_whole_line(line, fix):
@@ -423,7 +423,8 @@ def test_numbers_and_modes_in_a_dictionary_agree_with_the_line(tensor, mode, dat
         ({"tensr": 4}, "write tensor"),
         ({"tensor": {"size": 4, "moed": "2d"}}, "write mode"),
         ({"data": {"size": 4, "mode": "2d"}}, "key in 'data'"),
-        ({"parallel": {"data": 4}, "fp16": 1}, "write parallel"),
+        ({"parallel": {"data": 4}, "paralel": 1}, "write parallel"),
+        ({"parallel": {"data": 4}, "fp16": 1}, "write one of those allowed"),
         ({"parallel": {"parallel": {"data": 4}}}, "'parallel'"),
         ({"parallel": 4}, "a dictionary"),
         ({3: 4}, "given:   3"),

@@ -39,14 +39,14 @@ PARAMETERS = {
     "launch": "work ranks_or_layout *args ranks= **options",
     "layer_alone": "layer layout world num_tokens= seed=",
     "load": "path run optimizer",
-    "load_weights": "run source names= strict=",
+    "load_weights": "run source names= strict= averages=",
     "parallelize": "model layout world loss= seed= num_tokens= strategies= roles= example= seconds= stop_at_nan= "
     "offload_folder= check_every=",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
     "roles=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
-    "save_weights": "source to format= names= dtype= config= model= max_file_bytes=",
+    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
     "without_values": "",
@@ -180,6 +180,7 @@ FLAGS = {
         "--dtype",
         "--prefix",
         "--max-file-gb",
+        "--averages",
         "--json",
     },
 }

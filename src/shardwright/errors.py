@@ -102,29 +102,31 @@ EXAMPLE = (
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the entry of ``known`` that is spelled most like a mistyped ``word``, to suggest it in an error text.
+    """Returns the entry of ``known`` that begins with a mistyped ``word`` or is spelled like it; "" if none is similar.
 
-    Some entry is returned even if none is similar; ``known`` must not be empty.
+    Upper and lower case count as alike.
 
-    >>> nearest("lerning_rate", ["steps", "learning_rate"])
-    'learning_rate'
-    """
-    known = list(known)
-    return (difflib.get_close_matches(word, known, n=1, cutoff=0.0) or known)[0]
-
-
-def fix_for(word: str, known: Iterable[str], otherwise: str = "write one of those allowed") -> str:
-    """Returns a ``fix`` for a mistyped word: "write" and the known entry that begins with it or is spelled like it.
-
-    Upper and lower case count as alike. If no entry is similar, a guess would mislead, so ``otherwise`` is returned.
-
-    >>> fix_for("A100", ["a100-80gb", "b200"]), fix_for("inner", ["hidden", "tied"])
-    ('write a100-80gb', 'write one of those allowed')
+    >>> nearest("lerning_rate", ["steps", "learning_rate"]), nearest("A100", ["a100-80gb"]), nearest("inner", ["tied"])
+    ('learning_rate', 'a100-80gb', '')
     """
     plain = {entry.lower(): entry for entry in known}
     begun = [entry for entry in plain if word and entry.startswith(word.lower())]
     alike = begun[:1] or difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.6)
-    return f"write {plain[alike[0]]}" if alike else otherwise
+    return plain[alike[0]] if alike else ""
+
+
+def fix_for(
+    word: str, known: Iterable[str], otherwise: str = "write one of those allowed", *, before: str = "write "
+) -> str:
+    """Returns a ``fix`` for a mistyped word: ``before`` and the :func:`nearest` known entry.
+
+    If no entry is similar, a guess would mislead, so ``otherwise`` is returned.
+
+    >>> fix_for("A100", ["a100-80gb", "b200"]), fix_for("inner", ["hidden", "tied"])
+    ('write a100-80gb', 'write one of those allowed')
+    """
+    found = nearest(word, known)
+    return f"{before}{found}" if found else otherwise
 
 
 def check_at_least(name: str, value: int, least: int, *, fix: str) -> None:

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
 from shardwright.axes import MAX_SIZE, LayoutAxis, MisfitError, layout_axes
-from shardwright.errors import LayoutError, nearest
+from shardwright.errors import LayoutError, fix_for, nearest
 from shardwright.layout_guess import meant
 from shardwright.mesh import Mesh
 
@@ -59,8 +59,8 @@ def _error(what: str, given: object, allowed: str, fix: str) -> LayoutError:
 
 def _check_among(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
-        fix = nearest(value if isinstance(value, str) else "", known)
-        raise _error(f"no such {name}", value, ", ".join(known), f"write {fix}")
+        fix = fix_for(value if isinstance(value, str) else "", known)
+        raise _error(f"no such {name}", value, ", ".join(known), fix)
 
 
 def _is_value(value: object) -> bool:
@@ -120,7 +120,8 @@ class Factor:
         try:
             sizes, options = _canonical(self.axis, tuple(self.sizes), tuple(self.options))
         except _ItemError as wrong:
-            raise _error(wrong.args[0], self, *wrong.args[1:]) from None
+            what, allowed, fix = wrong.args
+            raise _error(what, self, allowed, fix or "write one of those allowed") from None
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "options", options)
 
@@ -303,7 +304,8 @@ def _item_text(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> st
 def _canonical(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Canonical:
     """Returns the canonical sizes and options of a factor; raises _ItemError with the nearest item that works."""
     if (declared := layout_axes().get(axis)) is None:
-        raise _ItemError("no such axis", ", ".join(layout_axes()), nearest(str(axis), layout_axes()) + "4")
+        alike = nearest(str(axis), layout_axes())
+        raise _ItemError("no such axis", ", ".join(layout_axes()), f"{alike}4" if alike else "")
     first = {option.name: option for option in reversed(options)}  # of equal names, the first one given
     kept = tuple(option for option in options if first[option.name] is option)
     counts = [min(max(size, 1), MAX_SIZE) if isinstance(size, int) else 1 for size in sizes] or [1]

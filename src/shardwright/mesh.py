@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from shardwright.axes import mesh_axes
-from shardwright.errors import LayoutError, nearest
+from shardwright.errors import LayoutError, fix_for
 
 Coord = Mapping[str, int]
 """A rank's index on every axis of the mesh, by axis name."""
@@ -66,9 +66,7 @@ class Mesh:
         known = mesh_axes()
         for axis, size in sizes.items():
             if axis not in known:
-                raise LayoutError(
-                    "no such axis", given=axis, allowed=", ".join(known), fix=f"write {nearest(axis, known)}"
-                )
+                raise LayoutError("no such axis", given=axis, allowed=", ".join(known), fix=fix_for(axis, known))
             if size < 1:
                 raise LayoutError(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
         object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in known if axis in sizes))

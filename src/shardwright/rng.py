@@ -297,7 +297,8 @@ class KeyedDropout:
                 f"dropout '{self.layer}' does not get one row for each sample",
                 given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
                 allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too",
-                fix="apply dropout after the samples are in dim 0",
+                fix="apply dropout after the samples are in dim 0; or, where run.model is called by hand, write "
+                "run.step(batch) to train or run.predict(inputs)",
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))

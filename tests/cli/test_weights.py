@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import shardwright as sw
 from shardwright.cli.main import app
 from shardwright.models import GPT, GPTConfig
 
@@ -85,6 +86,27 @@ def test_a_run_starts_from_weights_and_a_resumed_run_from_its_checkpoint(trained
     assert resumed["steps"] == 2, "the file of the start is not needed any more"
 
 
+def test_averages_of_a_checkpoint_are_exported(tmp_path):
+    def work(world):
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        run = sw.parallelize(model, "dp2/zero1", world, loss=sw.MeanSquaredError())
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        averages = run.average(optimizer, decay=0.5)
+        for part in run.shard([(torch.ones(2, 2), torch.zeros(2, 1))] * 3):
+            run.step(part, update=optimizer)
+        sw.save(tmp_path / "run", run, optimizer)
+        with averages.applied():
+            return run.state_dict()["weight"]
+
+    average = sw.launch(work, 2, ranks="threads")[0]
+    exported(tmp_path / "run", tmp_path / "last.pt")
+    exported(tmp_path / "run", tmp_path / "averaged.pt", "--averages")
+    last, averaged = (torch.load(tmp_path / file, weights_only=True)["weight"] for file in ("last.pt", "averaged.pt"))
+    assert torch.equal(averaged, average)
+    assert not torch.equal(averaged, last)
+
+
 def test_an_evaluation_of_loaded_weights_goes_on_where_the_run_was(trained, tmp_path):
     words = ["--ranks", "threads", "--steps", 1, "--lr", "0", *TINY]
     once = done("train", *words, "--out", tmp_path / "one", "--weights", trained, "--layout", "dp2 bf16")
@@ -100,6 +122,7 @@ def test_an_evaluation_of_loaded_weights_goes_on_where_the_run_was(trained, tmp_
         (["checkpoint", "export", "{run}", "{new}", "--format", "transformers"], "needs a config"),
         (["checkpoint", "export", "{run}", "{new}", "--dtype", "int8"], "no such dtype"),
         (["checkpoint", "export", "{run}", "{new}", "--max-file-gb", "0"], "too small"),
+        (["checkpoint", "export", "{run}", "{new}", "--averages"], "leave out averages=True, or --averages"),
         (["checkpoint", "export", "nowhere", "{new}"], "No such file"),
         (["checkpoint", "export", "{run}", "{run}"], "a folder with files of another kind"),
         (["train", "--weights", "nowhere", "--out", "{new}", "--ranks", "threads"], "No such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from math import isfinite
 
 import numpy as np
 import pytest
@@ -112,9 +113,45 @@ def test_a_mapping_of_another_library_is_cut_like_a_dict():
 
 
 def test_an_output_that_is_a_mapping_is_refused_with_the_loss_to_write():
-    for loss in (None, nn.CrossEntropyLoss()):
+    for loss, line in (
+        (None, "sw.CrossEntropy()"),
+        (nn.CrossEntropyLoss(), "sw.CrossEntropy()"),
+        (
+            nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1),
+            "sw.CrossEntropy(ignore_index=0, label_smoothing=0.1)",
+        ),
+        (nn.MSELoss(), "sw.MeanLoss(torch.nn.MSELoss(...))"),
+    ):
         (text, _) = on_ranks("dp2", lambda run: refused(run.step, next(run.shard([(X, Y)]))), Named(), loss=loss)
-        assert "sw.CrossEntropy()(output['logits'], targets)" in text
+        assert f"{line}(output['logits'], targets)" in text
+
+
+def test_batches_of_a_loader_given_to_evaluate_all_say_the_line_to_write():
+    for text in on_ranks("dp2", lambda run: refused(run.evaluate_all, [(X, Y)])):
+        assert "fix:     write run.evaluate_all(run.shard(batches)), of several batches" in text
+
+
+def test_a_forward_by_hand_with_dropout_says_what_to_write():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    for text in on_ranks("dp2", lambda run: refused(run.model, X), model):
+        assert "where run.model is called by hand, write run.step(batch) to train or run.predict(inputs)" in text
+
+
+def test_a_hook_whose_handle_the_model_keeps_is_copied_with_it():
+    model = plain()
+    handle = model[0].register_forward_hook(lambda *call: call[2] * 2)
+    model.handle = handle  # as transformers' gradient_checkpointing_enable keeps one
+    expected = model(X).detach()
+
+    def work(run):
+        found = run.predict(X)
+        run.model.handle.remove()
+        return found, run.predict(X)
+
+    for found, without in on_ranks("dp2", work, model):
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, without)
+    torch.testing.assert_close(model(X).detach(), expected)  # its own hook stays
 
 
 @pytest.mark.parametrize(
@@ -267,6 +304,77 @@ def test_a_function_that_returns_a_mean_is_refused_with_the_line_to_write():
     work = lambda run: refused(run.step, next(run.shard([(X, Y)])))  # noqa: E731
     for text in on_ranks("dp2", work, loss=lambda output, targets: nn.functional.cross_entropy(output, targets)):
         assert "for a mean over the targets write loss=sw.MeanLoss(function)" in text
+
+
+# ---- what shard yields, and what step returns, used as a loop of torch would use them
+
+
+@pytest.mark.parametrize(
+    ("use", "given"),
+    [
+        (lambda part: [*part], "unpacked, as in for inputs, targets in run.shard(loader)"),
+        (lambda part: part[0], "batch[0]"),
+        (lambda part: part["x"], "batch['x']"),
+    ],
+)
+def test_a_part_that_is_taken_for_a_pair_says_the_line_to_write(use, given):
+    for text in on_ranks("dp2", lambda run: refused(use, next(run.shard([({"x": X}, Y)]))), Named()):
+        assert f"given:   {given}\n" in text
+        assert "fix:     write for batch in run.shard(loader): loss = run.step(batch)" in text
+        assert "batch.inputs['x'] and batch.targets are this rank's" in text
+
+
+def test_a_pair_unpacked_in_the_loop_says_the_line_to_write():
+    def work(run):
+        for inputs, targets in run.shard([(X, Y)]):
+            raise AssertionError(inputs, targets)
+
+    for text in on_ranks("dp2", lambda run: refused(work, run)):
+        assert "what run.shard yields is this rank's part of a batch, and no pair" in text
+
+
+def test_the_backward_of_a_steps_loss_says_that_the_step_has_run_it():
+    def work(run):
+        with pytest.raises(RuntimeError) as before:
+            torch.ones(1).sum().backward()
+        loss = run.step(next(run.shard([(X, Y)])))
+        texts = refused(loss.backward), refused((loss / 4).backward), refused(lambda: torch.autograd.backward([loss]))
+        with pytest.raises(RuntimeError) as twice:
+            torch.ones(2, requires_grad=True).backward()  # torch's own, of another kind
+        return type(before.value), texts, str(twice.value)
+
+    for kind, texts, other in on_ranks("dp2", work):
+        assert kind is RuntimeError  # no step so far
+        assert all("the step has run forward and backward" in text for text in texts)
+        assert all("fix:     leave out loss.backward()" in text for text in texts)
+        assert "grad can be implicitly created only for scalar outputs" in other
+
+
+def losses_of(layout, batches, *, updates, **options):
+    def work(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=float("inf"))
+        found = []
+        for part in run.shard(batches):
+            found.append(run.step(part).item())
+            if updates:
+                optimizer.step()
+        return found
+
+    return on_ranks(layout, work, **options)
+
+
+def test_a_run_that_goes_on_from_a_loss_that_is_not_finite_says_so_once():
+    with pytest.warns(UserWarning, match="a loss is not finite, and training goes on from it, in step 2") as caught:
+        (_, *found), _ = losses_of("dp2", [(X, Y)] * 5, updates=True)
+    assert not any(map(isfinite, found))
+    assert len(caught) == 1
+    assert "write sw.parallelize(..., stop_at_nan=True)" in str(caught[0].message)
+
+
+def test_a_loss_that_is_not_finite_is_the_users_where_no_update_was_made_from_it():
+    bad = (torch.full_like(X, float("nan")), Y)
+    found = losses_of("dp2", [(X, Y), bad, (X, Y)], updates=False)[0]  # a warning would be an error here
+    assert [isfinite(loss) for loss in found] == [True, False, True]
 
 
 # ---- the model, called by hand

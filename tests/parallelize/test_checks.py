@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from copy import copy, deepcopy
 
 import pytest
 import torch
@@ -181,6 +183,7 @@ def test_a_plain_model_that_is_read_after_training_is_told_to_have_its_old_value
 
     def work(world):
         run = sw.parallelize(model, line, world)
+        assert run.model._compiled_call_impl is None
         optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
         part = next(run.shard([batch]))
         run.step(part)
@@ -209,6 +212,20 @@ def test_a_plain_model_that_is_read_after_training_is_told_to_have_its_old_value
         trained()
     with pytest.warns(UserWarning, match=r"(?s)eval\(\) is of the plain model.*write run\.evaluate\(batch\)"):
         model.eval()
+    trained()
+    with pytest.warns(UserWarning, match=r"(?s)a call is of the plain model.*write run\.evaluate\(batch\)") as caught:
+        model(batch[0])
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch[0])  # it was said once
+        trained()
+        other = pickle.loads(pickle.dumps(model))
+        for copied in (deepcopy(model), copy(model), other):
+            copied(batch[0])  # a copy is not the model that was given
+        model.load_state_dict(state)
+        assert torch.equal(model(batch[0]), nn.functional.linear(model[0](batch[0]).relu(), *model[2].parameters()))
+        assert model._compiled_call_impl is None
 
 
 class Sized(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import shardwright as sw
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import CheckpointError, LayoutError, PlanError
 
 VOCABULARY, LENGTH = 11, 5
 
@@ -141,7 +142,8 @@ def tokens(num_samples):
 @pytest.mark.parametrize("num_samples", [2, 5])
 def test_a_loss_that_the_model_computes_from_its_labels_equals_one_device(line, num_samples):
     model, batch = LanguageModel(), tokens(num_samples)
-    model(**batch)["loss"].backward()
+    wanted = model(**batch)["loss"]
+    wanted.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
 
     def work(run):
@@ -152,7 +154,7 @@ def test_a_loss_that_the_model_computes_from_its_labels_equals_one_device(line, 
 
     found = on_ranks(line, work, model, loss=sw.ModelLoss(), example=batch)
     for loss, state in found:
-        assert loss == pytest.approx(model(**batch)["loss"].item(), abs=1e-6)
+        assert loss == pytest.approx(wanted.item(), abs=1e-6)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach() - expected[name], atol=1e-6, rtol=1e-5)
 
@@ -297,6 +299,119 @@ def test_averages_are_saved_with_the_optimizer_and_load_under_another_layout(tmp
     for found in on_ranks("tp2", second, two_layers()):
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], atol=1e-4, rtol=1e-3)
+
+
+class Rich(nn.Module):
+    """A parameter without dims, one that is frozen, one that is tied, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.layers = nn.Parameter(torch.tensor(1.5)), two_layers()
+        self.layers[0].bias.requires_grad_(False)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "pp2 mb2", "tp2 bf16"])
+def test_averages_of_a_checkpoint_are_exported_and_loaded_in_place_of_the_parameters(line, tmp_path):
+    def work(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        averages = run.average(optimizer, decay=0.5)
+        for batch in run.shard(BATCHES):
+            run.step(batch, update=optimizer)
+        sw.save(tmp_path / "checkpoints", run, optimizer)
+        with averages.applied():
+            return run.state_dict()
+
+    expected = on_ranks(line, work, Rich())[0]
+    sw.save_weights(tmp_path, tmp_path / "averaged.pt", averages=True)
+    sw.save_weights(tmp_path, tmp_path / "last.pt")
+    averaged, last = (torch.load(tmp_path / name, weights_only=True) for name in ("averaged.pt", "last.pt"))
+    assert averaged.keys() == last.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(averaged[name], expected[name]), name
+        assert torch.equal(averaged[name], last[name]) == (name in ("shift", "layers.0.bias")), name
+
+    def again(run):
+        sw.load_weights(run, tmp_path, averages=True)
+        return run.state_dict()
+
+    for found in on_ranks("dp2 tp2", again, Rich()):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_averages_that_a_source_has_not_are_said_to_be_missing(tmp_path):
+    def work(run):
+        sw.save(tmp_path / "checkpoints", run, run.optimizer(torch.optim.SGD, lr=0.1))
+        assert "write with averages.applied(): sw.save_weights(run, to)" in refused(
+            lambda: sw.save_weights(run, tmp_path / "x.pt", averages=True)
+        )
+
+    on_ranks("dp2", work, two_layers())
+    with pytest.raises(CheckpointError, match="has no averages of parameters\n  given:   the state of SGD, of step 0"):
+        sw.save_weights(tmp_path, tmp_path / "averaged.pt", averages=True)
+    sw.save_weights(tmp_path, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="is no checkpoint of this library, and has no averages"):
+        sw.save_weights(tmp_path / "last.pt", tmp_path / "averaged.pt", averages=True)
+    with pytest.raises(CheckpointError, match="has no averages of parameters"):
+        on_ranks("dp2", lambda run: sw.load_weights(run, tmp_path, averages=True), two_layers())
+
+
+def saved(folder, *, averages):
+    def work(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        if averages:
+            run.average(optimizer, decay=0.5)
+        for batch in run.shard(BATCHES[:2]):
+            run.step(batch, update=optimizer)
+        sw.save(folder, run, optimizer)
+
+    on_ranks("dp2", work, two_layers())
+
+
+def resumed(line, folder, *averaged):
+    """A run that resumes, and averages where ``averaged`` says: before the load, after it, or nowhere."""
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        if "before" in averaged:
+            run.average(optimizer, decay=0.5)
+        sw.load(folder, run, optimizer)
+        if "after" in averaged:
+            run.average(optimizer, decay=0.5)
+        for batch in run.shard(BATCHES[2:]):
+            run.step(batch, update=optimizer)
+        return any("average" in state for state in optimizer.state.values())
+
+    return on_ranks(line, work, two_layers())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_that_resumes_with_averages_says_that_the_checkpoint_has_none(when, tmp_path):
+    saved(tmp_path, averages=False)
+    with pytest.warns(UserWarning, match="has no averages of parameters: they begin with the values after the next"):
+        assert resumed("dp2", tmp_path, when) == [True, True]
+
+
+def test_a_run_that_resumes_without_averages_says_that_those_of_the_checkpoint_end(tmp_path):
+    saved(tmp_path, averages=True)
+    assert resumed("dp2", tmp_path, "before") == resumed("dp2", tmp_path, "after") == [True, True]
+    with pytest.warns(
+        UserWarning, match=r"(?s)the averages.*end here.*write averages = run.average\(optimizer, decay\)"
+    ):
+        assert resumed("dp2", tmp_path) == [False, False]
+    with pytest.warns(UserWarning, match=r"(?s)has averages.*not loaded.*a run under dp2/zero1/offload:disk"):
+        assert resumed("dp2/zero1/offload:disk", tmp_path) == [False, False]
+    with pytest.warns(
+        UserWarning, match=r"(?s)has averages.*not loaded.*write sw.load_weights\(run, path, averages=True"
+    ):
+        on_ranks("dp2", lambda run: sw.load(tmp_path, run), two_layers())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_ranks("dp2", lambda run: sw.load_weights(run, tmp_path), two_layers())
 
 
 def test_a_step_that_fp16_skips_moves_no_average():

@@ -74,6 +74,19 @@ def test_names_of_accelerate_are_its_own():
     assert callable(accelerate.notebook_launcher)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_names_of_the_trainer_are_its_own():
+    transformers = pytest.importorskip("transformers", reason="make zoo-contract has it")
+    known = {
+        name
+        for kind in (transformers.TrainingArguments, transformers.Trainer, transformers.Trainer.train)
+        for name in inspect.signature(kind).parameters
+    } | {*dir(transformers.Trainer)}
+    names = {re.match(r"\w+", code)[0] for code in first_cells("trainer")} - {"Trainer", "TrainingArguments"}
+    assert len(names) >= 25
+    assert not names - known
+
+
 def second_cells():
     """What stands in code in the second column of the pages' tables, ours, with the name of its page."""
     for page in sorted(FOLDER.glob("*.md")):

@@ -79,7 +79,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
             if kind in ATOMS:
                 own[name] = value
             elif kind in _COLLECTIONS and not value and name in _HOOKS:
-                own[name] = kind()
+                own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
             elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):
                 items = ((key, None if each is None else memo[id(each)]) for key, each in value.items())
                 own[name] = memo.setdefault(id(value), kind(items))

@@ -18,6 +18,7 @@ from shardwright.checkpoint.optimizer_trial import check_options, check_steps
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
+from shardwright.parallelize.averages import KEY
 from shardwright.parallelize.run import Run, check_run
 from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.sharding.box import Piece, write
@@ -45,8 +46,9 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     Every rank calls it. ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Beside tensors,
     the run's step number, seed and loss scale and the options of the optimizer's param groups are set. Each rank reads
     and verifies only the files that hold parts of its shards. Everything is read before anything is changed: a load
-    that fails leaves run and optimizer unchanged. The call waits for saves that are under way, and all ranks read the
-    step that rank 0 finds.
+    that fails leaves run and optimizer unchanged. A checkpoint with averages (of ``run.average``), loaded into a run
+    without, gives a warning, and the reverse one too. The call waits for saves that are under way, and all ranks read
+    the step that rank 0 finds.
 
     Traffic: all-gathers of short texts.
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model, or
@@ -77,6 +79,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
             setattr(run.loss_scale, key, value)
     run.num_steps = manifest.step
     run.rng.seed = manifest.seed
+    run.averages.note_load(run, optimizer, str(folder), loads=bool(averages_in(manifest)))
     return manifest.extra
 
 
@@ -115,6 +118,21 @@ def _read(
     if run.loss_scale is not None and not manifest.scalars.get(LOSS_SCALE, {}).keys() <= vars(run.loss_scale).keys():
         raise ValueError(f"{MANIFEST}: unknown entries of the loss scale")
     return _Read(manifest, values, states, options)
+
+
+def averages_in(manifest: Manifest) -> dict[str, str | float]:
+    """Returns the averages of parameters in a checkpoint, by the parameter's name.
+
+    Each is the name of a tensor of the checkpoint, or a value where the parameter has no dims.
+    """
+    found: dict[str, str | float] = {}
+    for name, (_, shape, _) in manifest.tensors.items():
+        key = f"optimizer/{name}/{KEY}"
+        if key in manifest.tensors and manifest.tensors[key][1] == shape:
+            found[name] = key
+        elif not shape and KEY in (state := manifest.scalars.get(name, {})):
+            found[name] = state[KEY][1]
+    return found
 
 
 def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -161,6 +179,8 @@ def _wanted(
             continue  # a parameter without elements is not stored
         found.append((name, run.plan.state[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
+            if key == KEY and run.offload is not None:
+                continue  # the averages of such a run would not be updated
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
             state = states.setdefault(parameter, {})[key] = _new_state(run, parameter, key, dtype)
             found.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))

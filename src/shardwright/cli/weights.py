@@ -39,6 +39,9 @@ def export(
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="as stored")] = None,
     prefix: Annotated[str, typer.Option(help="What each name gets before it, such as 'model.'.")] = "",
     max_file_gb: Annotated[float, typer.Option(help="GB of tensors in one file of a folder.")] = MOST_FILE_BYTES / 1e9,
+    averages: Annotated[
+        bool, typer.Option("--averages", help="The averages (EMA) of run.average in place of the parameters.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Writes the weights of a checkpoint for other programs, under the plain model's names.
@@ -53,11 +56,13 @@ def export(
     saved = save_weights(
         path, to, format=kind, names=prefix or None, dtype=None if dtype is None else getattr(torch, dtype),
         config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9),
+        averages=averages,
     )  # fmt: skip
     files = [str(file) for file in saved.files]
     where = f"{to}" if len(files) == 1 else f"{to} ({len(files)} files)"
     value = {"file": str(to), "files": files, "tensors": len(saved.names), "bytes": saved.num_bytes}
-    emit(value, f"{where}: {len(saved.names)} tensors, {format_bytes(saved.num_bytes)}", as_json=as_json)
+    of = ", averages" if averages else ""
+    emit(value, f"{where}: {len(saved.names)} tensors{of}, {format_bytes(saved.num_bytes)}", as_json=as_json)
 
 
 def _model_of(path: Path, model: str | None) -> nn.Module | None:

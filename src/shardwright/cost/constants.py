@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from shardwright.errors import PlanError, nearest
+from shardwright.errors import PlanError, fix_for
 
 Source = Literal["datasheet", "measured", "fitted", "guess"]
 
@@ -73,9 +73,7 @@ class Constants:
         known = [each.name for each in fields(self) if each.name != "sources"]
         for name in values:
             if name not in known:
-                raise PlanError(
-                    "no such constant", given=name, allowed=", ".join(known), fix=f"write {nearest(name, known)}"
-                )
+                raise PlanError("no such constant", given=name, allowed=", ".join(known), fix=fix_for(name, known))
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
     def rows(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cost.calibration import KEYS
-from shardwright.errors import PlanError, fix_for, nearest
+from shardwright.errors import PlanError, fix_for
 from shardwright.text_files import read_text
 
 MOST_TOML_BYTES = 2**17
@@ -134,7 +134,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
             f"'{name}' has a key that means nothing",
             given=key,
             allowed=", ".join(sorted(known)),
-            fix=f"write {nearest(key, sorted(known))}",
+            fix=fix_for(key, sorted(known)),
         )
     peaks = table.get("peak_TFLOP_per_s")
     if not isinstance(peaks, Mapping) or "fp32" not in peaks or not all(map(_is_positive, peaks.values())):

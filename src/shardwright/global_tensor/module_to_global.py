@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shardwright.comm.current_world import here
-from shardwright.errors import LayoutError, PlanError, nearest
+from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.global_tensor.creation import device_of
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement, check_placement
@@ -105,7 +105,7 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
                 f"the pattern '{pattern}' matches no parameter or buffer",
                 given=pattern,
                 allowed=", ".join(names),
-                fix=f"write '{nearest(pattern, names)}'" if names else "leave it out",
+                fix=fix_for(pattern, names) if names else "leave it out",
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import LayoutError, NoValuesError, PlanError, fix_for, nearest
+from shardwright.errors import LayoutError, NoValuesError, PlanError, fix_for
 from shardwright.models.attention import Attention, AttentionConfig, Rotary
 from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.models.gpt import GPT, GPTConfig, generate
@@ -242,7 +242,11 @@ def load_named(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
-        fix = f"write {module_name}:{nearest(attribute, known)}" if known else "define it there"
+        own = [key for key in known if getattr(vars(module)[key], "__module__", "") == module.__name__]
+        there = (
+            f"write {module_name}: with one of {', '.join(own[:8])}, or define it there" if own else "define it there"
+        )
+        fix = fix_for(attribute, known, there, before=f"write {module_name}:")
         what, allowed = f"'{module_name}' has no factory '{attribute}'", "a function or class of that module"
         raise PlanError(what, given=name, allowed=allowed, fix=fix)
     return factory  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import PlanError
-from shardwright.models.losses import CrossEntropy, check_same_shape, check_tensors
+from shardwright.models.losses import CrossEntropy, check_same_shape, check_tensors, cross_entropy_text
 from shardwright.models.model_loss import ModelLoss
 
 Loss = nn.Module | Callable[[Any, Any], Any]
@@ -62,9 +62,15 @@ class SumLoss(nn.Module):
         self.loss = copy(loss)  # the caller's stays as it is
         self.loss.reduction = "none"  # type: ignore[assignment]
 
+    def _text(self) -> str:
+        """Returns the code of a loss that returns the sum and the count, for an error."""
+        if isinstance(self.loss, nn.CrossEntropyLoss) and self.loss.weight is None:
+            return cross_entropy_text(self.loss.ignore_index, self.loss.label_smoothing)
+        return f"sw.MeanLoss(torch.nn.{type(self.loss).__name__}(...))"
+
     def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Returns the sum of the loss over the targets, and the count by which torch's mean would divide that sum."""
-        check_tensors(output, targets)
+        check_tensors(output, targets, self._text())
         weight = getattr(self.loss, "weight", None)
         if weight is not None and weight.dtype != output.dtype:
             self.loss.weight = weight = weight.to(output.dtype)

@@ -45,7 +45,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of cross entropies and the count, over every target that is not ignored."""
-        check_tensors(logits_V, targets)
+        check_tensors(logits_V, targets, cross_entropy_text(self.ignore_index, self.label_smoothing))
         check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape, OTHER_LOSS)
         flat_logits = logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V
         flat_targets = targets.flatten() if targets.dim() else targets
@@ -66,7 +66,7 @@ class MeanSquaredError(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of squared differences and the count, over every element."""
-        check_tensors(outputs, targets)
+        check_tensors(outputs, targets, "sw.MeanSquaredError()")
         check_same_shape("outputs", outputs.shape, "targets", targets.shape)
         loss_sum = (outputs - targets.to(outputs.dtype)).square().sum()
         return loss_sum, torch.full((), outputs.numel(), dtype=torch.int64, device=outputs.device)
@@ -139,10 +139,23 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
         raise PlanError(f"{name} and {other_name} differ in shape", given=given, allowed="equal shapes", fix=fix)
 
 
-def check_tensors(output: object, targets: object) -> None:
+def cross_entropy_text(ignore_index: int, label_smoothing: float) -> str:
+    """Returns the call that makes a :class:`CrossEntropy` with these options, for an error.
+
+    >>> cross_entropy_text(-100, 0.1)
+    'sw.CrossEntropy(label_smoothing=0.1)'
+    """
+    given = [f"ignore_index={ignore_index}"] if ignore_index != -100 else []
+    given += [f"label_smoothing={label_smoothing}"] if label_smoothing else []
+    return f"sw.CrossEntropy({', '.join(given)})"
+
+
+def check_tensors(output: object, targets: object, loss: str) -> None:
     """Raises PlanError unless a model's output and the targets are one tensor each.
 
-    >>> check_tensors({"logits": torch.zeros(2, 3)}, torch.zeros(2))
+    ``loss`` is the code of the loss, which the error calls with a tensor of the output.
+
+    >>> check_tensors({"logits": torch.zeros(2, 3)}, torch.zeros(2), "sw.CrossEntropy()")
     Traceback (most recent call last):
     shardwright.errors.PlanError: the loss takes one tensor as the model's output
       given:   dict with logits
@@ -168,7 +181,7 @@ def check_tensors(output: object, targets: object) -> None:
             f"{each}{part if value is other else ''}" for each, other in (("output", output), ("targets", targets))
         ]
         fix = "return it alone, or give a loss of your own: loss=lambda output, targets:\n           "
-        fix += f"sw.CrossEntropy()({', '.join(taken)})"
+        fix += f"{loss}({', '.join(taken)})"
         if what == "the targets" and value is None:
             fix = "give batches of pairs (inputs, targets)"
         raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

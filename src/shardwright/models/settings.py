@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwright.errors import PlanError, fix_for, nearest
+from shardwright.errors import PlanError, fix_for
 
 Config = TypeVar("Config")
 
@@ -95,11 +95,10 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
         if hint not in kinds and get_origin(hint) not in (Literal, tuple, Union, UnionType):
             return _parse_literal(value)  # no rule for this hint
     allowed, example = _describe(hint)
+    fix = f"write {name}={example}"
     if get_origin(hint) is Literal:
-        example = nearest(text or "", map(str, get_args(hint)))
-    raise PlanError(
-        f"'{name}' does not have the right type", given=_shown(value), allowed=allowed, fix=f"write {name}={example}"
-    )
+        fix = fix_for(text or "", map(str, get_args(hint)), before=f"write {name}=")
+    raise PlanError(f"'{name}' does not have the right type", given=_shown(value), allowed=allowed, fix=fix)
 
 
 def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:

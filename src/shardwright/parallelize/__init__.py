@@ -97,8 +97,9 @@ def parallelize(
             real batch. Stages are balanced by the cost of layers on it, and modes that would leave ranks without a
             sample cut sequences instead, if the model allows it.
         seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
-        stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. In
-            fp16 such a step is skipped and counted instead.
+        stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. By
+            default the run goes on, as plain torch does, and warns once after an update from a loss that is not finite.
+            In fp16 such a step is skipped and counted instead.
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
         check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, explain
 from shardwright.models.settings import check_fraction
 
 if TYPE_CHECKING:
@@ -124,11 +126,26 @@ class Averages:
         self._run.changed()
 
 
+def _warn_of_lack(path: str, stacklevel: int) -> None:
+    warnings.warn(
+        explain(
+            f"'{path}' has no averages of parameters: they begin with the values after the next step",
+            given="a checkpoint of a run without run.average, or saved without its optimizer",
+            allowed="averages that begin here, or a checkpoint that has them",
+            fix="load a checkpoint of sw.save(folder, run, optimizer) after run.average(optimizer), to go on with its "
+            "averages",
+        ),
+        stacklevel=stacklevel,
+    )
+
+
 class RunAverages:
     """The averages that a run has made, one for each optimizer; an optimizer that is let go takes its own along."""
 
     def __init__(self) -> None:
         self._made: WeakSet[Averages] = WeakSet()
+        self._lacked: tuple[int, str] | None = None  # a checkpoint without averages: the step it was loaded at
+        self._to_keep: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()  # until the first step
 
     def get(self, run: Run, optimizer: torch.optim.Optimizer, decay: float) -> Averages:
         """Returns the averages of ``optimizer``, which are made once: its state has one average of a parameter.
@@ -147,7 +164,56 @@ class RunAverages:
                 )
         made = Averages(run, optimizer, decay)
         self._made.add(made)
+        if self._lacked is not None and self._lacked[0] == run.num_steps and run.world.rank == 0:
+            _warn_of_lack(self._lacked[1], stacklevel=4)
         return made
+
+    def note_load(self, run: Run, optimizer: torch.optim.Optimizer | None, path: str, *, loads: bool) -> None:
+        """Warns, on rank 0, if a loaded checkpoint has averages and the run has none, or the reverse.
+
+        ``loads`` says that the checkpoint has averages. Since :meth:`Run.average` may be called after the load, both
+        are known only then, or at the first step of ``optimizer``: averages that a run does not keep are dropped there,
+        before they become old.
+        """
+        is_first = run.world.rank == 0
+        is_averaged = any(made.optimizer is optimizer for made in self._made)
+        self._lacked = None if loads or optimizer is None or is_averaged else (run.num_steps, path)
+        if optimizer is not None and run.offload is None and loads and not is_averaged:
+            self._to_keep[optimizer] = path
+            optimizer.register_step_pre_hook(partial(self._drop_unkept, warns=is_first))
+        elif not is_first:
+            return
+        elif is_averaged and not loads:
+            _warn_of_lack(path, stacklevel=4)
+        elif loads and not is_averaged:
+            warnings.warn(
+                explain(
+                    f"'{path}' has averages of parameters, which are not loaded",
+                    given="sw.load(path, run), without an optimizer"
+                    if optimizer is None
+                    else f"a run under {run.plan.layout}",
+                    allowed="averages in an optimizer's state without /offload, or in place of the parameters",
+                    fix="write sw.load_weights(run, path, averages=True) for the averages as parameters, and "
+                    "sw.load_weights(run, path) for the parameters without this warning",
+                ),
+                stacklevel=3,
+            )
+
+    def _drop_unkept(self, optimizer: torch.optim.Optimizer, *_: Any, warns: bool) -> None:
+        path = self._to_keep.pop(optimizer, None)
+        if path is None or any(made.optimizer is optimizer for made in self._made):
+            return
+        if not [state.pop(KEY) for state in optimizer.state.values() if KEY in state] or not warns:
+            return
+        warnings.warn(
+            explain(
+                f"the averages of parameters in '{path}' end here: the run that has loaded them keeps none",
+                given=f"{type(optimizer).__name__}.step() without run.average(optimizer)",
+                allowed="a run that goes on with the averages, or without any",
+                fix="write averages = run.average(optimizer, decay) before the first step, to go on with them",
+            ),
+            stacklevel=2,
+        )
 
     def check_not_applied(self, optimizer: torch.optim.Optimizer | None, *, verb: str) -> None:
         """Raises PlanError inside of ``applied()``, where weights and averages of ``optimizer`` have changed places."""

@@ -192,8 +192,8 @@ def check_part(method: str, batch: Any, update: Any = None) -> None:
         f"run.{method} takes this rank's part of a global batch",
         given=_described(batch) + ("" if update is None else f", and then {_described(update)}"),
         allowed="what run.shard yields, or run.part returns",
-        fix="write run.accumulate(run.shard(batches)), of several batches"
-        if method == "accumulate"
+        fix=f"write run.{method}(run.shard(batches)), of several batches"
+        if method in ("accumulate", "evaluate_all")
         else f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
     )
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.analysis.structure import kind_of
 from shardwright.axes import mesh_axes
-from shardwright.errors import PlanError, nearest
+from shardwright.errors import PlanError, fix_for
 from shardwright.formatting import format_bytes
 from shardwright.forward_stack import stack_of
 from shardwright.mesh import Coord
@@ -39,7 +39,7 @@ def explained(run: Run, path: str) -> dict[str, Any]:
             f"the model has no module '{path}'",
             given=path,
             allowed="the names of model.named_modules(), '' for the model, '(loss)' for the loss",
-            fix=f"write {nearest(path, modules) or repr('')}",
+            fix=fix_for(path, modules),
         )
     plan, coord, module = run.plan, run.coord, modules[path]
     role = plan.roles.get(path, DEFAULT_ROLE)

@@ -102,8 +102,10 @@ def _check_given(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Glob
             raise PlanError(
                 f"'{name}' is no parameter of the run",
                 given=f"'{name}' of shape {list(tensor.shape)}",
-                allowed=f"'{known}' of shape {list(layouts[known].shape)}, and the other parameters",
-                fix=f"give '{known}' a tensor of its shape",
+                allowed=f"'{known}' of shape {list(layouts[known].shape)}, and the other parameters"
+                if known
+                else "the names of run.parameters",
+                fix=f"give '{known}' a tensor of its shape" if known else "write a name of the plain model",
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,7 @@ class Run:
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
         )
         self._check_every, self._is_new = check_every, True
+        self._watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
@@ -161,8 +163,8 @@ class Run:
         On an accelerator each part is copied there while the step before it computes. So one batch more is read than
         was yielded, which a position in the data must count, and no batch may depend on the step before it.
 
-        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack:
-        write ``for batch in run.shard(loader): loss = run.step(batch)``.
+        What it yields is a part for :meth:`step`, :meth:`accumulate` and :meth:`evaluate`, and no pair to unpack, which
+        is a PlanError: write ``for batch in run.shard(loader): loss = run.step(batch)``.
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
         Raises: LayoutError: the tensors have different numbers of samples; PlanError: a batch has no such targets, or
@@ -190,7 +192,7 @@ class Run:
         samples = self.share(num_global)
         inputs, targets = rows(batch, samples.start, samples.stop)
         part = self._from_samples(inputs, targets, num_global, copies)
-        return part._replace(of_global=some_elements(batch)) if self._compares_batches else part
+        return replace(part, of_global=some_elements(batch)) if self._compares_batches else part
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
         """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
@@ -293,10 +295,13 @@ class Run:
         if self._is_new and self.world.rank == 0 and (warning := without_dropout(self.model)):
             LOG.warning("%s", warning)
         self._is_new = False
-        earlier = self._guard.count_samples(batch.num_global)
-        if is_compared(self.num_steps, self._check_every):
+        earlier, compares = self._guard.count_samples(batch.num_global), is_compared(self.num_steps, self._check_every)
+        if compares:
             self._compare_ranks(batch, earlier)
+        if self._watches_loss:
+            self._watches_loss = not self._guard.warns_of_loss(self.num_steps, may_wait=compares)
         found = self._step.take(batch, update, self.num_steps)
+        self._guard.last_loss = found[0], self._guard.num_updates
         self.num_steps += 1
         return found
 
@@ -361,17 +366,31 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
-        All ranks call it. Labels belong to no inputs, unless the model's forward takes them. What its output holds
-        without a dim of samples, such as the loss that a model of transformers computes of labels, is None:
-        :meth:`evaluate` returns it.
+        All ranks call it. Each computes its share of the samples, and they gather their outputs. Every rank computes
+        all samples where these are fewer than shares, under ``own-statistics``, and from the first output on that has
+        more than tensors of samples, flags and texts: a number, a cache, or a tensor whose dim 0 is not the samples.
+
+        Labels belong to no inputs, unless the model's forward takes them. What its output holds without a dim of
+        samples, such as the loss that a model of transformers computes of labels, is None: :meth:`evaluate` returns it.
 
         Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes. Under ``bf16``
             and ``fp16`` it has that dtype, as the model computed it: write ``.float()`` before sums or metrics of it.
-        Traffic: that of a forward; one all-gather over each axis that cuts the output; with pipeline stages, the output
-            is sent from the last stage to the others.
+        Traffic: that of a forward; one all-gather over each axis that cuts the output, samples included, and if any
+            axis cuts samples a gather of text; with pipeline stages, the output is sent from the last stage to the
+            others.
         Raises: LayoutError: the layout cuts sequences and the inputs are not sequences, or the inputs' tensors have
-            different numbers of samples; PlanError: the model's forward does not take the inputs, or one is an array or
-            an object with tensors instead of a tensor, or contains a tensor without dims.
+            different numbers of samples; PlanError: ranks were given different inputs, the model's forward does not
+            take the inputs, or one is an array or an object with tensors instead of a tensor, or contains a tensor
+            without dims.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(2, 1)
+        >>> def work(world):
+        ...     run, calls = sw.parallelize(model, "dp2", world, loss=sw.MeanSquaredError()), []
+        ...     run.model.register_forward_hook(lambda *call: calls.append(len(call[1][0])))
+        ...     return run.predict(torch.ones(5, 2)).shape, calls
+        >>> sw.launch(work, 2, ranks="threads")
+        [(torch.Size([5, 1]), [3]), (torch.Size([5, 1]), [2])]
         """
         check_takes_inputs(self.model, inputs)
         return self._step.predict(as_tensors(inputs))

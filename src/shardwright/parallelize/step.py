@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_trains
+from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.parallelize.rank_check import batch_number, check_one_batch
-from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
+from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.runtime.applied import Offload
@@ -60,6 +62,8 @@ class TrainStep:
         self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
+        self._joins = True  # until an output that cannot be joined from the ranks' shares
+        self._told: set[str] = set()  # structures of outputs that are known to be of samples
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -124,21 +128,53 @@ class TrainStep:
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples of ``inputs``, on every rank, in eval mode without gradients.
 
-        ``inputs`` are all samples, equal on every rank.
+        ``inputs`` are all samples, equal on every rank. Each computes its share of them, and they join their outputs.
+        Every rank computes all samples where there are fewer of these than shares, under ``own-statistics``, and where
+        an output cannot be joined.
+
+        Raises: PlanError, on every rank: ranks were given different inputs.
         """
+        num_samples, moves = num_rows(inputs), self.plan.row_moves.get(OUTPUT, ())
+        if not self.plan.row_axes or self._everyone.device.type == "meta":
+            return self._output(inputs, range(num_samples), None)
+        core = self._everyone.for_strategy("core")
+        num_shares = prod(self.plan.mesh[axis] for axis in self.plan.row_axes)
+        if not self._joins or num_samples < num_shares or self.plan.layout.own_statistics:
+            can_join(OutputShare(num_samples), self.plan, core, ())
+            return self._output(inputs, range(num_samples), None)
+        output = self._output(inputs, self._shard.local_samples(num_samples), num_samples)
+        num_held = [len(self._shard.samples(moves, at)) for at in self.plan.mesh.coords(self.plan.row_axes)]
+        own = described(output, len(self._shard.samples(moves)), inputs, num_samples)
+        found = can_join(own, self.plan, core, () if own.tree in self._told else num_held)
+        if found:
+            self._told.add(own.tree)
+            return tree_map_only(Tensor, lambda each: self._shard.join_samples(each, self.axes, moves), output)
+        output = self._output(inputs, range(num_samples), None)
+        self._joins = found is None and None not in described(output, num_samples).leaves
+        if self._joins:
+            self._told.add(own.tree)
+        return output
+
+    def _output(self, inputs: Any, samples: range, num_global: int | None) -> Any:
+        """Returns the output for some samples of ``inputs``; ``num_global`` is None if every rank computes the same."""
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
-        local = on_device(inputs_in(self._shard.cut_tokens(inputs, num_tokens), self.plan), self._everyone.device)
+        part = self._shard.cut_tokens(rows(inputs, samples.start, samples.stop), num_tokens)
+        local = on_device(inputs_in(part, self.plan), self._everyone.device)
         with eval_mode(self._executor.model):
             if self.plan.schedule is None:
-                self._shard.set_uncut(num_rows(local))
+                self._executor.set_microbatch(Microbatch(local, None, samples, num_global, num_tokens))
                 with self._executor.during(Action("F", 0)):
                     output = call_model(self._executor.model, local)
             else:
                 end = CollectedOutput()
-                self._forward([Microbatch(local, None, range(num_rows(local)), None, num_tokens)], end)
+                self._forward([Microbatch(local, None, samples, num_global, num_tokens)], end)
                 output = share_output(self.axes["pp"], end.outputs.get(0), self.plan.schedule.stage_of[-1])
-        return join_output(output, num_rows(inputs), self.plan, self.axes, self._shard)
+        output = join_parts(output, self.plan, self.axes, self._shard)
+        if num_global is None and self.plan.row_moves.get(OUTPUT) and not self.plan.token_axes:
+            # layers that gather samples over an axis gathered as many copies: every rank began with all samples
+            output = tree_map_only(Tensor, lambda each: each[: len(samples)], output)
+        return output
 
     def _begin(self, num_tokens: int) -> None:
         """Resets the strategies, in case a step has failed, and sets the number of tokens of each sample."""
@@ -192,30 +228,3 @@ def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
         inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
         found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
     return found
-
-
-def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
-    """Returns the model's whole output for ``num_samples`` samples on every rank, all-gathered from the ranks' shards.
-
-    ``output`` is this rank's shard. A tensor in it without dims is of this rank's samples alone, and becomes None.
-    Traffic: one all-gather over each axis that cuts the output.
-    """
-    output = tree_map_only(Tensor, lambda each: each if each.dim() else None, output)
-    joined: list[str] = []
-    for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbors
-        output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))
-        joined.append(cut.axis)
-    if plan.token_axes:
-        return shard.join(output, axes, plan.row_moves.get(OUTPUT, ()))
-    # layers that gather samples over an axis gathered as many copies here: every rank began with all samples
-    return tree_map_only(Tensor, lambda each: each[:num_samples], output)
-
-
-def _output_sizes(plan: Plan, shard: BatchShard, axis: str, joined: Sequence[str]) -> list[int]:
-    """Returns the size of the output's sharded dim on each rank along ``axis``, after all-gathers over ``joined``."""
-
-    def held(index: int) -> int:
-        coords = ({**shard.coord, axis: index, **other} for other in plan.mesh.coords(joined))
-        return sum(b - a for at in coords for cut in plan.slices(at)[OUTPUT] for a, b in cut.ranges)
-
-    return [held(index) for index in range(plan.mesh[axis])]

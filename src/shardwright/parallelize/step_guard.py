@@ -1,12 +1,14 @@
 """Raises errors for uses of torch's optimizers and clipping that would train nothing, or lose or distort gradients.
 
-A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()`` or after ``eval()``,
+A plain model whose run has trained keeps its values of before; reading it, by ``state_dict()``, ``eval()`` or a call,
 gives a warning.
 
 torch calls the hooks of this file before and after each step of every optimizer, including those not made by
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
-``clip_grads_with_norm_``, is replaced by one that checks first. So are the two methods of modules, once a run of this
-process has trained. A guard is called only in the thread that made its run, since ranks may be threads.
+``clip_grads_with_norm_``, is replaced by one that checks first. So are two methods of modules, once a run of this
+process has trained, and torch's start of a backward, whose error for a loss of ``Run.step`` then says what to write.
+Calls are watched of the plain model alone, by a :class:`_ReadGuard`. A step guard is called only in the thread that
+made its run, since ranks may be threads.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import wraps
+from math import isfinite
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
@@ -50,6 +54,7 @@ class StepGuard:
     ) -> None:
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = self._num_calls = 0
+        self.last_loss: tuple[Tensor | None, int] = None, 0  # of the last step, and the number of updates before it
         self._past_samples = 0  # a digest: what differed between two comparisons of the ranks counts
         self.updates, self.updates_of_all = UpdateLog(), UpdateLog()
         self._values: tuple[int, int, dict[str, str]] | None = None  # since which step, after how many updates
@@ -66,6 +71,7 @@ class StepGuard:
         }
         cut = (name for name, state in plan.state.items() if state.gradient.axes)
         self._cut = next(cut, "")
+        _look_before_backward()
         if not hasattr(_OF_THREAD, "guards"):
             _OF_THREAD.guards = WeakSet()
         _OF_THREAD.guards.add(self)
@@ -84,6 +90,11 @@ class StepGuard:
         self._num_calls += 1
         if all(parameter.grad is None for parameter in self.parameters.values()):
             self.num_waiting = 0
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the run has taken a step."""
+        return self._num_calls > 0
 
     def after_step(self) -> None:
         """Adds 1 to ``num_waiting`` if the step has left gradients for an optimizer; called after each step."""
@@ -165,6 +176,32 @@ class StepGuard:
                 stacklevel=2,
             )
 
+    def warns_of_loss(self, number: int, *, may_wait: bool) -> bool:
+        """Warns before step ``number``, and returns True, if the update before it was from a loss that is not finite.
+
+        ``may_wait`` says whether the host may wait for a loss that is on an accelerator, else it is not looked at.
+        """
+        loss, num_updates = self.last_loss
+        if (
+            loss is None
+            or loss.is_meta
+            or num_updates == self.num_updates
+            or not (may_wait or loss.device.type == "cpu")
+        ):
+            return False
+        if isfinite(value := loss.item()):
+            return False
+        warnings.warn(
+            explain(
+                f"a loss is not finite, and training goes on from it, in step {number}",
+                given=f"a loss of {value} in the step before, under {self.plan.layout}",
+                allowed="finite losses: of any other, the parameters are not finite afterwards, as in plain torch",
+                fix="write sw.parallelize(..., stop_at_nan=True), which raises in such a step and names a parameter",
+            ),
+            stacklevel=4,
+        )
+        return True
+
     def before_clipping(self, tensors: Iterable[Tensor]) -> None:
         """Raises PlanError if torch is about to clip ``tensors`` by another norm than that of the whole model.
 
@@ -239,9 +276,11 @@ def _has_trained(plain: ReferenceType[nn.Module], version: tuple[tuple[int, int]
         _look_before_reading()
     key = id(model)
     _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version
+    if not isinstance(model._compiled_call_impl, _ReadGuard):
+        vars(model)[_CALL] = _ReadGuard(model)
 
 
-def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
+def _warn_of_old_values(model: nn.Module, call: str, fix: str, stacklevel: int = 3) -> None:
     """Warns, once a model, if its run has trained and it still has the values of before."""
     plain, version = _UNTRAINED.get(id(model), (None, ()))
     if plain is None or plain() is not model or _UNTRAINED.pop(id(model), None) is None:  # another rank has warned
@@ -254,8 +293,36 @@ def _warn_of_old_values(model: nn.Module, call: str, fix: str) -> None:
                 allowed="the run, or the plain model after model.load_state_dict(run.state_dict())",
                 fix=fix,
             ),
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
+
+
+_CALL = "_compiled_call_impl"
+"""The attribute that torch calls in place of a module's forward with its hooks, where ``module.compile()`` set it.
+
+A copy or a file of the module does not have it.
+"""
+
+
+class _ReadGuard:
+    """Warns at the first call of a plain model whose run has trained, and removes itself; other modules are not slower.
+
+    It stands in the plain model's attribute for compiled calls, and keeps what ``model.compile()`` has put there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._before = ref(model), vars(model).get(_CALL)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        model = self._model()
+        assert model is not None, "it is called by the model"
+        vars(model)[_CALL] = self._before
+        line = "write run.evaluate(batch) or run.predict(inputs), on every rank"
+        _warn_of_old_values(model, "a call", line, stacklevel=4)
+        return model(*args, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self._before, memo)
 
 
 _READ, _EVAL = nn.Module.state_dict, nn.Module.eval
@@ -278,6 +345,34 @@ def _look_before_reading() -> None:
 
     nn.Module.state_dict = state_dict  # type: ignore[method-assign]
     nn.Module.eval = eval_with_look  # type: ignore[method-assign,assignment]
+
+
+_ENGINE = "_engine_run_backward"
+"""The function of ``torch.autograd`` by which each backward and ``autograd.grad`` starts the engine."""
+
+_RUN_BACKWARD = getattr(torch.autograd, _ENGINE)
+
+
+def _look_before_backward() -> None:
+    if getattr(torch.autograd, _ENGINE) is not _RUN_BACKWARD:
+        return
+
+    @wraps(_RUN_BACKWARD)
+    def run_with_look(outputs: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return _RUN_BACKWARD(outputs, *args, **named)
+        except RuntimeError as failure:
+            tensors = [outputs] if isinstance(outputs, Tensor) else outputs
+            if any(each.requires_grad for each in tensors) or not any(guard.has_stepped for guard in _guards()):
+                raise
+            raise PlanError(
+                "a loss of run.step has no backward left: the step has run forward and backward",
+                given="backward of a tensor that requires no gradient, such as loss = run.step(batch)",
+                allowed="run.step(batch), or run.accumulate(batches) to add up gradients, and then optimizer.step()",
+                fix="leave out loss.backward(); what scales or adds to the loss belongs into loss= of sw.parallelize",
+            ) from failure
+
+    setattr(torch.autograd, _ENGINE, run_with_look)
 
 
 def _look_before_clipping() -> None:

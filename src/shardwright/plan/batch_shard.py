@@ -140,7 +140,7 @@ class BatchShard:
         self.mesh, self.axes, self.coord = mesh, frozenset(axes), dict(coord)
         self.token_axes = frozenset(token_axes)
         self.dim = 1 if self.token_axes else 0
-        self._row_axes = [axis for axis in mesh.axes if axis in (self.token_axes or self.axes)]
+        self._row_axes = self._in_order(self.token_axes or self.axes)
         self.num_tokens = 0
         self._num_global: int | None = None  # None: every rank holds all samples
         self._number = self._count = 0
@@ -160,7 +160,7 @@ class BatchShard:
             (self._num_global, self._number, self._count), self._found_samples = current, {}
 
     def set_uncut(self, num_samples: int) -> None:
-        """Makes a batch current of which every rank holds all ``num_samples`` samples, as in ``Run.predict``."""
+        """Makes a batch current of which every rank holds all ``num_samples`` samples, as in some predictions."""
         self._num_global, self._count, self._found_samples = None, num_samples, {}
 
     def set_num_tokens(self, num_tokens: int) -> None:
@@ -224,14 +224,31 @@ class BatchShard:
         Traffic: forward, one all-gather over each axis that cuts rows and over which ``moves`` has not gathered yet;
             backward, none.
         """
-        for name in reversed(self._row_axes):
+        return self._join(x, axes, moves, self._row_axes, self.dim)
+
+    def join_samples(self, x: Tensor, axes: Mapping[str, Axis], moves: RowMoves = ()) -> Tensor:
+        """Returns a tensor with the samples of all ranks, in the batch's order, also where sequences are cut.
+
+        ``axes`` and ``moves`` are those of :meth:`join`. Where sequences are cut, ``moves`` are of tokens and do not
+        count here.
+
+        Traffic: forward, one all-gather over each axis that cuts samples and over which ``moves`` has not gathered yet;
+            backward, none.
+        """
+        return self._join(x, axes, () if self.token_axes else moves, self._in_order(self.axes), 0)
+
+    def _join(self, x: Tensor, axes: Mapping[str, Axis], moves: RowMoves, names: Sequence[str], dim: int) -> Tensor:
+        for name in reversed(names):
             if ("gather", name) not in moves:
-                x = cut_to_whole(x, axes[name], self.dim, self.sizes(moves, name))
+                x = cut_to_whole(x, axes[name], dim, self._sizes(moves, name, tokens=dim == 1))
                 moves = rows_after(moves, "gather", [name])
-        places = self._held(moves, self.coord, tokens=self.dim == 1)
+        places = self._held(moves, self.coord, tokens=dim == 1)
         if all(b == a + 1 for a, b in pairwise(places)):
             return x
-        return x.index_select(self.dim, torch.tensor(places, device=x.device).argsort())
+        return x.index_select(dim, torch.tensor(places, device=x.device).argsort())
+
+    def _in_order(self, axes: Collection[str]) -> list[str]:
+        return [axis for axis in self.mesh.axes if axis in axes]
 
     # ---- which rows a rank has
 
@@ -268,8 +285,11 @@ class BatchShard:
         ``moves`` are the gathers and cuts of rows since the model's input. The ranks differ from this one only along
         ``axis``.
         """
+        return self._sizes(moves, axis, tokens=self.dim == 1)
+
+    def _sizes(self, moves: RowMoves, axis: str, *, tokens: bool) -> tuple[int, ...]:
         members = ({**self.coord, axis: i} for i in range(self.mesh[axis]))
-        return tuple(len(self._held(moves, at, tokens=self.dim == 1)) for at in members)
+        return tuple(len(self._held(moves, at, tokens=tokens)) for at in members)
 
     def counts(self, axes: Collection[str]) -> tuple[int, ...]:
         """Returns the number of rows of the model's input on each rank along ``axes``, in order of their indices.

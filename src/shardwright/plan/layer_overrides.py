@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from shardwright.analysis.structure import (
     registered_twice,
     trace,
 )
-from shardwright.errors import LayoutError, nearest
+from shardwright.errors import LayoutError, fix_for
 from shardwright.plan.plan import Job, Plan
 
 ROLES = ("column", "row", "copied")
@@ -164,17 +163,16 @@ def _matched(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Override]:
                 f"no such role for '{pattern}'",
                 given=f"{pattern} = {role}",
                 allowed=", ".join(ROLES),
-                fix=f"write {pattern} = {nearest(str(role), ROLES)}",
+                fix=fix_for(str(role), ROLES, before=f"write {pattern} = "),
             )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
-            like = get_close_matches(pattern, names, n=1)
-            choice = like[0] if like else f"one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
+            some = f"write one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
             raise LayoutError(
                 f"no module of the model is called '{pattern}'",
                 given=f"{pattern} = {role}",
                 allowed="the names of modules, or patterns of them: * for anything, dots too",
-                fix=f"write {choice}" if names else f"leave out {pattern}: the model has no submodules",
+                fix=fix_for(pattern, names, some) if names else f"leave out {pattern}: the model has no submodules",
             )
         by_module.update(dict.fromkeys(matched, Override(role, pattern)))
     return by_module

@@ -85,6 +85,7 @@ def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
 
 def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> LayoutError:
     without = str(replace(layout, recompute=None))
+    some = f"; or write one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}" if names else ""
     if activation_offload_target(layout) is not None:  # a pattern is no way out: it would recompute, not offload
         return LayoutError(
             f"{what}, so there is nothing whose activations could be offloaded",
@@ -97,7 +98,7 @@ def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> Lay
         given=str(layout),
         allowed="recompute:full or recompute:selective for models with lists or sequences of modules, "
         "recompute:PATTERN for names of modules, * for anything, several with commas",
-        fix=f"write recompute:{like}" if names else f"leave it out: {without}",
+        fix=f"write recompute:{like}" if like else f"leave it out: {without}{some}",
     )
 
 

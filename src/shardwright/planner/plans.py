@@ -18,7 +18,7 @@ from shardwright.analysis.kept_traces import traces_kept
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
-from shardwright.errors import LayoutError, PlanError, nearest
+from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout, Precision
@@ -542,7 +542,7 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
                 "no axis and no option has this name",
                 given=word,
                 allowed=", ".join(sorted(known)),
-                fix=f"write {nearest(head, sorted(known))}",
+                fix=fix_for(head, sorted(known)),
             )
 
 

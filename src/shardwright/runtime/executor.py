@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
@@ -54,8 +54,11 @@ from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.timeline import Span
 
 
-class Microbatch(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
     """A rank's inputs and targets of one microbatch, or of a batch before it is split.
+
+    It is no pair: unpacking it, or an index, is a PlanError that says what to write.
 
     ``samples`` are the indices of its samples in the global batch. ``num_global`` is the number of samples of the
     global batch, None if every rank holds all samples. ``num_tokens`` is the number of tokens of each sample on all
@@ -69,6 +72,27 @@ class Microbatch(NamedTuple):
     num_global: int | None
     num_tokens: int = 0
     of_global: tuple[Tensor, ...] = ()
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> Any:
+            raise self._no_pair("unpacked, as in for inputs, targets in run.shard(loader)")
+
+        def __getitem__(self, key: Any) -> Any:
+            raise self._no_pair(f"batch[{key!r}]")
+
+        def _no_pair(self, given: str) -> PlanError:
+            named = (
+                f"batch.inputs[{next(iter(self.inputs), 'x')!r}]"
+                if isinstance(self.inputs, Mapping)
+                else "batch.inputs"
+            )
+            return PlanError(
+                "what run.shard yields is this rank's part of a batch, and no pair",
+                given=given,
+                allowed=f"run.step(batch), run.accumulate, run.evaluate; {named} and batch.targets are this rank's",
+                fix="write for batch in run.shard(loader): loss = run.step(batch)",
+            )
 
 
 def _nothing(*_: Any) -> None:
@@ -306,13 +330,17 @@ class Executor:
         order = sorted(range(len(places)), key=lambda number: (places[number], -number))
         return tuple(self.param_groups[number] for number in order)
 
-    def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
-        microbatch = microbatches[number]
+    def set_microbatch(self, microbatch: Microbatch, number: int = 0, num_microbatches: int = 1) -> None:
+        """Makes a microbatch the current one of this rank's batch shard and RNG tracker, before its forward."""
         self.rng.samples = microbatch.samples
         if microbatch.num_global is None:
             self.batch_shard.set_uncut(len(microbatch.samples))
         else:
-            self.batch_shard.set_microbatch(microbatch.num_global, number, len(microbatches))
+            self.batch_shard.set_microbatch(microbatch.num_global, number, num_microbatches)
+
+    def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
+        microbatch = microbatches[number]
+        self.set_microbatch(microbatch, number, len(microbatches))
         key = (chunk, self.model.training)
         written = self.written if self.model.training and len(microbatches) > 1 else None
         with ExitStack() as stack:

@@ -13,7 +13,6 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from types import ModuleType
 
 from shardwright.axes import OPTIONS, LayoutAxis, layout_axes, register, unregister
@@ -146,15 +145,12 @@ def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, 
     others = tuple(each for each in factor.options if each.name != option)
     items = [str(replace(each, options=others) if each is factor else each) for each in layout.factors]
     items += str(replace(layout, factors=())).removeprefix("single").split()
-    without, line = Layout.parse(" ".join(items)), nearest_line([*items, option])
-    if alike := get_close_matches(option, options, 1, 0.7):
-        line = nearest_line([*items, alike[0]])
-    other = f", or {plain}/{nearest(option, options)}" if line == without and options else ""
+    line = nearest_line([*items, nearest(option, options) or option])
     return LayoutError(
         f"no strategy here runs '{option}' on axis '{factor.axis}'",
         given=str(layout),
         allowed=plain + "".join(f", {plain}/{name}" for name in options),
-        fix=f"write {line}{other}",
+        fix=f"write {line}",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.errors import PlanError, nearest
+from shardwright.errors import PlanError, fix_for
 from shardwright.models import load_named
 
 Row = Mapping[str, Any]
@@ -94,7 +94,7 @@ def check_loggers(names: Sequence[str]) -> None:
             load_named(name)
         elif name not in LOGGERS:
             allowed = f"{', '.join(LOGGERS)}, or package.module:function"
-            fix = f"write --logger {nearest(name, LOGGERS)}"
+            fix = fix_for(name, LOGGERS, before="write --logger ")
             raise PlanError("no such logger", given=name, allowed=allowed, fix=fix)
         elif not _is_installed(name):
             raise PlanError(

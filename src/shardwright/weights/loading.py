@@ -11,7 +11,9 @@ from shardwright.weights.adapters import names_beside_adapter
 from shardwright.weights.stores import open_store
 
 
-def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: bool = True) -> LoadedWeights:
+def load_weights(
+    run: Run, source: str | Path, *, names: Names = None, strict: bool = True, averages: bool = False
+) -> LoadedWeights:
     """Fills the parameters and persistent buffers of ``run`` from files, by the names of the plain model.
 
     Every rank calls it, under any layout. ``source`` is a safetensors file; a folder of safetensors files, with an
@@ -25,7 +27,8 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     every tensor of the model must be in the source and every tensor of the source, or with a prefix every one that
     begins with it, in the model; without, what is in both is loaded. A tied tensor may be under any of its names.
     A model wrapped by peft is filled from the weights of its base model, beside which its adapter stays as it is, or
-    from the folder of its adapter alone, without ``names``.
+    from the folder of its adapter alone, without ``names``. With ``averages``, ``source`` is a checkpoint of this
+    library, and parameters are filled with their averages in it, those of ``run.average``.
     Floating-point values are rounded to the dtype in which the run stores the tensor, which is that of master weights
     under ``bf16`` and ``fp16``. State of an optimizer, the step number and the seed stay as they are.
 
@@ -33,8 +36,8 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
 
     Traffic: gathers of names and shapes, and of error texts, as text; one all-reduce of two numbers.
     Raises: CheckpointError, on every rank: the source cannot be read, would run code, or has other names, shapes or
-        kinds of dtype than the model, or is not the same on every rank, and nothing was changed; or a file could not be
-        read to its end, and some values were overwritten.
+        kinds of dtype than the model, is not the same on every rank, or has no averages, and nothing was changed; or a
+        file could not be read to its end, and some values were overwritten.
 
     >>> import tempfile, torch, shardwright as sw
     >>> plain = torch.nn.Linear(4, 2)
@@ -50,4 +53,6 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     check_run(run, "sw.load_weights(run, source)")
     path = Path(source)
     find_names = partial(names_beside_adapter, run.model)
-    return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict, find_names=find_names)
+    return fill(
+        run, lambda: open_store(path, averages=averages), f"'{path}'", names, strict=strict, find_names=find_names
+    )

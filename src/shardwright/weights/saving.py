@@ -54,7 +54,7 @@ class SavedWeights(NamedTuple):
 def save_weights(
     source: Run | str | Path, to: str | Path, *, format: Format | None = None, names: Names = None,
     dtype: torch.dtype | None = None, config: Any = None, model: nn.Module | None = None,
-    max_file_bytes: int = MOST_FILE_BYTES,
+    max_file_bytes: int = MOST_FILE_BYTES, averages: bool = False,
 ) -> SavedWeights:  # fmt: skip
     """Writes a model's parameters and persistent buffers, whole, for programs without shardwright.
 
@@ -80,11 +80,13 @@ def save_weights(
     weights in fp32. ``config`` is for "transformers": a config object of transformers, a dict, or a folder of
     transformers from which ``config.json`` and the tokenizer are copied; by default the ``config`` of the model. If
     ``source`` is a path, ``model`` may be the plain model, on the meta device too, of which ties and config are read.
+    With ``averages``, ``source`` is the path of a checkpoint, whose averages (of ``run.average``) are written in place
+    of the parameters; of a run, write ``with averages.applied(): sw.save_weights(run, to)``.
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
-        device, a link or a folder with other files in it, there is no config, or the disk is full. PlanError: an option
-        is not one of those above.
+        device, a link or a folder with other files in it, there is no config, the checkpoint has no averages, or the
+        disk is full. PlanError: an option is not one of those above.
 
     >>> import tempfile, torch, shardwright as sw
     >>> plain, folder = nn.Linear(4, 2), Path(tempfile.mkdtemp())
@@ -106,8 +108,15 @@ def save_weights(
         raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
     writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes)
     if isinstance(source, str | PathLike):
-        return _save_path(Path(source), writing, model)
+        return _save_path(Path(source), writing, model, averages=averages)
     check_run(source, "sw.save_weights(run, to)")
+    if averages:
+        raise PlanError(
+            "the averages of a run are those of an optimizer",
+            given="averages=True, and a run",
+            allowed="averages=True with the path of a checkpoint",
+            fix="write with averages.applied(): sw.save_weights(run, to), where averages = run.average(optimizer)",
+        )
     return _save_run(source, writing)
 
 
@@ -239,8 +248,8 @@ def _gathered(run: Run, tensors: Sequence[StateTensor]) -> Iterator[Tensor]:
         yield gather_whole(everyone, run.plan.mesh, each.layout, local, each.first)
 
 
-def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> SavedWeights:
-    store = open_store(source)
+def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, averages: bool) -> SavedWeights:
+    store = open_store(source, averages=averages)
     ties = {} if model is None else _ties(model)
     tensors: dict[str, tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]] = {}
     for name, (dtype, shape) in store.tensors.items():

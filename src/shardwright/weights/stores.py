@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.loading import read_pieces
+from shardwright.checkpoint.loading import averages_in, read_pieces
 from shardwright.checkpoint.manifest import MANIFEST, check_files, find, read, reading, steps_in
+from shardwright.errors import CheckpointError
 from shardwright.parallelize.filling import Table, WeightStore
 from shardwright.sharding.box import Box, Piece
 from shardwright.text_files import folders_near
@@ -58,10 +59,12 @@ class JoinedStore:
 class CheckpointStore:
     """A :class:`WeightStore` of the model in a checkpoint of this library, whose checksums are compared.
 
-    Raises: CheckpointError: there is no complete checkpoint, or it is broken.
+    With ``averages``, the values of a parameter are those of its average, if the checkpoint has one.
+
+    Raises: CheckpointError: there is no complete checkpoint, it is broken, or it has no averages.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, averages: bool = False) -> None:
         self.folder = find(path)
         self.manifest = read(self.folder)
         self._checked: set[str] = set()
@@ -70,6 +73,14 @@ class CheckpointStore:
             for name, (dtype, shape, _) in self.manifest.tensors.items()
             if not name.startswith("optimizer/")
         }
+        self._averages = averages_in(self.manifest) if averages else {}
+        if averages and not self._averages:
+            raise CheckpointError(
+                f"'{self.folder}' has no averages of parameters",
+                given=f"the state of {self.manifest.optimizer or 'no optimizer'}, of step {self.manifest.step}",
+                allowed="a checkpoint of sw.save(folder, run, optimizer) after run.average(optimizer)",
+                fix="leave out averages=True, or --averages",
+            )
 
     def begin(self, name: str) -> None:
         """Does nothing: each rank reads for itself."""
@@ -80,36 +91,47 @@ class CheckpointStore:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Returns the values of a box of a tensor. Raises CheckpointError if a file is not what was written."""
-        stored = self.manifest.tensors[name][2]
+        stored_as = self._averages.get(name, name)
+        if not isinstance(stored_as, str):
+            return torch.tensor(stored_as, dtype=self.tensors[name][0])
+        dtype, _, stored = self.manifest.tensors[stored_as]
         if not stored:  # no elements; a hostile manifest may list very many of these
-            return torch.empty(box.shape, dtype=self.tensors[name][0])
+            return torch.empty(box.shape, dtype=getattr(torch, dtype))
         needed = {each.file for each in stored if not box.start or each.box.intersect(box)} - self._checked
         with reading(self.folder):
             check_files(self.folder, self.manifest, needed)
             self._checked |= needed
-            values = torch.empty(box.shape, dtype=self.tensors[name][0])
-            read_pieces(self.folder, self.manifest, name, (Piece(box, (0,) * len(box.start)),), values)
+            values = torch.empty(box.shape, dtype=getattr(torch, dtype))
+            read_pieces(self.folder, self.manifest, stored_as, (Piece(box, (0,) * len(box.start)),), values)
         return values
 
     def end(self) -> None:
         """Does nothing: a complete checkpoint is not written to."""
 
 
-def open_store(path: Path) -> WeightStore:
+def open_store(path: Path, *, averages: bool = False) -> WeightStore:
     """Returns the store of the weights at ``path``, which is one of these:
 
     - a safetensors file, or a file of ``torch.save``;
     - a folder of transformers: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index;
     - any folder of safetensors files, of which no two have a tensor of one name;
     - a folder of ``torch.distributed.checkpoint``;
-    - a checkpoint of this library, or the folder of a run.
+    - a checkpoint of this library, or the folder of a run; with ``averages``, only this, and its averages are read.
 
-    Raises: CheckpointError: it is none of these, or is broken.
+    Raises: CheckpointError: it is none of these, is broken, or has no averages.
     """
     try:
-        return _of_folder(path) if path.is_dir() else _of_file(path)
+        store = _of_folder(path, averages=averages) if path.is_dir() else _of_file(path)
     except OSError as failure:
         raise broken(path, failure.strerror or str(failure)) from failure
+    if averages and not isinstance(store, CheckpointStore):
+        raise CheckpointError(
+            f"'{path}' is no checkpoint of this library, and has no averages of parameters",
+            given=f"averages of {'a folder' if path.is_dir() else 'a file'} of weights",
+            allowed="the folder of a run, or of its checkpoints",
+            fix="leave out averages=True, or --averages",
+        )
+    return store
 
 
 def _meant(path: Path) -> dict[str, str]:
@@ -138,12 +160,12 @@ def _of_file(path: Path) -> WeightStore:
     return TensorFile(path)
 
 
-def _of_folder(path: Path) -> WeightStore:
+def _of_folder(path: Path, *, averages: bool = False) -> WeightStore:
     if (path / METADATA).exists():
         return TorchFolder(path)
     for inside in (path, path / CHECKPOINTS):
         if (inside / MANIFEST).exists() or steps_in(inside):
-            return CheckpointStore(inside)
+            return CheckpointStore(inside, averages=averages)
     indexes = sorted(path.glob("*.index.json"))
     for index in (path / INDEX, *(each for each in indexes if ".safetensors." in each.name)):
         if index.exists():

@@ -20,7 +20,7 @@ from shardwright.analysis.costs import Cost, counted, measured, total
 from shardwright.analysis.in_place_writes import check_writes
 from shardwright.analysis.structure import trace
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
-from shardwright.errors import LayoutError, UnknownCodeError, nearest
+from shardwright.errors import LayoutError, UnknownCodeError, fix_for
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless
 
 
@@ -88,7 +88,8 @@ def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:
     known = [name for name, _ in model.named_modules() if name]
     for name, taken in seconds.items():
         if name not in known:
-            what, fix = f"the model has no module '{name}', whose seconds are given", f"write {nearest(name, known)}"
+            what = f"the model has no module '{name}', whose seconds are given"
+            fix = fix_for(name, known, "give what time_layers() returns")
         elif not 0 <= taken < float("inf"):
             what, fix = f"the seconds of '{name}' are no time", "give what time_layers() returns"
         else:
@@ -264,7 +265,7 @@ def _by_hand(
                 f"the model has no module '{name}' to cut at",
                 given=f"cut:{given}",
                 allowed="names of modules: " + ", ".join(name for name in known if name.count(".") < 2),
-                fix=f"write {nearest(name, known)}",
+                fix=fix_for(name, known),
             )
     check_num_names(names, num_chunks)
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
@@ -278,7 +279,7 @@ def _by_hand(
                 f"no stage can begin at '{name}'",
                 given=f"cut:{given}",
                 allowed="modules that the model's code calls itself: " + _list_modules(movable),
-                fix=f"write {nearest(name, [site.module for site in movable])}",
+                fix=fix_for(name, [site.module for site in movable]),
             )
         starts.append(found[0])
     if sorted(set(starts)) != starts:

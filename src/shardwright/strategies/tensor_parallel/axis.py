@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from math import prod
 from typing import Any
 
 from shardwright.axes import LayoutAxis, MisfitError, Options, Sizes
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, nearest
 from shardwright.grid_shapes import NUM_SIDES, default_shape
 
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
@@ -30,7 +29,7 @@ def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
         return sizes, options
     mode, value = modes[0] if modes else ("2d" if len(sizes) == 2 else "3d", None)
     pinned = value in PINS[mode]
-    kept = (mode, "".join(get_close_matches(value or "", PINS[mode], n=1)) or None)
+    kept = (mode, nearest(value or "", PINS[mode]) or None)
     settled = (kept, *(option for option in options if option[0] not in NUM_SIDES))
     num_numbers, deep = NUM_SIDES[mode], mode == "2.5d"
     written = re.fullmatch("d([1-9][0-9]{0,6})", value or "")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from shardwright.errors import LayoutError, check_at_least, nearest
+from shardwright.errors import LayoutError, check_at_least, fix_for
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.strategies.pipeline.schedules.dualpipe_v import dualpipe_v
 from shardwright.strategies.pipeline.schedules.gpipe import gpipe, naive
@@ -79,7 +79,7 @@ def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stag
             "no such schedule",
             given=name,
             allowed=", ".join(SCHEDULES),
-            fix=f"write {nearest(name, SCHEDULES)}, or file:PATH for a schedule of your own",
+            fix=f"{fix_for(name, SCHEDULES)}, or file:PATH for a schedule of your own",
         )
     check_at_least("num_stages", num_stages, 1, fix="a pipeline has one stage or more: set pp=1")
     check_at_least("num_microbatches", num_microbatches, 1, fix=f"start at {4 * num_stages}, four for each stage")
