@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwright.comm import launch as launching
+from shardwright.comm import limits
 from shardwright.comm.launch import launch, run_on_threads
 from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
@@ -37,6 +38,14 @@ def test_results_come_in_the_order_of_the_ranks():
 def test_a_layout_or_a_mesh_gives_the_number_of_ranks():
     assert launch(lambda world: world.size, Layout.parse("dp2 tp3"), ranks="threads") == [6] * 6
     assert run_on_threads(Mesh(dp=2, cp=2), lambda axes: sorted(axes)) == [["cp", "dp"]] * 4
+
+
+def test_a_process_that_is_a_rank_starts_no_more_threads_than_another(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(limits, "most_ranks", lambda ranks: 2)
+    with pytest.raises(LayoutError, match="3 ranks that are threads"):
+        on_threads(3, lambda world: world.rank)
 
 
 def test_sixty_four_ranks_work_together():

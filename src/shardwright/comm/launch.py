@@ -108,7 +108,7 @@ def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
             f"{type(work).__name__} as work",
             "a function, not its result: a rank calls work(world)",
         )
-    elif not hasattr(ranks_or_layout, "num_ranks") and not (isinstance(ranks_or_layout, int) and ranks_or_layout > 0):
+    elif not hasattr(ranks_or_layout, "num_ranks") and not (type(ranks_or_layout) is int and ranks_or_layout > 0):
         given, allowed = f"{ranks_or_layout!r:.60} ranks", "a number of ranks from 1 on, or a layout such as 'dp2 tp2'"
     elif ranks not in ("threads", "processes"):
         given, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
