@@ -130,8 +130,9 @@ def save_alone(
     step, decision = state.step, None
 
     def prepare(decision: SavedDecision) -> None:
-        if decision.ranks:
-            prepare_alone(folder / _name(decision.step or 0), survivors.token)
+        final = folder / _name(decision.step or 0)
+        if decision.ranks and not final.exists():
+            prepare_alone(final, survivors.token)
 
     try:
         try:
