@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,6 +211,28 @@ def test_an_interruption_from_the_keyboard_ends_every_rank():
             on_threads(3, work)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_rank_that_computes_on_after_another_has_failed_holds_up_the_launch_only_while_it_saves(monkeypatch, saves):
+    begun, goes_on, ended = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(launching, "_END_S", 0.0)
+
+    def work(world):
+        if world.rank == 1:
+            begun.wait()
+            fails(world)
+        with world.transport.saving() if saves else nullcontext():
+            begun.set()
+            goes_on.wait(1 if saves else 20)  # makes no call that would end it
+            ended.append(world.rank)
+
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        on_threads(2, work)
+    assert ended == ([0] if saves else [])
+    goes_on.set()
+    for thread in launching._LEFT:
+        thread.join()
 
 
 @pytest.mark.usefixtures("ends_soon")
