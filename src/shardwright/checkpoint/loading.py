@@ -231,7 +231,7 @@ def _fill_optimizer(
             if states.get(parameter) and 0 in run.plan.compute[name].shape:
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
-        every.append({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        every.append({key: _like(value, group.get(key), tuple) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
         if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
@@ -246,3 +246,18 @@ def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: in
     else:
         matching = list(manifest.groups[number : number + 1]) if len(manifest.groups) == num_groups else []
     return matching[0]["options"] if matching else {}
+
+
+def _like(saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
+    """Returns a saved option with tuples for lists where the present one has tuples; JSON knows lists alone.
+
+    Where the present option has neither, a list becomes a ``kind``.
+    """
+    if isinstance(saved, dict):
+        known = present if isinstance(present, dict) else {}
+        return {name: _like(value, known.get(name)) for name, value in saved.items()}
+    if not isinstance(saved, list):
+        return saved
+    inside = present if isinstance(present, list | tuple) else ()
+    found = [_like(value, inside[n] if n < len(inside) else None) for n, value in enumerate(saved)]
+    return (type(present) if type(present) in (list, tuple) else kind)(found)
