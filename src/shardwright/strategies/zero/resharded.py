@@ -18,8 +18,8 @@ from shardwright.errors import PlanError
 _PROPERTIES = (
     *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
     *("grad_fn", "retains_grad", "output_nr", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
-    *("is_xpu", "is_mps", "is_xla", "is_ipu", "is_mtia", "is_maia", "is_vulkan", "grad_dtype"),
+    *(name for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))),
+    "grad_dtype",
 )
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous"),
