@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -135,14 +136,18 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
     dtype, _, stored = manifest.tensors[name]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
     here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries
-    for message in plan_transfer(sources, {here: pieces}).messages_to(here):
-        origin = stored[message.source]
-        inside = message.box.shift(tuple(-a for a in origin.box.start))
-        with safe_open(str(folder / origin.file), framework="pt") as file:
+    files: dict[str, Any] = {}  # each is opened once: its header lists all pieces that it has
+    with ExitStack() as stack:
+        for message in plan_transfer(sources, {here: pieces}).messages_to(here):
+            origin = stored[message.source]
+            inside = message.box.shift(tuple(-a for a in origin.box.start))
+            if origin.file not in files:
+                files[origin.file] = stack.enter_context(safe_open(str(folder / origin.file), framework="pt"))
+            file = files[origin.file]
             values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
-        if values.dtype != getattr(torch, dtype):
-            raise ValueError(f"'{origin.key}' in {origin.file} is of {values.dtype}, and not of torch.{dtype}")
-        write(local, message.destination_piece, message.box, values.to(local.dtype))
+            if values.dtype != getattr(torch, dtype):
+                raise ValueError(f"'{origin.key}' in {origin.file} is of {values.dtype}, and not of torch.{dtype}")
+            write(local, message.destination_piece, message.box, values.to(local.dtype))
 
 
 def _wanted(
