@@ -122,3 +122,11 @@ def test_an_error_without_parts_is_found(code):
     classes = "class LayoutError(ExplainedError, ValueError): ...\nclass LateError(errors.LayoutError): ...\n"
     assert list(errors_without_parts({"one.py": ast.parse(classes + code)}))
     assert not list(errors_without_parts({"one.py": ast.parse(classes + "LateError('no', given=1, allowed=2, fix=3)")}))
+
+
+def test_a_value_of_70_000_characters_is_shown_by_its_beginning_and_length():
+    text = str(PlanError("no such model", given=70_000 * "x", allowed="gpt", fix=f"write gpt, not {2000 * 'y'}"))
+    assert len(text) < 500
+    assert "given:   xxxx" in text
+    assert "x... (70,000 characters)" in text
+    assert "y... (2,000 characters)" in text

@@ -256,6 +256,11 @@ def test_a_wrong_line_names_the_nearest_that_works(line, fix):
     assert refused(line) == fix
 
 
+def test_too_many_microbatches_are_refused_by_number():
+    with pytest.raises(LayoutError, match="microbatches are counted from 1 to 1048576"):
+        Layout.parse("pp2 mb1048577")
+
+
 TYPED = """\
 dp2 tp2 zero3 -> dp2/zero3 tp2; tp2dp2 -> dp2 tp2; pp2mb8dp2 -> pp2 mb8 dp2; dp2bf16 -> dp2 bf16; dp2z3 -> dp2/zero3
 fsdp2 -> dp2/zero3; fsdp4 tp2 -> dp4/zero3 tp2; hsdp2x4 -> dp2x4/zero3; dp2 fsdp -> dp2/zero3; ddp2 -> dp2

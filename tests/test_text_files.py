@@ -1,11 +1,14 @@
-"""Folders that a user may have meant are found near a path, and proposed by the errors of runs and of weights."""
+"""Folders that a user may have meant are proposed by errors; pipes are read and written without waiting for ever."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 
 import pytest
 
+from shardwright import text_files
 from shardwright.errors import CheckpointError
 from shardwright.text_files import folders_near
 from shardwright.train.run_file import RUN_FILE, options_of
@@ -49,3 +52,30 @@ def test_weights_one_folder_deeper_are_proposed(tmp_path, meant):
     weights = with_file(tmp_path / "runs" / "first", "model.safetensors")
     with pytest.raises(CheckpointError, match=f"fix: +write '{weights}'"):
         open_store(tmp_path / meant)
+
+
+def test_a_pipe_to_which_nothing_is_written_or_that_none_reads_is_an_error_and_not_waited_for(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(text_files, "PIPE_S", 0.01)
+    with pytest.raises(OSError, match=r"nothing was written in 0\.01 s"):
+        text_files.read_text(pipe, 100)
+    with pytest.raises(OSError, match="No such device"):
+        text_files.write_text(pipe, "a page")
+
+
+def test_what_goes_through_a_pipe_is_read_whole(tmp_path):
+    pipe, text = tmp_path / "pipe", "lines\n" * 50_000  # more than a pipe holds
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    assert text_files.read_text(pipe, 10**6) == text
+    writer.join()
+    found = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    while not found:
+        with contextlib.suppress(OSError):  # the reader is not there yet
+            text_files.write_text(pipe, text)
+            reader.join()
+    assert found == [text]

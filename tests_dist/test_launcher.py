@@ -167,10 +167,11 @@ def test_early_warnings_from_the_first_moment_on_end_no_run(tmp_path):
         process.wait()
 
 
-def test_a_run_whose_fork_server_is_killed_goes_on_and_a_rank_that_then_fails_is_named(running, folder):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_run_without_its_fork_server_goes_on_and_a_rank_that_then_fails_is_named(running, folder, number):
     process, out, family = running
     ranks = ranks_in(folder)
-    fork_server_of(process).kill()
+    fork_server_of(process).send_signal(number)
     done = len(read_metrics(out))
     assert within(60, lambda: len(read_metrics(out)) > done + 3)
     ranks[2].kill()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_LONG = re.compile(r"\S{1001,}")
+"""A word of which an error shows the beginning and the length: a value of 70,000 characters is no text to read."""
 
 
 def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
@@ -36,7 +40,8 @@ class ExplainedError(Exception):
 
     def __init__(self, what: str, *, given: object = None, allowed: object = None, fix: object = None) -> None:
         self.what, self.given, self.allowed, self.fix = what, given, allowed, fix
-        super().__init__(what if fix is None else explain(what, given=given, allowed=allowed, fix=fix))
+        text = what if fix is None else explain(what, given=given, allowed=allowed, fix=fix)
+        super().__init__(re.sub(_LONG, lambda word: f"{word[0][:100]}... ({len(word[0]):,} characters)", text))
 
 
 class LayoutError(ExplainedError, ValueError):

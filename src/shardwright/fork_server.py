@@ -146,6 +146,7 @@ class ForkServer:
     def _end(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         if self._owner == os.getpid():
             line.close()
+            process.send_signal(signal.SIGCONT)  # one that was suspended ends too
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=2 * _ORPHANS_S)
 

@@ -339,8 +339,11 @@ def _read_item(item: str) -> tuple[str, object]:
     """Returns the axis, or field of ``Layout``, that an item of the line sets, and its value."""
     if item in ("bf16", "fp16"):
         return "precision", item
-    if (match := re.fullmatch(f"mb([0-9]+)(/{OWN})?", item)) and _is_count(_number(match[1])):
-        return "mb", (_number(match[1]), match[2] is not None)
+    if match := re.fullmatch(f"mb([0-9]+)(/{OWN})?", item):
+        if not _is_count(count := _number(match[1])):
+            mended = f"mb{min(max(count, 1), MAX_SIZE)}{match[2] or ''}"
+            raise _ItemError(f"microbatches are counted from 1 to {MAX_SIZE}", _items(), mended)
+        return "mb", (count, match[2] is not None)
     if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
         return "recompute", item.removeprefix("recompute:")
     if item in ("compile", *(f"compile:{each}" for each in COMPILERS)):

@@ -482,3 +482,43 @@ def test_a_save_beside_one_that_never_ends_is_a_checkpoint_error(tmp_path, monke
         assert locking.lock(file)
         with pytest.raises(CheckpointError, match="has not ended"):
             bare(tmp_path, 1)
+
+
+# ---- options of an optimizer that are no numbers
+
+
+def with_option(world, folder, option, line="dp2", loads=False):
+    """Saves a run whose optimizer has an option of its own, or loads it; returns the option then."""
+    mine = Held(world, line, steps=1)
+    (group,) = mine.optimizer.param_groups
+    group["own"] = option
+    if loads:
+        load(folder, mine.run, mine.optimizer)
+    else:
+        save(folder, mine.run, mine.optimizer)
+    return group["own"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "loaded"),
+    [
+        ([1, 2.5, None], [0], [1, 2.5, None]),
+        ([1, 2.5], (0,), (1, 2.5)),
+        ([1, 2.5], "none", (1, 2.5)),
+        ([(1, 2), "x"], [(0, 0), ""], [(1, 2), "x"]),
+        ({"knots": [0.5, 1]}, {"knots": (0, 0)}, {"knots": (0.5, 1)}),
+        ((torch.tensor(0.25), 1), (0.0, 0), (0.25, 1)),
+    ],
+)
+def test_lists_and_tables_of_an_optimizers_options_are_restored_as_what_they_are(tmp_path, saved, present, loaded):
+    launch(with_option, 2, tmp_path, saved, ranks="threads")
+    found = one(with_option, tmp_path, present, "single", True)
+    assert found == loaded
+    assert type(found) is type(loaded)
+
+
+@pytest.mark.parametrize("option", [[torch.ones(2)], torch.ones(2), [math.nan], {1: 2}, (object(),)])
+def test_an_option_that_could_not_be_loaded_is_refused_by_the_save_on_every_rank(tmp_path, option):
+    with pytest.raises(CheckpointError, match="the option 'own' of a param group of the optimizer cannot be saved"):
+        launch(with_option, 2, tmp_path, option, ranks="threads")
+    assert steps_in(tmp_path) == []

@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from shardwright.comm import launch as launching
+from shardwright.comm import limits
 from shardwright.comm.launch import launch, run_on_threads
 from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
@@ -37,6 +39,14 @@ def test_results_come_in_the_order_of_the_ranks():
 def test_a_layout_or_a_mesh_gives_the_number_of_ranks():
     assert launch(lambda world: world.size, Layout.parse("dp2 tp3"), ranks="threads") == [6] * 6
     assert run_on_threads(Mesh(dp=2, cp=2), lambda axes: sorted(axes)) == [["cp", "dp"]] * 4
+
+
+def test_a_process_that_is_a_rank_starts_no_more_threads_than_another(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(limits, "most_ranks", lambda ranks: 2)
+    with pytest.raises(LayoutError, match="3 ranks that are threads"):
+        on_threads(3, lambda world: world.rank)
 
 
 def test_sixty_four_ranks_work_together():
@@ -201,6 +211,28 @@ def test_an_interruption_from_the_keyboard_ends_every_rank():
             on_threads(3, work)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_rank_that_computes_on_after_another_has_failed_holds_up_the_launch_only_while_it_saves(monkeypatch, saves):
+    begun, goes_on, ended = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(launching, "_END_S", 0.0)
+
+    def work(world):
+        if world.rank == 1:
+            begun.wait()
+            fails(world)
+        with world.transport.saving() if saves else nullcontext():
+            begun.set()
+            goes_on.wait(1 if saves else 20)  # makes no call that would end it
+            ended.append(world.rank)
+
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        on_threads(2, work)
+    assert ended == ([0] if saves else [])
+    goes_on.set()
+    for thread in launching._LEFT:
+        thread.join()
 
 
 @pytest.mark.usefixtures("ends_soon")

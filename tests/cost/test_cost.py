@@ -61,6 +61,7 @@ def test_a_file_gives_nodes_figures_and_constants(tmp_path):
     [
         ("a100:1x8", "write a100-"),
         ("a100-80gb:0x8", "no such nodes"),
+        ("a100-80gb:1000000x8", "1 to 999999 of either"),
         ("a100-80gb", "how many nodes"),
         ("missing.toml:1x8", "cannot read"),
     ],

@@ -122,6 +122,7 @@ def refused(call):
         ((2, print), "int as work"),
         ((print, 0), "0 ranks"),
         ((print, print), "ranks\n  allowed: a number of ranks from 1 on"),
+        ((print, True), "True ranks\n  allowed: a number of ranks from 1 on"),
     ],
 )
 def test_wrong_arguments_of_launch_are_refused_with_the_line_to_write(arguments, words):

@@ -117,6 +117,17 @@ def test_a_rank_with_another_option_of_its_optimizer_is_named_where_no_copy_woul
     assert "('weight_decay', 0.5)" in found[0]
 
 
+@pytest.mark.parametrize("option", [lambda rank: [0.5, rank], lambda rank: {"knots": (rank,)}])
+def test_a_rank_with_another_list_among_its_optimizers_options_is_named(option):
+    def harm(run, step, optimizer, batch):
+        optimizer.param_groups[0]["own"] = option(run.world.rank)
+        return True, batch
+
+    found = trained("dp2", harm)
+    assert len(set(found)) == 1
+    assert "in the updates: options" in found[0]
+
+
 def test_stages_may_have_optimizers_and_groups_of_their_own():
     model = plain()
 

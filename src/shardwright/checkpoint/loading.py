@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -153,14 +154,18 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
     dtype, _, stored = manifest.tensors[name]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
     here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries
-    for message in plan_transfer(sources, {here: pieces}).messages_to(here):
-        origin = stored[message.source]
-        inside = message.box.shift(tuple(-a for a in origin.box.start))
-        with safe_open(str(folder / origin.file), framework="pt") as file:
+    files: dict[str, Any] = {}  # each is opened once: its header lists all pieces that it has
+    with ExitStack() as stack:
+        for message in plan_transfer(sources, {here: pieces}).messages_to(here):
+            origin = stored[message.source]
+            inside = message.box.shift(tuple(-a for a in origin.box.start))
+            if origin.file not in files:
+                files[origin.file] = stack.enter_context(safe_open(str(folder / origin.file), framework="pt"))
+            file = files[origin.file]
             values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
-        if values.dtype != getattr(torch, dtype):
-            raise ValueError(f"'{origin.key}' in {origin.file} is of {values.dtype}, and not of torch.{dtype}")
-        write(local, message.destination_piece, message.box, values.to(local.dtype))
+            if values.dtype != getattr(torch, dtype):
+                raise ValueError(f"'{origin.key}' in {origin.file} is of {values.dtype}, and not of torch.{dtype}")
+            write(local, message.destination_piece, message.box, values.to(local.dtype))
 
 
 def _wanted(
@@ -251,7 +256,7 @@ def _fill_optimizer(
             if states.get(parameter) and 0 in run.plan.compute[name].shape:
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
-        every.append({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        every.append({key: _like(value, group.get(key), tuple) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
         if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
@@ -266,3 +271,18 @@ def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: in
     else:
         matching = list(manifest.groups[number : number + 1]) if len(manifest.groups) == num_groups else []
     return matching[0]["options"] if matching else {}
+
+
+def _like(saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
+    """Returns a saved option with tuples for lists where the present one has tuples; JSON knows lists alone.
+
+    Where the present option has neither, a list becomes a ``kind``.
+    """
+    if isinstance(saved, dict):
+        known = present if isinstance(present, dict) else {}
+        return {name: _like(value, known.get(name)) for name, value in saved.items()}
+    if not isinstance(saved, list):
+        return saved
+    inside = present if isinstance(present, list | tuple) else ()
+    found = [_like(value, inside[n] if n < len(inside) else None) for n, value in enumerate(saved)]
+    return (type(present) if type(present) in (list, tuple) else kind)(found)

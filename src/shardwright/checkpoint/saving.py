@@ -31,6 +31,9 @@ LOSS_SCALE = "(loss scale)"
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
 
+_DATA = (int, float, str, type(None), list, tuple, dict, Tensor)
+"""The types of a param group's options that are saved. Others, such as functions, are those of the constructor."""
+
 _TOLD_S = 0.5
 """The seconds for which a rank that could not save because of another waits for that rank to say so."""
 
@@ -76,8 +79,9 @@ def save(
     training goes on, and the path exists once the checkpoint is complete. The next save waits for it; so do
     ``run.wait_saves`` and ``launch``.
 
-    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
-        writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
+    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; an option of the optimizer's
+        param groups is a list, tuple, dict or tensor that JSON cannot hold; or the disk is full or not writable, which
+        with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
         the averages of ``optimizer`` are applied.
     """
     check_run(run, "sw.save(folder, run, optimizer)")
@@ -130,8 +134,9 @@ def save_alone(
     step, decision = state.step, None
 
     def prepare(decision: SavedDecision) -> None:
-        if decision.ranks:
-            prepare_alone(folder / _name(decision.step or 0), survivors.token)
+        final = folder / _name(decision.step or 0)
+        if decision.ranks and not final.exists():
+            prepare_alone(final, survivors.token)
 
     try:
         try:
@@ -375,10 +380,31 @@ def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str
         {
             "parameters": list(group_parameters(run, group)),
             "options": {
-                key: value.item() if isinstance(value, Tensor) else value
+                key: _as_json(key, value)
                 for key, value in group.items()
-                if key != "params" and isinstance(value, (int, float, bool, str, list, tuple, type(None), Tensor))
+                if key != "params" and isinstance(value, _DATA)
             },
         }
         for group in optimizer.param_groups
+    )
+
+
+def _as_json(key: str, value: Any) -> Any:
+    """Returns an option of an optimizer's group as JSON can hold it; a tensor of one element is a number.
+
+    Raises: CheckpointError: it cannot, or :func:`~shardwright.load` would refuse it.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [_as_json(key, each) for each in value]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _as_json(key, each) for name, each in value.items()}
+    if isinstance(value, int | float | str | None) and value == value:  # not NaN
+        return value
+    raise CheckpointError(
+        f"the option '{key}' of a param group of the optimizer cannot be saved",
+        given=f"{value!r:.60}, a {type(value).__name__}",
+        allowed="numbers, text and None, and lists, tuples and dicts (with text as keys) of these",
+        fix=f"keep it in the optimizer itself, or remove it from its param_groups before the save: del group['{key}']",
     )

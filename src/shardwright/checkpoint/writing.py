@@ -179,14 +179,14 @@ def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.T
     return future, [thread]
 
 
-def clear(root: Path, token: str) -> None:
+def clear(root: Path, token: str = "") -> None:
     """Removes the remains of killed saves from the folder ``root``: temporary folders, and replaced checkpoints.
 
-    The caller holds the lock of ``root``. ``token`` is the random text in the names of the caller's temporary folders,
-    which stay.
+    The caller holds the lock of ``root``. ``token``, if any, is the random text in the names of the caller's temporary
+    folders, which stay.
     """
     for stale in root.glob(".tmp-*"):
-        if not stale.name.endswith(token):
+        if not (token and stale.name.endswith(token)):
             shutil.rmtree(stale, ignore_errors=True)
     for old in root.glob("step-*.old"):
         if (old.with_suffix("") / MANIFEST).is_file():

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -27,10 +28,10 @@ from shardwright.mesh import Mesh
 T = TypeVar("T")
 
 _END_S = 5.0
-"""Seconds that a launch which was interrupted waits for each of its threads."""
+"""Seconds that a launch which was interrupted, or of which a rank has failed, waits for its other threads."""
 
-_LEFT: list[threading.Thread] = []
-"""Threads that such a launch has left computing."""
+_LEFT: dict[threading.Thread, int] = {}
+"""Threads that such a launch has left computing, each with the exit code of a process that ends before it."""
 
 
 class HasRanks(Protocol):
@@ -108,7 +109,7 @@ def _check_launch(work: Any, ranks_or_layout: Any, ranks: Any) -> None:
             f"{type(work).__name__} as work",
             "a function, not its result: a rank calls work(world)",
         )
-    elif not hasattr(ranks_or_layout, "num_ranks") and not (isinstance(ranks_or_layout, int) and ranks_or_layout > 0):
+    elif not hasattr(ranks_or_layout, "num_ranks") and not (type(ranks_or_layout) is int and ranks_or_layout > 0):
         given, allowed = f"{ranks_or_layout!r:.60} ranks", "a number of ranks from 1 on, or a layout such as 'dp2 tp2'"
     elif ranks not in ("threads", "processes"):
         given, allowed = f"ranks={ranks!r}", "'threads', 'processes'"
@@ -121,6 +122,9 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     """Runs ``work(world, *args)`` on ranks that are threads of this process, and returns their results in rank order.
 
     :func:`launch` calls it for ``ranks="threads"``; all ranks use one ``device``.
+
+    Once a rank has failed, the others have five seconds to end, or until what they save is written: a thread that
+    computes and makes no call of ``world`` cannot be ended, and is left behind.
 
     Raises: RankFailedError: a rank raised, with its traceback. A CommunicationError is raised as it is, and so is a
         ValueError (such as LayoutError) if every rank raised an error.
@@ -154,17 +158,22 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(timeout=0.5)  # short, so that Ctrl-C is seen
-                if stop.wanted:
-                    stop.want()  # here, in the main thread
+        end_s = time.monotonic() + _END_S
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(timeout=0.5)  # short, so that Ctrl-C is seen
+            if stop.wanted:
+                stop.want()  # here, in the main thread
+            if hub.failure is None or hub.num_saving or not (hub.failed_rank is None or hub.failed_rank in texts):
+                end_s = time.monotonic() + _END_S
+            elif time.monotonic() > end_s:  # a rank computes, and makes no call that would end it
+                _LEFT.update(dict.fromkeys(alive, 1))
+                break
     except BaseException as interruption:  # as Ctrl-C
         hub.fail(-1, interruption)
         for thread in threads:
             if thread.is_alive():  # which it is not if it has not begun
                 thread.join(timeout=_END_S)
-        _LEFT.extend(thread for thread in threads if thread.is_alive())
+        _LEFT.update((thread, failures.INTERRUPTED) for thread in threads if thread.is_alive())
         raise
     finally:
         stop.restore()
@@ -178,14 +187,14 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
 
 @atexit.register
 def _end_left() -> None:
-    """Ends the process at once if ranks of an interrupted launch still compute.
+    """Ends the process at once if ranks of a launch that was interrupted, or has failed, still compute.
 
     Python's own end would abort the process where such a thread is in native code: exit code 134, and a message of C++.
     """
-    if any(thread.is_alive() for thread in _LEFT):
+    if codes := [code for thread, code in _LEFT.items() if thread.is_alive()]:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(failures.INTERRUPTED)
+        os._exit(codes[0])
 
 
 def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T], *, device: torch.device | str = "cpu") -> list[T]:

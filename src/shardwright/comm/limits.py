@@ -53,11 +53,12 @@ def check_can_start(num_ranks: int, ranks: Ranks = "processes") -> None:
 
     ``ranks`` says whether a rank is a thread or a process; :func:`most_ranks` computes the limit.
 
-    In a process that torchrun, srun or mpirun started as a rank, it checks nothing, but sets torch's environment
+    In a process that torchrun, srun or mpirun started as a rank, it checks threads alone, and sets torch's environment
     variables (``RANK``, ``WORLD_SIZE``, ...) where they are missing.
     """
     started_by()  # sets WORLD_SIZE where another launcher has started this process as a rank
-    if "WORLD_SIZE" not in os.environ and num_ranks > (most := most_ranks(ranks)):
+    is_rank = "WORLD_SIZE" in os.environ
+    if (ranks == "threads" or not is_rank) and num_ranks > (most := most_ranks(ranks)):
         raise LayoutError(
             "the layout has more ranks than this machine can start",
             given=f"{num_ranks:,} ranks that are {ranks}",

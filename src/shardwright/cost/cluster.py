@@ -59,7 +59,8 @@ class Cluster:
                 return replace(found, nodes=Nodes.parse(nodes))
             except LayoutError as error:  # its fix names another option
                 fix = f"write {name}:1x{nodes if nodes.isdecimal() else 8}"
-                raise LayoutError(error.what, given=text, allowed="NAME:NODESxRANKS, as 2x8", fix=fix) from None
+                allowed = f"NAME:NODESxRANKS, {error.allowed}"
+                raise LayoutError(error.what, given=text, allowed=allowed, fix=fix) from None
         if found.has_nodes:
             return found
         if num_ranks is None or colon:

@@ -7,7 +7,7 @@ formula repeats what the code does, and the memory of a new strategy is predicte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -80,7 +80,7 @@ class MemoryRecording:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Returns a context for the optimizer's step, in which what is allocated counts as optimizer state."""
-        self._tracker.hold("gradients", (p.grad for p in _trainable(self._run)))
+        self._tracker.hold("gradients", _gradients(_trainable(self._run)))
         self._tracker.action = "optimizer"
         with self._tracker.making("optimizer"):
             yield
@@ -109,7 +109,7 @@ def memory_tracked(
     kind = device or run.world.device.type
     tracker = Tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
-    tracker.hold("gradients", (p.grad for p in _trainable(run)))
+    tracker.hold("gradients", _gradients(_trainable(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
     if run.offload is not None:
@@ -227,6 +227,11 @@ def _trainable(run: Run) -> list[nn.Parameter]:
     return [p for p in (*run.parameters.values(), *run.model.parameters()) if p.requires_grad]
 
 
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
+        return [parameter.grad for parameter in parameters]
+
+
 @contextmanager
 def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
     """A context in which the tracker is notified of gradients, of logits, and of the executor's actions."""
@@ -237,7 +242,7 @@ def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
 
     def end(action: Action) -> None:
         with torch._C.DisableTorchFunction():  # a rehearsal's modes would see each read
-            tracker.hold("gradients", (*(parameter.grad for parameter in parameters), *run.summing()))
+            tracker.hold("gradients", (*_gradients(parameters), *run.summing()))
         tracker.mark()
 
     def add_gradient(parameter: Tensor) -> None:

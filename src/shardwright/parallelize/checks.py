@@ -221,6 +221,45 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
             )
 
 
+Held = tuple[Mapping[str, Any], str, Any]
+"""A submodule or parameter that a module had when the model was laid out: the module's dict, its name and itself."""
+
+
+def structure_of(model: nn.Module) -> tuple[Held, ...]:
+    """Returns what each module of a model has now, for :func:`check_structure`."""
+    return tuple(
+        (held, name, value)
+        for module in model.modules()
+        for held in _held_by(module)
+        for name, value in dict[str, Any].items(held)  # without unsharding any
+    )
+
+
+def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._modules, module._parameters
+
+
+def check_structure(structure: Iterable[Held]) -> None:
+    """Raises PlanError if a submodule or parameter was replaced or removed since the model was laid out.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> before = structure_of(model)
+    >>> model[0] = nn.Linear(2, 3)
+    >>> check_structure(before)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: '0' of the run's model was replaced or removed since the model was laid out
+      ...
+    """
+    for held, name, value in structure:
+        if held.get(name) is not value:
+            raise PlanError(
+                f"'{name}' of the run's model was replaced or removed since the model was laid out",
+                given=f"a {type(value).__name__}, in whose place is {type(held.get(name)).__name__}",
+                allowed="changes of the plain model before sw.parallelize: pruning, weight_norm, adapters, new layers",
+                fix="change the plain model, then call sw.parallelize, and sw.load for a checkpoint",
+            )
+
+
 def check_world(plan: Plan, world: World) -> None:
     """Raises LayoutError unless the world has as many ranks as the layout asks for."""
     if plan.mesh.size != world.size:

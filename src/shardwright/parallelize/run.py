@@ -36,7 +36,7 @@ from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, refuse_loads, whole_state
+from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_partial_states, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -128,6 +128,7 @@ class Run:
         models = [self.model] if plain is None else [self.model, plain]
         self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
+        refuse_partial_states(self.model, plan)
 
     if not TYPE_CHECKING:
 
@@ -247,9 +248,9 @@ class Run:
             loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step in
             which ranks are compared (``check_every`` of :func:`parallelize`) 8 bytes from each rank.
         Raises: PlanError: ``batch`` is not from :meth:`shard` or :meth:`part`, ranks differ in something that must be
-            equal, no parameter requires a gradient, a parameter was frozen or unfrozen since the model was laid out, a
-            microbatch without samples needs statistics of its own, or a gradient is not finite, with ``stop_at_nan`` or
-            at the least fp16 loss scale.
+            equal, no parameter requires a gradient, a parameter was frozen or unfrozen, or it or a submodule was
+            replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
+            or a gradient is not finite, with ``stop_at_nan`` or at the least fp16 loss scale.
         """
         check_part("step", batch, update)
         self._guard.before_step()

@@ -21,7 +21,7 @@ from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
-from shardwright.parallelize.checks import check_frozen, check_full, check_trains
+from shardwright.parallelize.checks import check_frozen, check_full, check_structure, check_trains, structure_of
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
@@ -64,6 +64,7 @@ class TrainStep:
         self._everyone = axes["world"]
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
+        self._structure = structure_of(executor.model)
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -72,12 +73,13 @@ class TrainStep:
         one overflowed. With ``update``, an optimizer, offloaded param groups are updated during the backward where that
         is possible; their gradients are None afterwards. The optimizer's own step is left to the caller.
 
-        Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen since the model was laid out, a
-            microbatch without samples needs statistics of its own, or gradients are not finite, with ``stop_at_nan`` or
-            at the least fp16 loss scale.
+        Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen, or it or a submodule was
+            replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
+            or gradients are not finite, with ``stop_at_nan`` or at the least fp16 loss scale.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
+        check_structure(self._structure)
         assert batch.num_global is not None, "checked before"
         check_full(self._executor.model, self.plan, batch.num_global)
         pieces = pieces_of(batch, self.plan.layout.num_microbatches)

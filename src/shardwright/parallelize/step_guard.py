@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import wraps
 from math import isfinite
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright.errors import PlanError, explain
@@ -62,6 +62,7 @@ class StepGuard:
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         others = [p for model in models for p in model.parameters()]
+        self._of_run = {id(p): ref(p) for p in models[0].parameters() if id(p) not in self._own}
         self._plain = [(ref(model), _version_of(model)) for model in models[1:]]
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
         # gradients of a backward before the run, as of a first try of the model
@@ -69,8 +70,8 @@ class StepGuard:
         self._gradients_before = {
             key: (ref(p.grad), p.grad._version) for key, p in every if p is not None and p.grad is not None
         }
-        cut = (name for name, state in plan.state.items() if state.gradient.axes)
-        self._cut = next(cut, "")
+        self._cut = next((name for name, state in plan.state.items() if state.gradient.axes), "")
+        self._part = next((name for name, state in plan.state.items() if state.parameter.axes), "")
         _look_before_backward()
         if not hasattr(_OF_THREAD, "guards"):
             _OF_THREAD.guards = WeakSet()
@@ -210,15 +211,42 @@ class StepGuard:
         """
         tensors = list(tensors)
         partly = bool(self._cut) and any(id(tensor) in self._own for tensor in tensors)
-        if partly or (self.num_waiting and self._holds_others(tensors)):
+        if partly:
+            self._refuse_clipping(f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'")
+        if self.num_waiting and self._holds_others(tensors):
+            self._refuse_clipping(f"tensors without gradients under {self.plan.layout}, which are not run.parameters")
+
+    def before_conversion(self, tensor: Tensor) -> None:
+        """Raises PlanError if torch is about to join or set parameters as one vector, and ``tensor`` is one of a part.
+
+        That is so if ranks hold parts of the run's parameters, so that the vector would be that of one rank's part, and
+        for a parameter of the run's model of which the optimizer updates another copy.
+        """
+        other = self._of_run.get(id(tensor))
+        is_copy = other is not None and other() is tensor
+        if is_copy or (self._part and id(tensor) in self._own):
             raise PlanError(
-                "clipping by torch would scale each rank's gradients by another number",
-                given=f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'"
-                if partly
-                else f"tensors without gradients under {self.plan.layout}, which are not run.parameters",
-                allowed="the norm over the whole model, which the run takes over all ranks",
-                fix="write run.clip_grad_norm_(max_norm)",
+                "parameters_to_vector and vector_to_parameters would convert a part of the model, or copies of it",
+                given=f"a rank's part of the parameters under {self.plan.layout}, as of '{self._part}'"
+                if self._part
+                else f"parameters of run.model under {self.plan.layout}, which are no run.parameters",
+                allowed="whole tensors by name: run.state_dict(), and run.load_state_dict(state)",
+                fix="write torch.cat([t.reshape(-1) for t in run.state_dict().values()]) for the vector",
             )
+
+    def before_norm(self, gradients: Iterable[Tensor]) -> None:
+        """Raises PlanError if torch is about to take the norm of ``gradients``, and these are a rank's part of all."""
+        own = {id(p.grad) for p in self.parameters.values() if p.grad is not None} if self._cut else set()
+        if any(id(tensor) in own for tensor in gradients):
+            self._refuse_clipping(f"a rank's part of the gradients under {self.plan.layout}, as of '{self._cut}'")
+
+    def _refuse_clipping(self, given: str) -> NoReturn:
+        raise PlanError(
+            "clipping by torch would scale each rank's gradients by another number",
+            given=given,
+            allowed="the norm over the whole model, which the run takes over all ranks",
+            fix="write run.clip_grad_norm_(max_norm)",
+        )
 
     def _is_from_before(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's gradient is what it had before the run: neither replaced nor written to."""
@@ -228,13 +256,14 @@ class StepGuard:
     def _holds_others(self, tensors: Iterable[Tensor]) -> bool:
         """Returns whether some of these tensors are of no use to the run, and none but the run's has a gradient."""
         found = False
-        for tensor in tensors:
-            if id(tensor) in self._own:
-                continue
-            if tensor.grad is not None and not self._is_from_before(tensor):
-                return False  # trained by other code
-            other = self._others.get(id(tensor))
-            found = found or (other is not None and other() is tensor)
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter of which there are shards would raise
+            for tensor in tensors:
+                if id(tensor) in self._own:
+                    continue
+                if tensor.grad is not None and not self._is_from_before(tensor):
+                    return False  # trained by other code
+                other = self._others.get(id(tensor))
+                found = found or (other is not None and other() is tensor)
         return found
 
 
@@ -389,6 +418,26 @@ def _look_before_clipping() -> None:
     # the public name of the same function, for clipping in two parts: get_total_norm, then clip_grads_with_norm_
     clip_grad.clip_grads_with_norm_ = scale_with_look  # type: ignore[attr-defined]
     nn.utils.clip_grads_with_norm_ = scale_with_look
+    norm, check_device = clip_grad._get_total_norm, convert_parameters._check_param_device
+
+    @wraps(norm)
+    def norm_with_look(tensors: Any, *args: Any, **named: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for guard in _guards():
+            guard.before_norm(tensors)
+        return norm(tensors, *args, **named)
+
+    @wraps(check_device)
+    def check_with_look(parameter: Tensor, before: int | None) -> int:
+        for guard in _guards():
+            guard.before_conversion(parameter)
+        return check_device(parameter, before)
+
+    clip_grad._get_total_norm = norm_with_look
+    clip_grad.get_total_norm = norm_with_look  # type: ignore[attr-defined]
+    nn.utils.get_total_norm = norm_with_look
+    # both functions between parameters and a vector call it for each parameter
+    convert_parameters._check_param_device = check_with_look  # type: ignore[assignment]
 
 
 register_optimizer_step_pre_hook(_before_update)

@@ -70,4 +70,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> str:
 
 def _is_plain(value: Any) -> bool:
     """Returns whether a value has the same text on all ranks that use the same one; a tensor's would be read for it."""
-    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    return isinstance(value, int | float | str | None) or (
+        isinstance(value, tuple | list | dict) and all(map(_is_plain, inside))
+    )

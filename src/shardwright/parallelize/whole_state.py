@@ -42,6 +42,27 @@ def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Param
         module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module), names))
 
 
+def refuse_partial_states(model: nn.Module, plan: Plan) -> None:
+    """Makes ``state_dict`` of a run's model raise PlanError where a rank holds a part of the model alone.
+
+    That is so for a module with a parameter that the layout cuts, or that is on one pipeline stage.
+    """
+    cut = {name for name, layout in plan.compute.items() if layout.axes}
+    for _, module, _, name in owners(model):
+        if name in cut:
+            module.register_state_dict_pre_hook(partial(_refuse_state, id(module), str(plan.layout)))
+
+
+def _refuse_state(own: int, layout: str, module: nn.Module, *_: Any) -> None:
+    if id(module) == own:  # a copy, such as averages of the parameters, takes its hooks along
+        raise PlanError(
+            "state_dict() of the run's model would be that of this rank's part",
+            given=f"{type(module).__name__} under {layout}",
+            allowed="run.state_dict() for the whole state, run.state_dict(full=False) for this rank's part",
+            fix="write run.state_dict(), on every rank, or sw.save_weights(run, file)",
+        )
+
+
 def _refuse_load(
     own: int, names: Sequence[str], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:

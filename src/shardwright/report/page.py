@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.report.assets import fill_template, read_asset
+from shardwright.text_files import write_text
 
 
 def write_html(
@@ -36,8 +37,7 @@ def write_html(
         sections="\n".join(filter(None, sections)),
         script=_script(parts) if parts else "",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", errors="replace")
+    write_text(path, page)
     return path
 
 

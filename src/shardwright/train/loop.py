@@ -23,6 +23,7 @@ from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
+from shardwright.comm.started_world import is_started
 from shardwright.comm.stop import Stop
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
@@ -39,7 +40,15 @@ from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
 from shardwright.train.measuring import agreed_seconds, memory_of_ranks, step_usage
 from shardwright.train.opening import inputs_of, num_tokens, opened, other_split
-from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
+from shardwright.train.out_folder import (
+    CHECKPOINTS,
+    LOCK,
+    in_use,
+    locked_again,
+    locked_folder,
+    remove_remains,
+    writing,
+)
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
 from shardwright.train.run_file import (
@@ -117,7 +126,11 @@ def train(
     else:
         options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                    "grace_s": config.grace_s}  # fmt: skip
-        summary = launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
+        try:
+            summary = launch(_rank, layout, config, out, resume, None, command, on_step, ranks=ranks, **options)[0]
+        finally:
+            if not is_started():  # else this process is a rank itself, and the others may still save
+                remove_remains(out)
     note_predicted(config, out, ranks, summary["steps"])  # after training, here: no step waits for it
     return summary
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.writing import clear
 from shardwright.comm.agreement import first_problem
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
@@ -77,6 +79,15 @@ def _locked_file(out: Path, *, new: bool) -> IO[str]:
         file.close()
         raise in_use(out, problem)
     return file
+
+
+def remove_remains(out: Path) -> None:
+    """Removes what ranks that were killed while they saved have left in a run's folder, unless a run is in it."""
+    root = out / CHECKPOINTS
+    with contextlib.suppress(OSError), (out / LOCK).open("r+") as file:
+        if lock(file) and any(root.glob(".tmp-*")):
+            with one_save(root, 0.0):
+                clear(root)
 
 
 def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: str = "r+") -> IO[str] | None:

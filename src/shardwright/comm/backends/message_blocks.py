@@ -268,7 +268,8 @@ class MessageExchange:
             gone = [peer for peer in peers if peer in self.lost_peers]
             if gone:
                 raise LostError(gone[0])
-            if not self._receive_any(1.0) and time.monotonic() > end:
+            is_late = not self._receive_any(1.0) and time.monotonic() > end
+            if is_late and self.lost_peers.isdisjoint(peers):
                 raise LateError(peers[0], self.timeout_s)
 
     def peer_bytes(self, peer: int, posted: ReceivedMessage) -> Tensor:
@@ -325,7 +326,10 @@ class MessageExchange:
                 raise LostError(peer) from None
 
     def _receive_any(self, wait_s: float) -> bool:
-        """Reads one message from each rank that has sent any, and returns whether any came within ``wait_s``."""
+        """Reads one message from each rank that has sent any, and returns whether any came within ``wait_s``.
+
+        It returns earlier, with False, if a rank closes its connection.
+        """
         progress = self._store_arrived()
         if self._in_flight and not progress:
             wait_s = min(wait_s, max(0.0, (self._in_flight[0][0] - time.monotonic_ns()) / 1e9))
@@ -338,7 +342,8 @@ class MessageExchange:
             except ConnectionError:
                 self.lost_peers.add(peer)  # its earlier messages are kept; waiting for more raises
                 self._poll.unregister(handle)
-            progress = True
+            else:  # a rank that closes sends nothing: each that gives up would let the others wait for longer
+                progress = True
         return self._store_arrived() or progress
 
     def _store_arrived(self) -> bool:

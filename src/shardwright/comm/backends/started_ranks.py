@@ -25,7 +25,7 @@ import psutil
 
 from shardwright.comm import failures
 from shardwright.comm.backends.run_folder import SAVES
-from shardwright.fork_server import HELD_BACK, RankPipes, read_status
+from shardwright.fork_server import FORK_SERVER, HELD_BACK, RankPipes, read_status
 
 KNOWN_S = 1.0
 """Seconds that the other ranks have to end once the cause of a failure is known."""
@@ -88,7 +88,7 @@ class RankProcess:
     def alive(self) -> bool:
         """Whether the process still runs, as the system says.
 
-        It is needed only after the fork server, which otherwise reports the exit of a rank, has ended.
+        It is needed only after the fork server, which otherwise reports the exit of a rank, has ended or was suspended.
         """
         try:
             return self.process is not None and self.process.status() != psutil.STATUS_ZOMBIE
@@ -109,8 +109,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kills the process (SIGKILL), and records in ``stopped`` whether it was suspended, as by SIGSTOP."""
-        with suppress(psutil.NoSuchProcess):
-            self.stopped = self.process is not None and self.process.status() == psutil.STATUS_STOPPED
+        self.stopped = self.process is not None and _is_suspended(self.process.pid)
         self.killed = True
         self.signal(signal.SIGKILL)
 
@@ -134,6 +133,14 @@ class RankProcess:
                 self.answer += data
             return False
         return True
+
+
+def _is_suspended(pid: int | None) -> bool:
+    """Returns whether there is such a process, and a signal such as SIGSTOP has suspended it."""
+    try:
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _for_ranks(number: int) -> int:
@@ -196,11 +203,13 @@ class StartedRanks:
             of a stop signal to the launcher.
         """
         while not all(rank.ended for rank in self.ranks):
-            for handle, _ in self._poll.poll(_LOOK_S * 1000):
+            events = self._poll.poll(_LOOK_S * 1000)
+            for handle, _ in events:
                 if handle in self._heard:  # an event before this one may have closed it
                     self._heard[handle]()
+            is_silent = not events and _is_suspended(FORK_SERVER.pid)
             for rank in self.ranks:
-                if rank.unwatched and not rank.ended and not rank.alive:
+                if (rank.unwatched or is_silent) and not rank.ended and not rank.alive:
                     self._note_end(rank, None)
             if time.monotonic() > self._end_s and not self._waits_for_saves():
                 self._kill_all()

@@ -8,8 +8,8 @@ every rank that still runs waits and no collective can complete, all get an erro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class ThreadWorld:
         self.waiting: dict[int, _Rendezvous] = {}
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
+        self.num_saving = 0  # ranks that save what they hold after a failure
 
     def arrive(
         self, key: object, members: tuple[int, ...], rank: int, call: CollectiveCall, given: Contribution, work: Work
@@ -189,9 +190,16 @@ class ThreadTransport:
         """Makes every other rank raise, in the call that it waits in or at its next, because this rank has failed."""
         self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: threads are not ended."""
-        return nullcontext()
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Returns a context in which ``launch`` waits for this rank, which saves what it holds after a failure."""
+        with self.hub.lock:
+            self.hub.num_saving += 1
+        try:
+            yield
+        finally:
+            with self.hub.lock:
+                self.hub.num_saving -= 1
 
 
 class ThreadChannel(Channel):

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.axis import Axis, Pending
+from shardwright.errors import PlanError
 from shardwright.mesh import balanced
 from shardwright.runtime.gradient_sync import UNREACHED, is_reached, mark_reached
 from shardwright.runtime.offload_storage import OffloadStorage
+from shardwright.strategies.zero.resharded import ShardedParameter
 
 
 class UpdateState(Enum):
@@ -60,6 +62,7 @@ class FlatParameter:
     ) -> None:
         self.parameters, self.axis = dict(parameters), axis
         self.keeps_buffer, self.fp32_sums = keeps_buffer, fp32_sums
+        self._kinds = [type(p) for p in self.parameters.values()]
         self.shapes = [p.shape for p in self.parameters.values()]
         self.sizes = [p.numel() for p in self.parameters.values()]
         cuts = balanced(sum(self.sizes), axis.size)
@@ -88,6 +91,7 @@ class FlatParameter:
             for name, (a, b) in self.ranges.items()
         }
         self.unsharded: Tensor | None = unsharded
+        self._versions = [_version_of(parameter) for parameter in self.parameters.values()]
         self.shard_gradient: Tensor | None = None
         self.unreached = set(self.parameters)  # parameters that this rank's backward has not reached in this step
         self.update_state = UpdateState.NOT_UPDATED
@@ -133,17 +137,27 @@ class FlatParameter:
         self._pending.wait()
         self._pending = None
         parts = self.unsharded.split(self.sizes)
-        for parameter, shape, part in zip(self.parameters.values(), self.shapes, parts, strict=True):
+        for parameter, kind, shape, part in zip(self.parameters.values(), self._kinds, self.shapes, parts, strict=True):
+            parameter.__class__ = kind
             parameter.data = part.view(shape)
+        self._versions = [_version_of(parameter) for parameter in self.parameters.values()]
 
     def reshard(self) -> None:
         """Frees the unsharded buffer and sets the parameters to NaN (integers to 0), with their shapes unchanged.
 
         With ``keeps_buffer`` the buffer stays allocated. The memory of a freed buffer is returned when no view of it is
         left; autograd keeps none, because :meth:`Prefetcher.pack` replaces the views that it saves.
+
+        Raises: PlanError: other code has written to a parameter since it was unsharded, which the shard does not have.
         """
-        for parameter, shape in zip(self.parameters.values(), self.shapes, strict=True):
+        if not self._shard_in_buffer:
+            for (name, parameter), version in zip(self.parameters.items(), self._versions, strict=True):
+                if _version_of(parameter) != version and not isinstance(parameter, ShardedParameter):
+                    raise _lost_write(name)
+        for (name, parameter), kind, shape in zip(self.parameters.items(), self._kinds, self.shapes, strict=True):
+            parameter.__class__ = kind
             parameter.data = self._placeholder.expand(shape)
+            ShardedParameter.hide(parameter, name, self.sharded_parameters[name])
         if not self.keeps_buffer:
             self.unsharded = None
 
@@ -228,3 +242,17 @@ class FlatParameter:
                 part = None  # no rank's backward reached it: no gradient and no weight decay, as on one device
             self.sharded_parameters[name].grad = part
         self.shard_gradient, self.unreached = None, set(self.parameters)
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    """Returns a number that changes when code writes to the parameter; 0 for one that torch does not count."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _lost_write(name: str) -> PlanError:
+    return PlanError(
+        f"what was written to '{name}' of run.model would be lost: it is gathered from the ranks' shards",
+        given="a write to the unsharded copy of a parameter, as by torch.nn.init or in a forward",
+        allowed="writes to the plain model before sw.parallelize, and to run.parameters",
+        fix="write run.load_state_dict({...}, strict=False), which takes whole tensors by name",
+    )

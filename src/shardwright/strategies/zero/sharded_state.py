@@ -180,6 +180,8 @@ class FSDPState:
         what = "unshards its group, resharded after use" if self.reshard_after_use else "waits for its group's unshard"
         compiled = {m: path for path in self.compiled for m in model.get_submodule(path).modules()}
         of_block: dict[str, list[_UnshardingParameters]] = {}
+        shards = [p for flats in self.trained.values() for flat in flats for p in flat.sharded_parameters.values()]
+        model.zero_grad = partial(_clear_gradients, model, shards)  # type: ignore[method-assign]
         for module, groups in by_module.items():
             parameters = _UnshardingParameters(module._parameters, groups, self.prefetcher)
             module._parameters = parameters
@@ -389,6 +391,12 @@ def _refuse_whole(what: str) -> NoReturn:
         fix="write run.state_dict(full=True), or full=False for this rank's part; to average parameters, "
         "averages = run.average(optimizer, decay=0.999), and with averages.applied(): to use them",
     )
+
+
+def _clear_gradients(model: nn.Module, shards: Sequence[nn.Parameter], set_to_none: bool = True) -> None:
+    """Clears the gradients of a model's parameters and of the shards that the optimizer updates; None, or else zero."""
+    for parameter in (*model.parameters(), *shards):
+        parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter)
 
 
 def _with_unsharded(

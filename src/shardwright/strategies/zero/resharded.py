@@ -1,0 +1,105 @@
+"""The class that a parameter has while it is resharded: its shape can be read, and its values raise an error.
+
+A resharded parameter keeps its shape, with one NaN for all its elements. Without this class, code that computes with
+``run.model.parameters()`` between steps, such as a norm, an average or ``parameters_to_vector``, would get NaN, and
+what it writes there would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError
+
+_PROPERTIES = (
+    *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_leaf"),
+    *("grad_fn", "retains_grad", "output_nr", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(name for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))),
+    "grad_dtype",
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous"),
+    *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "data_ptr", "untyped_storage"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "get_device", "__hash__", "__len__"),
+    *("__repr__", "__dir__", "has_names", "sym_numel", "sym_size", "_is_view", "is_pinned", "__format__"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+)
+_FUNCTIONS = (
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of a run's model while this rank holds only a shard of it; made by :meth:`hide`.
+
+    Attributes:
+        path: its name in the plain model.
+        shard: the part that this rank stores and the optimizer updates, whose ``grad`` is that of the last step.
+
+    >>> weight = nn.Parameter(torch.ones(2, 3))
+    >>> ShardedParameter.hide(weight, "up.weight", nn.Parameter(torch.ones(3)))
+    >>> weight.shape, weight.numel(), weight.grad
+    (torch.Size([2, 3]), 6, None)
+    >>> weight.norm()
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: norm of 'up.weight' outside of a step: this rank holds only a shard of it
+      ...
+    """
+
+    path: str
+    shard: nn.Parameter
+
+    @staticmethod
+    def hide(parameter: nn.Parameter, path: str, shard: nn.Parameter) -> None:
+        """Gives ``parameter`` this class; setting ``__class__`` back to its own shows its values again."""
+        parameter.__class__ = ShardedParameter
+        vars(parameter).update(path=path, shard=shard)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Runs ``func`` if it reads nothing but metadata. Raises PlanError for anything else."""
+        if func not in _ALLOWED:
+            _refuse(func, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            if func == _GRAD and found is None and getattr(args[0].shard, "grad", None) is not None:
+                _refuse(func, args)
+        return found
+
+
+_FIELDS: Mapping[str, Any] = {name: getattr(Tensor, name) for name in ("grad", *_PROPERTIES) if hasattr(Tensor, name)}
+_GRAD = _FIELDS["grad"].__get__
+_ALLOWED: frozenset[Any] = frozenset(
+    [field.__get__ for field in _FIELDS.values()]
+    + [_FIELDS["grad"].__set__, _FIELDS["grad"].__delete__, _FIELDS["requires_grad"].__set__]
+    + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    + [*_FUNCTIONS]
+)
+
+
+def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raises PlanError for a call with a resharded parameter."""
+    name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", str(func))
+    among = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+    path = next((each.path for each in among if isinstance(each, ShardedParameter)), "a parameter")
+    if func == _GRAD:  # a new object each time
+        fix = f"write run.parameters['{path}'].grad; to clip, write run.clip_grad_norm_(max_norm)"
+    else:
+        fix = (
+            f"write run.state_dict()['{path}'] for the whole, on every rank, or run.parameters['{path}'] for this "
+            "rank's shard, and run.changed() after writing to it; the layout says the dtype"
+        )
+    raise PlanError(
+        f"{name} of '{path}' outside of a step: this rank holds only a shard of it",
+        given="a parameter of run.model, which ZeRO shards",
+        allowed="run.state_dict() for whole tensors, run.parameters for this rank's shards, and sums over ranks",
+        fix=fix,
+    )
