@@ -32,7 +32,7 @@ from shardwright.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)
 _HOOKS = frozenset(vars(nn.Module()))
-"""The attributes that every ``nn.Module`` has. Where one is an empty dict, no other object shares that dict."""
+"""The attributes that every ``nn.Module`` has. Only handles of hooks share one that is an empty dict."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
@@ -76,7 +76,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
             if kind in ATOMS:
                 own[name] = value
             elif kind in DICTS and not value and name in _HOOKS:
-                own[name] = kind()
+                own[name] = memo.setdefault(id(value), kind())  # kept handles of hooks refer to these dicts, weakly
             else:
                 own[name] = copy.deepcopy(value, memo)
     other = copy.deepcopy(model, memo)
