@@ -34,7 +34,7 @@ from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, refuse_loads, whole_state
+from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_parts, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -122,6 +122,7 @@ class Run:
         models = [self.model] if plain is None else [self.model, plain]
         self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
+        refuse_parts(self.model, plan, self.coord)
 
     if not TYPE_CHECKING:
 
