@@ -39,6 +39,9 @@ def export(
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="as stored")] = None,
     prefix: Annotated[str, typer.Option(help="What each name gets before it, such as 'model.'.")] = "",
     max_file_gb: Annotated[float, typer.Option(help="GB of tensors in one file of a folder.")] = MOST_FILE_BYTES / 1e9,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replaces what is there, also weights of others, such as pretrained ones.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Writes the weights of a checkpoint for other programs, under the plain model's names.
@@ -52,7 +55,7 @@ def export(
     kind: Any = format
     saved = save_weights(
         path, to, format=kind, names=prefix or None, dtype=None if dtype is None else getattr(torch, dtype),
-        config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9),
+        config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9), force=force,
     )  # fmt: skip
     files = [str(file) for file in saved.files]
     where = f"{to}" if len(files) == 1 else f"{to} ({len(files)} files)"

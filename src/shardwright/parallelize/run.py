@@ -92,6 +92,7 @@ class Run:
         rng: the RNG tracker of dropout.
         num_steps: how many steps were taken, skipped ones included.
         averages: the averages that :meth:`average` has made.
+        weights_read: the files and folders from which ``load_weights`` has filled the model.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Run:
         self.rng: RngTracker = executor.rng
         self.num_steps = 0
         self.averages = RunAverages()
+        self.weights_read: list[Path] = []
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan

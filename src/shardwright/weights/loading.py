@@ -50,4 +50,6 @@ def load_weights(run: Run, source: str | Path, *, names: Names = None, strict: b
     check_run(run, "sw.load_weights(run, source)")
     path = Path(source)
     find_names = partial(names_beside_adapter, run.model)
-    return fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict, find_names=find_names)
+    loaded = fill(run, lambda: open_store(path), f"'{path}'", names, strict=strict, find_names=find_names)
+    run.weights_read.append(path)
+    return loaded

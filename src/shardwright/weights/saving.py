@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from shardwright.weights.configs import files_beside
 from shardwright.weights.stores import WHOLE, open_store
 from shardwright.weights.targets import (
     WeightEntry,
+    check_replaces,
     check_target,
     write_folder,
     write_safetensors,
@@ -54,7 +55,7 @@ class SavedWeights(NamedTuple):
 def save_weights(
     source: Run | str | Path, to: str | Path, *, format: Format | None = None, names: Names = None,
     dtype: torch.dtype | None = None, config: Any = None, model: nn.Module | None = None,
-    max_file_bytes: int = MOST_FILE_BYTES,
+    max_file_bytes: int = MOST_FILE_BYTES, force: bool = False,
 ) -> SavedWeights:  # fmt: skip
     """Writes a model's parameters and persistent buffers, whole, for programs without shardwright.
 
@@ -72,8 +73,10 @@ def save_weights(
 
     By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
     their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
-    replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. In memory
-    there is one tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
+    replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. Without
+    ``force``, a folder whose weights another program has written is not replaced, nor is what was read: ``source``,
+    what :func:`shardwright.load_weights` has filled the run from, or the folder of ``config``. In memory there is one
+    tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
 
     ``names`` turns plain names into those of the files: a prefix, a mapping or a function; None leaves a tensor out.
     Floating-point tensors are rounded to ``dtype``, if it is given; else they are as the run stores them, master
@@ -83,8 +86,8 @@ def save_weights(
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
-        device, a link or a folder with other files in it, there is no config, or the disk is full. PlanError: an option
-        is not one of those above.
+        device, a link or a folder with other files in it, weights would be lost without ``force``, there is no config,
+        or the disk is full. PlanError: an option is not one of those above.
 
     >>> import tempfile, torch, shardwright as sw
     >>> plain, folder = nn.Linear(4, 2), Path(tempfile.mkdtemp())
@@ -104,7 +107,7 @@ def save_weights(
                         "others of torch", fix="leave out dtype")  # fmt: skip
     if max_file_bytes < 1:
         raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
-    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes)
+    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes, force)
     if isinstance(source, str | PathLike):
         return _save_path(Path(source), writing, model)
     check_run(source, "sw.save_weights(run, to)")
@@ -120,6 +123,7 @@ class _WriteConfig(NamedTuple):
     dtype: torch.dtype | None
     config: Any
     max_file_bytes: int
+    force: bool
     adapter: str | None = None
 
     def for_model(self, model: nn.Module | None, names: Sequence[str], everyone: Axis | None = None) -> _WriteConfig:
@@ -146,6 +150,13 @@ class _WriteConfig(NamedTuple):
         if self.adapter is not None and model is not None:
             return adapter_files(model, self.adapter)
         return files_beside(self.config, model, table)
+
+    def check(self, beside: Mapping[str, bytes], sources: Collection[Path]) -> None:
+        """Raises CheckpointError if ``to`` cannot be written, or without ``force`` would lose other weights."""
+        check_target(self.to, folder=self.is_folder, beside=beside)
+        if not self.force:
+            config = [Path(self.config)] if isinstance(self.config, str | PathLike) else []
+            check_replaces(self.to, [*sources, *config])
 
     @property
     def is_folder(self) -> bool:
@@ -213,7 +224,7 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
         table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
         if everyone.index == 0:
             beside = writing.beside(run.model, table)
-            check_target(writing.to, folder=writing.is_folder, beside=beside)
+            writing.check(beside, run.weights_read)
 
     _raise_together(everyone, _problem_of(writing.to, check))
     values = _gathered(run, tensors)
@@ -250,7 +261,7 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None) -> 
     writing = writing.for_model(model, [name for every, _, _ in tensors.values() for name in every])
     table = writing.table(list(tensors.values()))
     beside = writing.beside(model, table)
-    check_target(writing.to, folder=writing.is_folder, beside=beside)
+    writing.check(beside, [source])
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
     with _errors_named(writing.to):
         files = writing.write(table, values, beside)
