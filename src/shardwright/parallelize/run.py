@@ -28,6 +28,7 @@ from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
+from shardwright.parallelize.no_samples import EmptyBatchChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
@@ -116,8 +117,9 @@ class Run:
         self.weights_read: list[Path] = []
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
-            self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
-        )
+            self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
+            EmptyBatchChecker(plain, plan),
+        )  # fmt: skip
         self._check_every = check_every
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
