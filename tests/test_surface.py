@@ -130,7 +130,7 @@ FLAGS = {
     | {"--bind-cores", "--grace-s"}
     | {"--weights", "--weights-prefix", "--cluster"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
-    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
+    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks", "--weights", "--weights-prefix"},
     "show": RUN
     | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
     | {"--cluster", "--data"},

@@ -104,9 +104,10 @@ def save_weights(
     to, kind = Path(to), _kind(Path(to), format)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise PlanError("'dtype' is no floating-point dtype", given=dtype, allowed="torch.bfloat16, torch.float32, "
-                        "others of torch", fix="leave out dtype")  # fmt: skip
+                        "others of torch", fix="leave out dtype=, or --dtype")  # fmt: skip
     if max_file_bytes < 1:
-        raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
+        raise PlanError("the files would be too small", given=f"{max_file_bytes} bytes", allowed="1 or more",
+                        fix="leave out max_file_bytes=, or --max-file-gb")  # fmt: skip
     writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes, force)
     if isinstance(source, str | PathLike):
         return _save_path(Path(source), writing, model)
@@ -174,7 +175,7 @@ class _WriteConfig(NamedTuple):
                         "two tensors would have one name",
                         given=f"'{owner[name]}' and '{every[0]}' as '{name}'",
                         allowed="a name for each tensor",
-                        fix="give other names=",
+                        fix="give other names=, or leave out --prefix",
                     )
             cast = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
             found.append(WeightEntry(new, cast, shape))
@@ -207,7 +208,10 @@ def _kind(to: Path, format: Format | None) -> Format:
     kind: Any = format or SUFFIXES.get(to.suffix, "safetensors")
     if kind not in get_args(Format):
         raise PlanError(
-            "no such format of weights", given=format, allowed=", ".join(get_args(Format)), fix="format='safetensors'"
+            "no such format of weights",
+            given=format,
+            allowed=", ".join(get_args(Format)),
+            fix="format='safetensors', or --format safetensors",
         )
     return kind  # type: ignore[no-any-return]
 
