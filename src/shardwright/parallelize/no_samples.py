@@ -18,7 +18,7 @@ from shardwright.plan.plan import Plan
 from shardwright.runtime.empty_batches import support_empty_batches
 
 
-class EmptyBatchChecker:
+class NoSampleChecker:
     """Finds out, once, what a plain model's forward raises without samples: on the meta device, alike on every rank.
 
     Most models take such batches. ``plain`` is not kept alive; once it is gone, nothing is refused here.
@@ -40,7 +40,8 @@ class EmptyBatchChecker:
         if self._failure is None:
             self._failure = self._found(inputs)
         if self._failure:
-            parts = f"{copies} ranks" + (f" of {num_microbatches} microbatches each" if num_microbatches > 1 else "")
+            counts = {"ranks": copies, "microbatches": num_microbatches}
+            parts = " of ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
             raise PlanError(
                 "the model's code fails on a part of a batch that has no samples",
                 given=f"a batch of {num_global} samples for {parts}, under {self._plan.layout}; without samples the "

@@ -28,7 +28,7 @@ from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
-from shardwright.parallelize.no_samples import EmptyBatchChecker
+from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
@@ -118,7 +118,7 @@ class Run:
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
-            EmptyBatchChecker(plain, plan),
+            NoSampleChecker(plain, plan),
         )  # fmt: skip
         self._check_every = check_every
         self._copies: CopyStream | None = None  # made when batches are first read ahead

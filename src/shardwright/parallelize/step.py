@@ -21,7 +21,7 @@ from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_trains
-from shardwright.parallelize.no_samples import EmptyBatchChecker
+from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.parallelize.rank_check import batch_number, check_one_batch
@@ -53,7 +53,7 @@ class TrainStep:
         sync: GradientSync,
         offload: Offload | None,
         stop_at_nan: bool,
-        empty: EmptyBatchChecker,
+        empty: NoSampleChecker,
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
         self.parameters, self.offload = parameters, offload

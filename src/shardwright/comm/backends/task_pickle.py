@@ -29,7 +29,7 @@ class _NoModuleError(Exception):
     """Raised for an object that is defined in a main program which ranks cannot import."""
 
 
-class _TaskPickler(pickle.Pickler):
+class _FunctionTransfer(pickle.Pickler):
     """A pickler of functions inside of an imported module's functions too, by their code.
 
     Without ``main`` it raises for functions and classes of the main program, which it would pickle by name.
@@ -105,7 +105,7 @@ def dumps(value: Any, *, main: bool) -> bytes:
             if main:  # faster by far where it can be done
                 return pickle.dumps(value)
         data = io.BytesIO()
-        _TaskPickler(data, main=main).dump(value)
+        _FunctionTransfer(data, main=main).dump(value)
         return data.getvalue()
     except (_NoModuleError, pickle.PicklingError, AttributeError, TypeError) as failure:
         if find_spec("cloudpickle") is not None:
