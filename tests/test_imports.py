@@ -20,6 +20,7 @@ BY_STRING = {
     "cluster/ray_driver.py": "the driver of a Ray job is a file of its own, which another machine runs",
     "fork_server.py": "a new process is given its program as text, before anything of the package is imported there",
     "strategies/__init__.py": "the registry imports the files of its own folder",
+    "comm/backends/task_pickle.py": "a function inside of a module's function is made again with that module's globals",
     "models/__init__.py": "a user's own factory, package.module:factory, is known by its name alone",
 }
 

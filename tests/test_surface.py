@@ -46,7 +46,7 @@ PARAMETERS = {
     "roles=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
-    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages=",
+    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
     "without_values": "",
@@ -87,6 +87,7 @@ METHODS = {
 
 ATTRIBUTES = {
     "averages",
+    "weights_read",
     "axes",
     "coord",
     "loss",
@@ -129,7 +130,7 @@ FLAGS = {
     | {"--bind-cores", "--grace-s"}
     | {"--weights", "--weights-prefix", "--cluster"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
-    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
+    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks", "--weights", "--weights-prefix"},
     "show": RUN
     | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
     | {"--cluster", "--data"},
@@ -174,6 +175,7 @@ FLAGS = {
     "checkpoint export": {
         "PATH",
         "TO",
+        "--force",
         "--format",
         "--config",
         "--model",

@@ -104,6 +104,19 @@ def test_a_copy_computes_with_its_own_values_only(how):
     assert all(parameter.grad is not None for name, parameter in other.named_parameters() if "mlp" in name)
 
 
+def test_a_layer_that_keeps_the_handle_of_its_hook_is_copied_again_and_again():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model.kept = [model[0].register_forward_hook(lambda module, inputs, output: output * 2)]
+    first = structural_copy(model)
+    second = structural_copy(first)
+    x = torch.randn(2, 6)
+    expected = model(x)
+    second.kept[0].remove()
+    assert (len(first[0]._forward_hooks), len(second[0]._forward_hooks)) == (1, 0)
+    assert torch.equal(second(x), model[1](model[0](x) / 2))
+    assert torch.equal(first(x), expected)
+
+
 @pytest.mark.parametrize("line", ["single", "dp2", "tp2", "dp2/zero3", "dp2 mb2"])
 @pytest.mark.parametrize("how", HOLDERS)
 def test_a_model_with_closures_is_equal_to_one_device_and_the_callers_is_left_alone(how, line):

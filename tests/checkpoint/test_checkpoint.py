@@ -302,6 +302,57 @@ def test_groups_by_stage_keep_their_options_however_often_they_are_saved(tmp_pat
     assert launch(work, 1, "single", True, ranks="threads") == [[0.01, 0.1]]
 
 
+DECAYS = {"decayed": {"weight_decay": 0.1}, "others": {"weight_decay": 0.0}}
+
+
+def by_dims(name, shape):
+    return DECAYS["decayed" if len(shape) > 1 else "others"]
+
+
+GROUPINGS = {
+    "one group": None,
+    "groups by stage": lambda name, shape: {"lr": 0.1 if name.startswith("0.") else 0.2},
+    "a parameter in the other group": lambda name, shape: DECAYS["decayed" if name == "1.bias" else "others"],
+    "a parameter left out": lambda name, shape: None if name == "1.bias" else by_dims(name, shape),
+}
+
+
+@pytest.mark.parametrize("saves", ["dp2/zero3", "pp2 mb2"])
+def test_an_optimizer_of_other_groups_is_refused_with_the_groups_that_were_saved(tmp_path, saves):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def work(world, line, grouping, loads):
+        run = parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, parameters=grouping)
+        if not loads:
+            run.step(next(run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])))
+            optimizer.step()
+            save(tmp_path, run, optimizer)
+            return None
+        before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        with pytest.raises(CheckpointError, match="into other groups") as found:
+            load(tmp_path, run, optimizer)
+        assert before == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        assert not optimizer.state
+        return str(found.value)
+
+    launch(work, saves, saves, by_dims, False, ranks="threads")
+    for grouping in GROUPINGS.values():
+        for line in ("dp2/zero1", "pp2 mb2"):
+            for text in launch(work, line, line, grouping, True, ranks="threads"):
+                assert "2 groups (2 parameters with weight_decay 0.1" in text or "lr 0.001, weight_decay 0.1" in text
+                assert "{'weight_decay': 0.1} if len(shape) > 1 else {'weight_decay': 0.0}" in text
+
+    def resumed(world, line):
+        run = parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, parameters=by_dims)
+        load(tmp_path, run, optimizer)
+        return [group["weight_decay"] for group in optimizer.param_groups]
+
+    for line in ("single", "dp2/zero3", "pp2 mb2", "tp2"):
+        assert launch(resumed, line, line, ranks="threads") == [[0.1, 0.0]] * Layout.parse(line).num_ranks
+
+
 def test_every_element_is_written_once(checkpoints):
     for line in LINES:
         manifest = read(find(checkpoints(line)[0]))

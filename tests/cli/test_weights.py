@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import shardwright as sw
+from shardwright import verify
 from shardwright.cli.main import app
 from shardwright.models import GPT, GPTConfig
 
@@ -62,6 +64,38 @@ def test_each_format_has_the_same_values(trained, tmp_path):
         exported(tmp_path / to, tmp_path / f"{to}.safetensors")  # a file of any kind can be given, too
         found = load_file(tmp_path / f"{to}.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_folder_from_which_the_weights_came_is_replaced_only_by_force(trained, tmp_path):
+    folder = tmp_path / "pretrained"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    words = ["checkpoint", "export", trained, folder, "--format", "transformers", "--config", folder]
+    found = run(*words)
+    assert found.exit_code == 2
+    assert "--force" in found.stderr
+    assert list(load_file(folder / "model.safetensors")) == ["a"]
+    done(*words, "--force")
+    assert "a" not in load_file(folder / "model.safetensors")
+
+
+def test_verify_compares_with_weights_that_are_given(trained, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        sys.modules["shardwright.cli.main"],
+        "compare",
+        lambda plain, *rest, **named: seen.append(plain) or verify(plain, *rest, **named),
+    )
+    words = ["verify", "--layout", "dp2/zero3", "--steps", 1, *TINY]
+    exported(trained, tmp_path / "a.safetensors", "--prefix", "model.")
+    assert done(*words, "--weights", tmp_path / "a.safetensors", "--weights-prefix", "model.")["equal"]
+    state = seen[0].state_dict()
+    for name, values in load_file(tmp_path / "a.safetensors").items():
+        assert torch.equal(state[name.removeprefix("model.")], values)
+    found = run(*words, "--weights", tmp_path / "a.safetensors")
+    assert found.exit_code == 2
+    assert "do not fit the model" in found.stderr
 
 
 def test_a_prefix_and_a_dtype_are_written(trained, tmp_path):

@@ -24,6 +24,28 @@ def named(world):
     return world + 1
 
 
+def counter(start):
+    """Functions inside of a function, as packages put on models: they share a cell, and one holds itself."""
+    count = start
+
+    def add(more=2, *, times=1):
+        nonlocal count
+        count += more * times
+        return add if more < 0 else count
+
+    add.note = "kept"
+    return add, lambda: count
+
+
+def test_functions_inside_of_a_modules_functions_are_pickled_without_cloudpickle(monkeypatch):
+    monkeypatch.setattr("shardwright.comm.backends.task_pickle.find_spec", lambda name: None)
+    for main in (True, False):
+        add, read = pickle.loads(dumps(counter(1), main=main))
+        assert (add(), add(times=2), read(), add.note) == (3, 7, 7, "kept")
+        assert (add(-7), read()) == (add, 0)
+        assert add.__globals__ is globals()
+
+
 def test_a_function_of_a_module_is_pickled_by_name_also_in_a_notebook():
     for main in (True, False):
         assert pickle.loads(dumps((named, [1]), main=main)) == (named, [1])
@@ -39,7 +61,7 @@ def test_what_ranks_cannot_import_is_pickled_by_value(main):
 
 @pytest.mark.parametrize("main", [False, True])
 def test_without_cloudpickle_the_error_says_what_to_do(monkeypatch, main):
-    work = (lambda world: world) if main else of_notebook()
+    work = eval("lambda world: world", {"__name__": "__main__"}) if main else of_notebook()
     monkeypatch.setattr(sys.modules["__main__"], "work", work, raising=False)  # this process finds it, a rank does not
     monkeypatch.setattr("shardwright.comm.backends.task_pickle.find_spec", lambda name: None)
     with pytest.raises(PlanError) as caught:

@@ -60,6 +60,27 @@ def test_values_that_the_next_update_would_undo_are_refused(line):
     assert all("write to run.parameters[name] and call run.changed()" in text for text in on_ranks(line, work, model))
 
 
+@pytest.mark.parametrize("line", ["tp2", "pp2 mb2", "tp2x2/2d", "dp2/zero3", "dp2/zero3 tp2"])
+def test_the_state_of_the_model_is_refused_on_every_rank_where_it_would_be_of_parts(line):
+    def work(run):
+        with pytest.raises(PlanError, match=r"write run\.state_dict\(full=True\)") as found:
+            run.model.state_dict()
+        assert "sw.save_weights(run, path)" in str(found.value)
+        return {name: values.shape for name, values in run.state_dict().items()}
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    shapes = {name: values.shape for name, values in model.state_dict().items()}
+    assert all(found == shapes for found in on_ranks(line, work, model))
+
+
+def test_the_state_of_the_model_is_read_where_it_is_whole():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert all(
+        all(torch.equal(values, found[name]) for name, values in model.state_dict().items())
+        for found in on_ranks("dp2", lambda run: run.model.state_dict(), model)
+    )
+
+
 def test_buffers_alone_are_loaded_into_the_model_of_master_weights():
     def work(run):
         run.model.load_state_dict({"1.running_mean": torch.full((4,), 3.0)}, strict=False)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwright.errors import CheckpointError
 from shardwright.sharding.box import Box
-from shardwright.weights import torch_records
+from shardwright.weights import targets, torch_records
 from shardwright.weights.safetensors_file import DTYPES, TensorFile
 from shardwright.weights.targets import WeightEntry, write_safetensors
 
@@ -51,7 +51,7 @@ def test_every_dtype_is_written_and_read_as_safetensors_does(tmp_path):
             assert (each.dtype, each.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(each.contiguous().view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
     with safe_open(tmp_path / "ours.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", **{f"{name} too": name for name in tensors}}
+        assert file.metadata() == {"format": "pt", "note": targets._OURS, **{f"{name} too": name for name in tensors}}
 
 
 def header(text: str, rest: bytes = b"\0" * 8) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -233,5 +233,45 @@ def test_a_config_and_a_tokenizer_are_replaced_only_by_others(tmp_path):
     with pytest.raises(CheckpointError, match=r"such as 'tokenizer\.json'"):
         sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=config)
     assert (folder / "tokenizer.json").read_text() == "mine"
-    sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=folder)
+    with pytest.raises(CheckpointError, match="what was read from there"):
+        sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=folder)
+    sw.save_weights(tmp_path / "a.pt", folder, format="transformers", config=folder, force=True)
     assert (folder / "tokenizer.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["transformers", "safetensors", "dcp"])
+def test_weights_of_another_program_are_not_replaced_but_by_force(tmp_path, kind):
+    torch.save({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, tmp_path / "a.pt")
+    folder, config = tmp_path / "pretrained", {"model_type": "llama"}
+    if kind == "dcp":
+        with warnings.catch_warnings(action="ignore"):  # of torch, that there is one process
+            dcp.save({"weight": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
+    else:
+        folder.mkdir()
+        save_file({"weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    options = {"format": kind, "config": config}
+    with pytest.raises(CheckpointError, match=r"would be replaced[\s\S]*force=True"):
+        sw.save_weights(tmp_path / "a.pt", folder, **options)
+    sw.launch(_refused, 2, folder, "which shardwright has not written", options, ranks="threads")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    sw.save_weights(tmp_path / "a.pt", folder, **options, force=True)
+    sw.save_weights(tmp_path / "a.pt", folder, **options)  # now it is this library's own
+
+
+def test_what_a_run_was_filled_from_is_not_replaced_but_by_force(tmp_path):
+    torch.save({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, tmp_path / "a.pt")
+    sw.save_weights(tmp_path / "a.pt", tmp_path / "first")
+    plain = nn.Linear(4, 4)
+
+    def work(world):
+        run = sw.parallelize(plain, "dp2", world)
+        for source in (tmp_path / "first", tmp_path / "a.pt"):
+            sw.load_weights(run, source)
+            with pytest.raises(CheckpointError, match="what was read from there"):
+                sw.save_weights(run, source)
+        for _ in range(2):
+            sw.save_weights(run, tmp_path / "second")
+        sw.save_weights(run, tmp_path / "first", force=True)
+
+    sw.launch(work, 2, ranks="threads")

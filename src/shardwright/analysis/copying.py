@@ -34,7 +34,7 @@ from shardwright.errors import PlanError
 M = TypeVar("M", bound=nn.Module)
 _COLLECTIONS = (*DICTS, set)
 _HOOKS = frozenset(vars(nn.Module()))
-"""The attributes that every ``nn.Module`` has. Where one is an empty dict or set, no other object shares it."""
+"""The attributes that every ``nn.Module`` has. Only handles of hooks share one that is an empty dict or set."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:

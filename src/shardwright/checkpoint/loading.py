@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.optimizer_trial import check_options, check_steps
+from shardwright.checkpoint.saved_groups import saved_options
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
@@ -52,9 +53,9 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     the step that rank 0 finds.
 
     Traffic: all-gathers of short texts.
-    Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model, or
-        has no state with which the optimizer can step; or a save that was under way has failed. PlanError: the averages
-        of ``optimizer`` are applied.
+    Raises: CheckpointError, on every rank: the checkpoint is missing, broken, of another format or of another model,
+        has no state with which the optimizer can step, or has other param groups; or a save that was under way has
+        failed. PlanError: the averages of ``optimizer`` are applied.
     """
     check_run(run, "sw.load(path, run, optimizer)")
     run.averages.check_not_applied(optimizer, verb="load")
@@ -242,7 +243,7 @@ def _fill_optimizer(
     elementwise = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
     every = []
     listed = {name for saved in manifest.groups for name in saved["parameters"]}
-    for number, group in enumerate(optimizer.param_groups):
+    for group, options in zip(optimizer.param_groups, saved_options(run, optimizer, manifest), strict=True):
         held = group_parameters(run, group)
         for name, parameter in held.items():
             for key, (kind, value) in manifest.scalars.get(name, {}).items():
@@ -255,22 +256,12 @@ def _fill_optimizer(
                     values.append((state[key], torch.full_like(state[key], value)))
             if states.get(parameter) and 0 in run.plan.compute[name].shape:
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
-        options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
         every.append({key: _like(value, group.get(key), tuple) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
         if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
         check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in held.items()})
     return tuple(every)
-
-
-def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: int) -> Mapping[str, Any]:
-    """Returns the saved options of the param group with these parameters; without any, of the group of that number."""
-    if names:
-        matching = [group for group in manifest.groups if names <= set(group["parameters"])]
-    else:
-        matching = list(manifest.groups[number : number + 1]) if len(manifest.groups) == num_groups else []
-    return matching[0]["options"] if matching else {}
 
 
 def _like(saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:

@@ -186,7 +186,7 @@ def _contents(
         return survivors.owned(layout, ranks) if survivors is not None else layout.owned(run.coord, run.plan.mesh)
 
     entries, parts = _owned(run, optimizer, owners, owned)
-    state = pack_entries(entries), _scalars(run, optimizer), _groups(run, optimizer)
+    state = pack_entries(entries), _scalars(run, optimizer), optimizer_groups(run, optimizer)
     kind = type(optimizer).__name__ if optimizer is not None else ""
     step, layout, seed = run.num_steps, str(run.plan.layout), run.rng.seed
     names, num_bytes = [part.file for part in parts], sum(part.num_bytes for part in parts)
@@ -373,7 +373,8 @@ def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Paramet
     return {names[id(p)]: p for p in group["params"] if id(p) in names}
 
 
-def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
+def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
+    """Returns the optimizer's param groups as a manifest has them: the names of this rank's parameters, the options."""
     if optimizer is None:
         return ()
     return tuple(

@@ -24,7 +24,7 @@ from shardwright.cli.planning import plan
 from shardwright.cli.predicting import evaluate, predict
 from shardwright.cli.reporting import PAGE, report, run_in
 from shardwright.cli.starting import init
-from shardwright.cli.weights import export
+from shardwright.cli.weights import export, opened_with_weights
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.started_world import started_by
 from shardwright.command_signals import INTERRUPTED
@@ -73,7 +73,9 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.001")] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
     warmup: Annotated[int | None, typer.Option(help="Warm-up steps until the highest rate.", show_default="10")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.", show_default="0.1")] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="AdamW's weight decay, norms and biases too.", show_default="0.1")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm; 0 for none.", show_default="1")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
     save_async: Annotated[
@@ -81,7 +83,7 @@ def train(
         typer.Option("--save-async/--no-save-async", help="Write checkpoints beside training.", show_default=False),
     ] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 0 for all.", show_default="3")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations of a few batches; 0: none.")] = None,
     check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
     logger: Annotated[
@@ -217,6 +219,8 @@ def verify(
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
     ranks: Annotated[str, opt.RANKS] = "threads",
+    weights: Annotated[str, typer.Option(help="Compare with these weights, as train takes them.")] = "",
+    weights_prefix: Annotated[str, typer.Option(help="What names in --weights begin with, such as 'model.'.")] = "",
     as_json: Json = False,
 ) -> None:
     """Compares a layout with one device: the loss, every gradient, the parameters after some steps.
@@ -227,17 +231,16 @@ def verify(
     from shardwright.train.data import SampleOrder, global_batch
     from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
-    from shardwright.train.opening import opened
 
     backend = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
-    config = config_of(shared, {"seq": 64}, steps=steps)
+    config = config_of(shared, {"seq": 64}, steps=steps, weights=weights, weights_prefix=weights_prefix)
     opt.check_one_process(config)
     check_can_start(Layout.parse(config.layout).num_ranks, backend)
-    plain, loss, model_config, samples = opened(config)
+    plain, loss, model_config, samples = opened_with_weights(config)
     dropped = False
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout) and module.p == 0:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.cli.options import JSON, emit, report_errors
+from shardwright.comm.launch import launch
+from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.formatting import format_bytes
 from shardwright.models import MODELS
+from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
+from shardwright.weights.loading import load_weights
 from shardwright.weights.saving import MOST_FILE_BYTES, save_weights
+
+if TYPE_CHECKING:
+    from shardwright.train.config import TrainConfig
+    from shardwright.train.opening import TrainingJob
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -42,6 +50,9 @@ def export(
     averages: Annotated[
         bool, typer.Option("--averages", help="The averages (EMA) of run.average in place of the parameters.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replaces what is there, also weights of others, such as pretrained ones.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Writes the weights of a checkpoint for other programs, under the plain model's names.
@@ -55,8 +66,8 @@ def export(
     kind: Any = format
     saved = save_weights(
         path, to, format=kind, names=prefix or None, dtype=None if dtype is None else getattr(torch, dtype),
-        config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9),
-        averages=averages,
+        config=config, model=_model_of(path, model), max_file_bytes=int(max_file_gb * 1e9), averages=averages,
+        force=force,
     )  # fmt: skip
     files = [str(file) for file in saved.files]
     where = f"{to}" if len(files) == 1 else f"{to} ({len(files)} files)"
@@ -89,3 +100,24 @@ def _model_of(path: Path, model: str | None) -> nn.Module | None:
             return TrainConfig(**options).build()[0]
     except (CheckpointError, PlanError):  # the weights can be read without it
         return None
+
+
+def opened_with_weights(config: TrainConfig) -> TrainingJob:
+    """Returns the model, loss and data that the options of a run name; with values if these name weights.
+
+    Raises: CheckpointError, PlanError: there is no such model, or the weights are not its own.
+    """
+    from shardwright.train.opening import opened
+
+    if not config.weights:
+        return opened(config)
+    job = opened(config, with_values=True)
+
+    def loaded(world: World) -> dict[str, Tensor]:
+        run = parallelize(job.model, "single", world, loss=job.loss)
+        load_weights(run, config.weights, names=config.weights_prefix)
+        return run.state_dict()
+
+    (state,) = launch(loaded, 1, ranks="threads")
+    job.model.load_state_dict(state, strict=False)  # other names of tied parameters may be missing
+    return job

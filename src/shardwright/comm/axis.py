@@ -63,8 +63,12 @@ FIX_CALLS = (
     "a batch"
 )
 DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
+FIX_LOST = (
+    "see why the other rank stopped, or which call it made instead: every rank calls sw.save and the methods of a run, "
+    f"never below `if world.rank == 0`; {DEBUG} names ranks that make different calls"
+)
 """Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), where to look for the cause
-(``FIX_CALLS``), and what names both calls (``DEBUG``).
+(``FIX_CALLS``), what names both calls (``DEBUG``), and where to look if another rank has not come (``FIX_LOST``).
 """
 
 

@@ -55,9 +55,9 @@ def launch(
 
     ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
     a socket that another machine could connect to, and pickles ``work``, its arguments and its results. Functions of a
-    notebook or an interactive session, and functions inside of functions, then need the package cloudpickle. But in a
-    process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that run and returns a list with
-    this rank's result alone.
+    notebook or an interactive session, and functions inside of functions of a script, then need the package
+    cloudpickle. But in a process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that run and
+    returns a list with this rank's result alone.
 
     ``options`` for processes: ``debug`` checks that all ranks make the same calls; ``timeout_s`` (600) is the time
     limit of a call in seconds; ``grace_s`` (30) is how many seconds ranks have to end after a stop signal; ``device``

@@ -104,7 +104,7 @@ def make_plan(
         if job.example is None:  # recorded on an example, any code can be cut
             fix = str(failure.fix) if EXAMPLE in str(failure.fix) else f"{EXAMPLE}; or {failure.fix}"
             known = {"given": failure.given, "allowed": failure.allowed}
-            raise UnknownCodeError(failure.what, **known, fix=fix) from failure
+            raise UnknownCodeError(failure.what, **known, fix=fix) from None  # the same error, with less to do
         if not has_stages(layout):
             raise
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)

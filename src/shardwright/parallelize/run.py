@@ -30,13 +30,14 @@ from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
+from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_partial_states, whole_state
+from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_parts, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -97,6 +98,7 @@ class Run:
         rng: the RNG tracker of dropout.
         num_steps: how many steps were taken, skipped ones included.
         averages: the averages that :meth:`average` has made.
+        weights_read: the files and folders from which ``load_weights`` has filled the model.
     """
 
     def __init__(
@@ -117,10 +119,12 @@ class Run:
         self.rng: RngTracker = executor.rng
         self.num_steps = 0
         self.averages = RunAverages()
+        self.weights_read: list[Path] = []
         self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
         self._step = TrainStep(
-            self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
-        )
+            self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
+            NoSampleChecker(plain, plan),
+        )  # fmt: skip
         self._check_every, self._is_new = check_every, True
         self._watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
         self._copies: CopyStream | None = None  # made when batches are first read ahead
@@ -128,7 +132,7 @@ class Run:
         models = [self.model] if plain is None else [self.model, plain]
         self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
         refuse_loads(self.model, plan, self.parameters)
-        refuse_partial_states(self.model, plan)
+        refuse_parts(self.model, plan, self.coord)
 
     if not TYPE_CHECKING:
 

@@ -22,6 +22,7 @@ from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_structure, check_trains, structure_of
+from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
@@ -54,11 +55,12 @@ class TrainStep:
         sync: GradientSync,
         offload: Offload | None,
         stop_at_nan: bool,
+        empty: NoSampleChecker,
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
         self.parameters, self.offload = parameters, offload
         self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
-        self._stops_at_nan = stop_at_nan
+        self._stops_at_nan, self._empty = stop_at_nan, empty
         self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
@@ -75,13 +77,15 @@ class TrainStep:
 
         Raises: PlanError: no parameter requires a gradient, one was frozen or unfrozen, or it or a submodule was
             replaced or removed, since the model was laid out, a microbatch without samples needs statistics of its own,
-            or gradients are not finite, with ``stop_at_nan`` or at the least fp16 loss scale.
+            or is one that the model does not take, or gradients are not finite, with ``stop_at_nan`` or at the least
+            fp16 loss scale.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
         check_structure(self._structure)
         assert batch.num_global is not None, "checked before"
         check_full(self._executor.model, self.plan, batch.num_global)
+        self._empty.check(batch.inputs, batch.num_global, self.plan.layout.num_microbatches)
         pieces = pieces_of(batch, self.plan.layout.num_microbatches)
         # Gradients are divided by the number of targets that the loss is expected to count, since the real count of all
         # ranks is known after the forward only; finish_gradients corrects them by the ratio.
@@ -119,10 +123,13 @@ class TrainStep:
     def evaluate(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Returns the mean loss and number of targets over all ranks on one batch, in eval mode, without gradients."""
         split = self.plan.schedule is not None or self.plan.layout.own_statistics
+        number = self.plan.layout.num_microbatches if split else 1
+        assert batch.num_global is not None, "checked before"
+        self._empty.check(batch.inputs, batch.num_global, number)
         last = LossOutput(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
         with eval_mode(self._executor.model):
-            self._forward(pieces_of(batch, self.plan.layout.num_microbatches if split else 1), last)
+            self._forward(pieces_of(batch, number), last)
         total = self._total(last.sums, batch_number(batch))
         return mean_of(total[0], total[1])[0], total[1]
 

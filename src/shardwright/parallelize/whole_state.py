@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
-from shardwright.mesh import Mesh
+from shardwright.mesh import Coord, Mesh
 from shardwright.plan.plan import Plan
 from shardwright.sharding.box import read
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -42,27 +42,6 @@ def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Param
         module.register_load_state_dict_pre_hook(partial(_refuse_load, id(module), names))
 
 
-def refuse_partial_states(model: nn.Module, plan: Plan) -> None:
-    """Makes ``state_dict`` of a run's model raise PlanError where a rank holds a part of the model alone.
-
-    That is so for a module with a parameter that the layout cuts, or that is on one pipeline stage.
-    """
-    cut = {name for name, layout in plan.compute.items() if layout.axes}
-    for _, module, _, name in owners(model):
-        if name in cut:
-            module.register_state_dict_pre_hook(partial(_refuse_state, id(module), str(plan.layout)))
-
-
-def _refuse_state(own: int, layout: str, module: nn.Module, *_: Any) -> None:
-    if id(module) == own:  # a copy, such as averages of the parameters, takes its hooks along
-        raise PlanError(
-            "state_dict() of the run's model would be that of this rank's part",
-            given=f"{type(module).__name__} under {layout}",
-            allowed="run.state_dict() for the whole state, run.state_dict(full=False) for this rank's part",
-            fix="write run.state_dict(), on every rank, or sw.save_weights(run, file)",
-        )
-
-
 def _refuse_load(
     own: int, names: Sequence[str], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
@@ -75,6 +54,32 @@ def _refuse_load(
         allowed="values for run.parameters, which the optimizer updates; checkpoints under any layout",
         fix="run.load_state_dict(state) or sw.load_weights(run, file), or write to run.parameters[name] and call "
         "run.changed()",
+    )
+
+
+def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
+    """Makes ``state_dict`` of a run's model raise PlanError where it would hold parts of tensors, or of the layers.
+
+    So does ``save_pretrained`` of transformers, and copies of the model such as averages of torch.
+    """
+    whole = {name for name, layout in plan.compute.items() if layout.local_shape(coord) == layout.shape}
+    held = {module: name for _, module, _, name in owners(model) if name not in whole}
+    # of other stages the model has no parameters, so its first module stands for them
+    for name, layout in plan.compute.items():
+        if not layout.pieces(coord) and 0 not in layout.shape:
+            held.setdefault(model, name)
+    for module, name in held.items():
+        module.register_state_dict_pre_hook(partial(_refuse_part, name, str(plan.layout)))
+
+
+def _refuse_part(name: str, layout: str, *_: Any) -> NoReturn:
+    raise PlanError(
+        "state_dict() of the run's model would hold parts, as would what reads it, such as save_pretrained()",
+        given=f"'{name}', of which this rank holds a part or nothing under {layout}",
+        allowed="run.state_dict() for the whole state, run.parameters for this rank's parts",
+        fix="write run.state_dict(full=True), or full=False for this rank's part, or sw.save_weights(run, path), with "
+        "format='transformers' in place of save_pretrained, on every rank; to average parameters, averages = "
+        "run.average(optimizer, decay=0.999)",
     )
 
 

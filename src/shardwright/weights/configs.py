@@ -42,7 +42,7 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
         raise CheckpointError(
             "a folder of transformers needs a config",
             given="no config" if found is None else "a config without a 'model_type'",
-            allowed="a model that has one, or config=: its config object, a dict, a folder of transformers",
+            allowed="a model that has one, or the config: its object, a dict, or a folder of transformers",
             fix="config='FOLDER', or --config FOLDER, where FOLDER is the model that the weights came from",
         )
     floating = next((each.dtype for each in table if each.dtype.is_floating_point), None)

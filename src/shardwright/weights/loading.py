@@ -53,6 +53,8 @@ def load_weights(
     check_run(run, "sw.load_weights(run, source)")
     path = Path(source)
     find_names = partial(names_beside_adapter, run.model)
-    return fill(
+    loaded = fill(
         run, lambda: open_store(path, averages=averages), f"'{path}'", names, strict=strict, find_names=find_names
     )
+    run.weights_read.append(path)
+    return loaded

@@ -52,7 +52,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.file = OpenFile(path)
         try:
-            self._start, found = _header(self.file)
+            self._start, found, self.metadata = _header(self.file)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             raise broken(path, f"no safetensors file: {failure}".splitlines()[0]) from failure
         self._places = {name: begin for name, (_, _, begin) in found.items()}
@@ -79,8 +79,8 @@ class TensorFile:
         self.file.check_unchanged()
 
 
-def _header(file: OpenFile) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], int]]]:
-    """Returns where the tensors of a file begin, and by name the dtype, the shape and the place after that.
+def _header(file: OpenFile) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], int]], Mapping[str, Any]]:
+    """Returns where the tensors of a file begin; by name the dtype, the shape and the place after that; the metadata.
 
     Raises: ValueError, KeyError, TypeError or AttributeError: the header is not one of a complete file.
     """
@@ -90,7 +90,7 @@ def _header(file: OpenFile) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int
     if length > min(MOST_HEADER_BYTES, file.num_bytes - 8):
         raise ValueError(f"a header of {length} bytes in a file of {file.num_bytes}")
     entries = parse_json(bytes(file.read(8, length)))
-    entries.pop(METADATA, None)
+    metadata = dict(entries.pop(METADATA, {}))
     found = {name: _entry(name, entry) for name, entry in entries.items()}
     end = 0
     for name, (dtype, shape, begin) in sorted(found.items(), key=lambda item: (item[1][2], _size(item[1]))):
@@ -99,7 +99,7 @@ def _header(file: OpenFile) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int
         end += prod(shape) * dtype.itemsize
     if 8 + length + end != file.num_bytes:
         raise ValueError(f"{file.num_bytes} bytes, and its header describes {8 + length + end}")
-    return 8 + length, found
+    return 8 + length, found, metadata
 
 
 def _entry(name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from shardwright.weights.configs import files_beside
 from shardwright.weights.stores import WHOLE, open_store
 from shardwright.weights.targets import (
     WeightEntry,
+    check_replaces,
     check_target,
     write_folder,
     write_safetensors,
@@ -54,7 +55,7 @@ class SavedWeights(NamedTuple):
 def save_weights(
     source: Run | str | Path, to: str | Path, *, format: Format | None = None, names: Names = None,
     dtype: torch.dtype | None = None, config: Any = None, model: nn.Module | None = None,
-    max_file_bytes: int = MOST_FILE_BYTES, averages: bool = False,
+    max_file_bytes: int = MOST_FILE_BYTES, averages: bool = False, force: bool = False,
 ) -> SavedWeights:  # fmt: skip
     """Writes a model's parameters and persistent buffers, whole, for programs without shardwright.
 
@@ -72,8 +73,10 @@ def save_weights(
 
     By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
     their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
-    replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. In memory
-    there is one tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
+    replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. Without
+    ``force``, a folder whose weights another program has written is not replaced, nor is what was read: ``source``,
+    what :func:`shardwright.load_weights` has filled the run from, or the folder of ``config``. In memory there is one
+    tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
 
     ``names`` turns plain names into those of the files: a prefix, a mapping or a function; None leaves a tensor out.
     Floating-point tensors are rounded to ``dtype``, if it is given; else they are as the run stores them, master
@@ -85,8 +88,8 @@ def save_weights(
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
-        device, a link or a folder with other files in it, there is no config, the checkpoint has no averages, or the
-        disk is full. PlanError: an option is not one of those above.
+        device, a link or a folder with other files in it, weights would be lost without ``force``, there is no config,
+        the checkpoint has no averages, or the disk is full. PlanError: an option is not one of those above.
 
     >>> import tempfile, torch, shardwright as sw
     >>> plain, folder = nn.Linear(4, 2), Path(tempfile.mkdtemp())
@@ -103,10 +106,11 @@ def save_weights(
     to, kind = Path(to), _kind(Path(to), format)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise PlanError("'dtype' is no floating-point dtype", given=dtype, allowed="torch.bfloat16, torch.float32, "
-                        "others of torch", fix="leave out dtype")  # fmt: skip
+                        "others of torch", fix="leave out dtype=, or --dtype")  # fmt: skip
     if max_file_bytes < 1:
-        raise PlanError("'max_file_bytes' is too small", given=max_file_bytes, allowed="1 or more", fix="leave it out")
-    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes)
+        raise PlanError("the files would be too small", given=f"{max_file_bytes} bytes", allowed="1 or more",
+                        fix="leave out max_file_bytes=, or --max-file-gb")  # fmt: skip
+    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes, force)
     if isinstance(source, str | PathLike):
         return _save_path(Path(source), writing, model, averages=averages)
     check_run(source, "sw.save_weights(run, to)")
@@ -129,6 +133,7 @@ class _WriteConfig(NamedTuple):
     dtype: torch.dtype | None
     config: Any
     max_file_bytes: int
+    force: bool
     adapter: str | None = None
 
     def for_model(self, model: nn.Module | None, names: Sequence[str], everyone: Axis | None = None) -> _WriteConfig:
@@ -156,6 +161,13 @@ class _WriteConfig(NamedTuple):
             return adapter_files(model, self.adapter)
         return files_beside(self.config, model, table)
 
+    def check(self, beside: Mapping[str, bytes], sources: Collection[Path]) -> None:
+        """Raises CheckpointError if ``to`` cannot be written, or without ``force`` would lose other weights."""
+        check_target(self.to, folder=self.is_folder, beside=beside)
+        if not self.force:
+            config = [Path(self.config)] if isinstance(self.config, str | PathLike) else []
+            check_replaces(self.to, [*sources, *config])
+
     @property
     def is_folder(self) -> bool:
         return self.kind in ("transformers", "dcp") or (self.kind == "safetensors" and self.to.suffix not in SUFFIXES)
@@ -172,7 +184,7 @@ class _WriteConfig(NamedTuple):
                         "two tensors would have one name",
                         given=f"'{owner[name]}' and '{every[0]}' as '{name}'",
                         allowed="a name for each tensor",
-                        fix="give other names=",
+                        fix="give other names=, or leave out --prefix",
                     )
             cast = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
             found.append(WeightEntry(new, cast, shape))
@@ -205,7 +217,10 @@ def _kind(to: Path, format: Format | None) -> Format:
     kind: Any = format or SUFFIXES.get(to.suffix, "safetensors")
     if kind not in get_args(Format):
         raise PlanError(
-            "no such format of weights", given=format, allowed=", ".join(get_args(Format)), fix="format='safetensors'"
+            "no such format of weights",
+            given=format,
+            allowed=", ".join(get_args(Format)),
+            fix="format='safetensors', or --format safetensors",
         )
     return kind  # type: ignore[no-any-return]
 
@@ -222,7 +237,7 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
         table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
         if everyone.index == 0:
             beside = writing.beside(run.model, table)
-            check_target(writing.to, folder=writing.is_folder, beside=beside)
+            writing.check(beside, run.weights_read)
 
     _raise_together(everyone, _problem_of(writing.to, check))
     values = _gathered(run, tensors)
@@ -259,7 +274,7 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, 
     writing = writing.for_model(model, [name for every, _, _ in tensors.values() for name in every])
     table = writing.table(list(tensors.values()))
     beside = writing.beside(model, table)
-    check_target(writing.to, folder=writing.is_folder, beside=beside)
+    writing.check(beside, [source])
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
     with _errors_named(writing.to):
         files = writing.write(table, values, beside)

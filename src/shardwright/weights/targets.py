@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,9 +27,9 @@ from torch import Tensor
 from shardwright.checkpoint.writing import flush
 from shardwright.errors import CheckpointError
 from shardwright.formatting import first_line
-from shardwright.weights.safetensors_file import header_of, write_values
+from shardwright.weights.safetensors_file import TensorFile, header_of, write_values
 from shardwright.weights.stores import INDEX, WHOLE
-from shardwright.weights.torch_folder import METADATA
+from shardwright.weights.torch_folder import METADATA, MOST_METADATA_BYTES
 
 TOKENIZER = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
@@ -45,6 +45,10 @@ _WEIGHTS = re.compile(
 
 A ``config.json`` or a tokenizer is replaced only by another one: it is not to be had from the weights again.
 """
+
+
+_OURS = "written by shardwright"
+"""The text in files of weights by which a folder that this library wrote, which may be replaced, is known again."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def write_torch_folder(to: Path, table: list[WeightEntry], written: Written, *, 
                 state[name] = dcp.TensorStorageMetadata(properties, size, [chunk])
                 places[dcp.MetadataIndex(name, zeros, 0)] = place
         stack.close()
-        found = dcp.Metadata(state, {name: (name,) for name in state}, places, dcp.StorageMeta())
+        found = dcp.Metadata(state, {name: (name,) for name in state}, places, dcp.StorageMeta(save_id=_OURS))
         (partial / METADATA).write_bytes(pickle.dumps(found))
         for name in (*names, METADATA):
             flush(partial / name)
@@ -154,7 +158,11 @@ def write_torch_folder(to: Path, table: list[WeightEntry], written: Written, *, 
 
 def _write_file(path: Path, table: list[WeightEntry], written: Written) -> None:
     """Writes one safetensors file with the next tensors of ``written``, those that ``table`` lists."""
-    metadata = {"format": "pt", **{other: weight.names[0] for weight in table for other in weight.names[1:]}}
+    metadata = {
+        "format": "pt",
+        "note": _OURS,
+        **{other: weight.names[0] for weight in table for other in weight.names[1:]},
+    }
     header = header_of({weight.names[0]: (weight.dtype, weight.shape) for weight in table}, metadata)
     size = len(header) + sum(weight.num_bytes for weight in table)
     with path.open("wb") as file:
@@ -213,6 +221,47 @@ def check_target(to: Path, *, folder: bool, beside: Collection[str] = ()) -> Non
     elif folder or not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
         raise _refused(to, kinds.get(stat.S_IFMT(mode), "a device or a pipe"), folder=folder)
+
+
+def check_replaces(to: Path, sources: Iterable[Path]) -> None:
+    """Raises CheckpointError where ``to`` is what the weights came from, or a folder of weights by another program.
+
+    ``sources`` are the files and folders that were read: of the weights, and of the config.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "model.safetensors").write_bytes(b"pretrained")
+    >>> check_replaces(folder, [])
+    Traceback (most recent call last):
+    shardwright.errors.CheckpointError: the weights in '...' would be replaced
+      given:   'model.safetensors' there, which shardwright has not written
+      ...
+    """
+    if not to.exists():
+        return
+    read = {each for path in sources for each in (path.resolve(), path.resolve().parent)}
+    files = [to] if to.is_file() else sorted(each for each in to.iterdir() if _WEIGHTS.fullmatch(each.name))
+    others = [] if to.is_file() else [each for each in files if not _is_ours(each)]
+    if others or (files and to.resolve() in read):
+        why = f"'{others[0].name}' there, which shardwright has not written" if others else "what was read from there"
+        raise CheckpointError(
+            f"the weights in '{to}' would be replaced",
+            given=why,
+            allowed="a new place, or one that shardwright wrote and did not read",
+            fix=f"give another {'file' if to.is_file() else 'folder'}; or, to lose the weights there, force=True "
+            "(--force of the command)",
+        )
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        if file.suffix == ".safetensors":
+            return TensorFile(file).metadata.get("note") == _OURS
+        if file.name == METADATA:
+            return file.stat().st_size <= MOST_METADATA_BYTES and _OURS.encode() in file.read_bytes()
+    except (CheckpointError, OSError):
+        return False
+    return True  # an index or chunks, which say nothing without the others
 
 
 def prepare_file(to: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.axis import DEBUG, Channel, CollectiveCall, Pending
+from shardwright.comm.axis import FIX_LOST, Channel, CollectiveCall, Pending
 from shardwright.comm.failures import LostPartnerError
 from shardwright.formatting import first_line
 
@@ -100,5 +100,5 @@ def lost_partner(call: CollectiveCall, ranks: Sequence[int], rank: int, failure:
         f"{call} did not complete",
         given=f"rank {rank} of ranks {', '.join(map(str, ranks))}; torch reports: {first_line(failure)}",
         allowed="the same call on each of these ranks",
-        fix=f"see which rank stopped first; {DEBUG} names ranks that make different calls",
+        fix=FIX_LOST,
     )

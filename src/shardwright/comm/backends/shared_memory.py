@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import DEBUG, Channel, CollectiveCall, Pending
+from shardwright.comm.axis import DEBUG, FIX_LOST, Channel, CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
 from shardwright.comm.backends.message_blocks import (
     POST,
@@ -239,7 +239,7 @@ class SharedChannel(Channel):
                 f"{call} did not complete",
                 given=f"rank {self.exchange.rank} of ranks {', '.join(map(str, self.ranks))}; {failure}",
                 allowed="the same call on each of these ranks",
-                fix=f"see why that rank stopped; {DEBUG} names ranks that make different calls",
+                fix=FIX_LOST,
             ) from failure
         except OtherSizeError as failure:
             raise CommunicationError(

@@ -2,15 +2,22 @@
 
 A rank imports the program's main script again, so functions of a script are pickled by name. It cannot import a
 notebook, an interactive session or ``python -c``: what these define is pickled by value, by the package cloudpickle. So
-are functions inside of functions. Nothing that is read here comes from anywhere but the inherited pipes.
+are functions inside of functions of a script. Those of an imported module, such as the hooks that a package puts on a
+model, are pickled here: their code by value, and their globals by the module's name. Nothing that is read here comes
+from anywhere but the inherited pipes.
 """
 
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
+from types import CellType, FunctionType
 from typing import Any
 
 from shardwright.errors import PlanError
@@ -22,13 +29,61 @@ class _NoModuleError(Exception):
     """Raised for an object that is defined in a main program which ranks cannot import."""
 
 
-class _ModuleChecker(pickle.Pickler):
-    """A pickler that raises for functions and classes of the main program, which it would pickle by name."""
+class _FunctionTransfer(pickle.Pickler):
+    """A pickler of functions inside of an imported module's functions too, by their code.
+
+    Without ``main`` it raises for functions and classes of the main program, which it would pickle by name.
+    """
+
+    def __init__(self, file: io.BytesIO, *, main: bool) -> None:
+        super().__init__(file)
+        self._main = main
 
     def reducer_override(self, value: Any) -> Any:
-        if getattr(value, "__module__", "") == "__main__" and hasattr(value, "__qualname__"):
+        if not self._main and getattr(value, "__module__", "") == "__main__" and hasattr(value, "__qualname__"):
             raise _NoModuleError(value.__qualname__)
+        if isinstance(value, CellType):
+            try:
+                return _cell, (), (value.cell_contents,), None, None, _fill_cell
+            except ValueError:  # an empty cell
+                return _cell, ()
+        if isinstance(value, FunctionType) and _is_nested(value):
+            made = (marshal.dumps(value.__code__), value.__globals__["__name__"], value.__name__, value.__closure__)
+            names = ("__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
+            state = {name: getattr(value, name) for name in names}, vars(value)
+            return _function, made, state, None, None, _fill_function
         return NotImplemented
+
+
+def _is_nested(function: FunctionType) -> bool:
+    """Whether a function's name does not lead to it, and its globals are those of a module that ranks can import."""
+    home = sys.modules.get(function.__globals__.get("__name__", ""))
+    if home is None or home.__spec__ is None or home.__name__ == "__main__":
+        return False
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not function and vars(home) is function.__globals__
+
+
+def _function(code: bytes, module: str, name: str, cells: tuple[CellType, ...] | None) -> FunctionType:
+    return FunctionType(marshal.loads(code), vars(import_module(module)), name, None, cells)
+
+
+def _fill_function(function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+    """Sets a function's defaults and attributes, after it was made, because these may hold the function itself."""
+    named, attributes = state
+    for name, value in named.items():
+        setattr(function, name, value)
+    vars(function).update(attributes)
+
+
+def _cell() -> CellType:
+    return CellType()  # the class itself cannot be pickled
+
+
+def _fill_cell(cell: CellType, contents: tuple[Any]) -> None:
+    cell.cell_contents = contents[0]
 
 
 def is_importable(program: Mapping[str, Any]) -> bool:
@@ -46,10 +101,11 @@ def dumps(value: Any, *, main: bool) -> bytes:
     Raises: PlanError: a function or class is defined where a rank cannot import it, and cloudpickle is not installed.
     """
     try:
-        if main:
-            return pickle.dumps(value)
+        with suppress(pickle.PicklingError, AttributeError, TypeError):
+            if main:  # faster by far where it can be done
+                return pickle.dumps(value)
         data = io.BytesIO()
-        _ModuleChecker(data).dump(value)
+        _FunctionTransfer(data, main=main).dump(value)
         return data.getvalue()
     except (_NoModuleError, pickle.PicklingError, AttributeError, TypeError) as failure:
         if find_spec("cloudpickle") is not None:

@@ -388,8 +388,8 @@ def _refuse_whole(what: str) -> NoReturn:
         f"{what} would hold NaN, since between steps this rank has its shards only",
         given="a model whose parameters ZeRO shards",
         allowed="run.state_dict() for the whole state, run.parameters for this rank's shards",
-        fix="write run.state_dict(full=True), or full=False for this rank's part; to average parameters, "
-        "averages = run.average(optimizer, decay=0.999), and with averages.applied(): to use them",
+        fix="write run.state_dict(full=True), full=False for this rank's part, or sw.save_weights(run, path); to "
+        "average parameters, averages = run.average(optimizer, decay=0.999), and with averages.applied(): to use them",
     )
 
 

@@ -1,0 +1,80 @@
+"""Finds the saved options of an optimizer's param groups, and refuses groups that divide the parameters otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.saving import optimizer_groups
+from shardwright.errors import CheckpointError
+from shardwright.parallelize.run import Run
+
+
+def saved_options(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> list[Mapping[str, Any]]:
+    """Returns the saved options of each of the optimizer's param groups.
+
+    Which groups are saved apart, and in which order, depends on the stages that had them, so groups count by their
+    options: groups of equal options may be one, or several. A group without parameters on this rank gets the options of
+    its number, if the numbers of groups are equal, else none.
+
+    Raises: CheckpointError: a group has parameters that were saved with different options, or that no group had; or
+        parameters that were saved in one group are in groups of different options.
+    """
+    held, saved = optimizer_groups(run, optimizer), manifest.groups
+    place_of = {name: place for place, group in enumerate(saved) for name in group["parameters"]}
+    stateful = {name.removeprefix("optimizer/").rpartition("/")[0] for name in manifest.tensors} | set(manifest.scalars)
+    found: list[Mapping[str, Any]] = []
+    taken: dict[int, Mapping[str, Any]] = {}
+    for number, group in enumerate(held):
+        places = {place_of[name] for name in group["parameters"] if name in place_of}
+        every = [saved[place]["options"] for place in sorted(places)]
+        new = [n for n in group["parameters"] if n in manifest.tensors and n not in place_of and n not in stateful]
+        divided = any(options != every[0] for options in every[1:])
+        if divided or new or any(taken.setdefault(place, group["options"]) != group["options"] for place in places):
+            raise _divided(optimizer, saved, held, manifest)
+        if not places and len(saved) == len(held):
+            every = [saved[number]["options"]]
+        found.append(every[0] if every else {})
+    if any(name in run.parameters for name in place_of.keys() - {n for group in held for n in group["parameters"]}):
+        raise _divided(optimizer, saved, held, manifest)
+    return found
+
+
+def _divided(
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]],
+    manifest: Manifest,
+) -> CheckpointError:  # fmt: skip
+    every = [json.loads(json.dumps(group["options"])) for group in (*saved, *held)]  # tuples are lists in a manifest
+    keys = [key for key in every[0] if key != "initial_lr" and any(o.get(key) != every[0][key] for o in every)]
+    dims = [{len(manifest.tensors[n][1]) > 1 for n in group["parameters"] if n in manifest.tensors} for group in saved]
+    kind, example = type(optimizer).__name__, "{...}"
+    if sorted(map(tuple, dims)) == [(False,), (True,)]:  # the usual rule, which can be written down
+        matrices, others = (
+            {k: saved[dims.index({is_one})]["options"].get(k) for k in keys} for is_one in (True, False)
+        )
+        common = {key for key in keys if matrices[key] == others[key]}
+        matrices, others = ({k: v for k, v in each.items() if k not in common} for each in (matrices, others))
+        example = f"{matrices} if len(shape) > 1 else {others}"
+    return CheckpointError(
+        "the checkpoint's optimizer divides the parameters into other groups",
+        given=f"{_described(saved, keys)} in the checkpoint; {_described(held, keys)} in the optimizer",
+        allowed="the groups that were saved, under any layout",
+        fix=f"write run.optimizer(torch.optim.{kind}, ..., parameters=lambda name, shape: {example}), with the groups "
+        "that were saved; or sw.load(path, run), for an optimizer that starts afresh",
+    )
+
+
+def _described(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    """Returns the text "2 groups (9 parameters with lr 0.1, 3 with lr 0.2)"."""
+    parts = [
+        f"{len(group['parameters'])} {'' if number else 'parameters '}with "
+        + ", ".join(f"{key} {group['options'].get(key)}" for key in keys[:4])
+        if keys
+        else f"{len(group['parameters'])} parameters"
+        for number, group in enumerate(groups)
+    ]
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({', '.join(parts)})"

@@ -1,0 +1,75 @@
+"""Refuses a batch that leaves ranks or microbatches without samples, if the model's code fails without any."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.analysis.module_calls import call_model
+from shardwright.errors import PlanError
+from shardwright.formatting import first_line
+from shardwright.parallelize.planning import without_storage
+from shardwright.plan.plan import Plan
+from shardwright.runtime.empty_batches import support_empty_batches
+
+
+class NoSampleChecker:
+    """Finds out, once, what a plain model's forward raises without samples: on the meta device, alike on every rank.
+
+    Most models take such batches. ``plain`` is not kept alive; once it is gone, nothing is refused here.
+    """
+
+    def __init__(self, plain: nn.Module | None, plan: Plan) -> None:
+        self._plain, self._plan = None if plain is None else ref(plain), plan
+        self._failure: str | None = None
+
+    def check(self, inputs: Any, num_global: int, num_microbatches: int) -> None:
+        """Raises PlanError, on every rank, if a batch of ``num_global`` samples leaves the model without samples.
+
+        ``inputs`` are this rank's; of them only shapes and dtypes are read.
+        """
+        copies = prod(self._plan.mesh[axis] for axis in self._plan.row_axes)
+        least = copies * num_microbatches
+        if num_global >= least:
+            return
+        if self._failure is None:
+            self._failure = self._found(inputs)
+        if self._failure:
+            counts = {"ranks": copies, "microbatches": num_microbatches}
+            parts = " of ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+            raise PlanError(
+                "the model's code fails on a part of a batch that has no samples",
+                given=f"a batch of {num_global} samples for {parts}, under {self._plan.layout}; without samples the "
+                f"model raises {self._failure}",
+                allowed=f"{least} samples or more in every batch, the last one too",
+                fix=f"write DataLoader(..., batch_size={least}, drop_last=True), or a multiple of {least}; or a layout "
+                "of fewer ranks or microbatches",
+            )
+
+    def _found(self, inputs: Any) -> str:
+        """Returns what the model raises without samples; "" if nothing, or if it fails on the meta device anyway."""
+        plain = None if self._plain is None else self._plain()
+        if plain is None:
+            return ""
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        model = without_storage(plain).to(dtypes.get(self._plan.layout.precision))
+        support_empty_batches(model)
+        failures = []
+        for number in (2, 0):
+            try:
+                with torch.no_grad():
+                    call_model(model, _like(inputs, number))
+                failures.append("")
+            except Exception as failure:  # any code of the user's runs here
+                failures.append(f"{type(failure).__name__}: {first_line(failure)}")
+        return "" if failures[0] else failures[1]
+
+
+def _like(inputs: Any, number: int) -> Any:
+    """Returns inputs of so many samples on the meta device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.new_empty((number, *tensor.shape[1:]), device="meta"), inputs)
