@@ -152,15 +152,6 @@ def test_gradients_that_zero_grad_of_the_model_clears_are_not_stepped(line):
         torch.testing.assert_close(found, flat(plain().state_dict()))
 
 
-@pytest.mark.parametrize("line", ["tp2", "pp2"])
-def test_the_state_dict_of_a_ranks_part_is_refused(line):
-    def work(run, _):
-        with pytest.raises(PlanError, match=r"write run\.state_dict\(\), on every rank"):
-            run.model.state_dict()
-
-    on_ranks(line, work)
-
-
 def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
     def work(run, _):
         nn.init.constant_(run.model[0].weight, 0.25)  # reading it so unshards it
