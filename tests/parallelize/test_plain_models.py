@@ -227,3 +227,25 @@ def test_channels_stay_cut_through_instance_norm_and_prelu():
 def test_an_instance_norm_that_averages_over_samples_is_refused_in_own_code_too():
     with pytest.raises(LayoutError, match="'norm' computes statistics over the batch, which 'dp2' cuts"):
         verify(Pictures(tracks=True), "dp2", [pictures()], loss=LOSS)
+
+
+class Heads(nn.Module):
+    """An attention that spreads its mask over heads by the size of the scores, of which each rank has some heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).view(len(x), -1, 4, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = q @ k.transpose(2, 3)
+        later = torch.ones(x.shape[1], x.shape[1]).triu(1) == 1
+        scores.masked_fill_(later.view(1, 1, *later.shape).expand_as(scores), -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_takes_the_size_of_a_part_takes_that_of_the_whole():
+    torch.manual_seed(0)
+    verdict = verify(Heads(), "tp2", [(torch.randn(4, 5, 16), torch.randn(4, 5, 16))], loss=LOSS)
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2"] > 0.9
