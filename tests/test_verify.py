@@ -265,7 +265,7 @@ class Magnifies(nn.Module):
 
     def forward(self, x):
         y = self.layer(x).sigmoid()
-        for _ in range(25):
+        for _ in range(25):  # with 30 the roundings fill the range, and what is allowed is the bound MOST alone
             y = 3.9 * y * (1 - y)
         return self.head(y)
 

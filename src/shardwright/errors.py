@@ -100,8 +100,8 @@ class RankFailedError(ExplainedError, RuntimeError):
 
 EXAMPLE = (
     "write sw.parallelize(model, layout, world, example=inputs), the inputs of one global batch as the loader has it; "
-    "only shapes and dtypes are read, but where the model looks for values of inputs: else torch.zeros(...) does, and "
-    "leaves the loader's random generator alone"
+    "torch.zeros(...) of their shapes is enough, and leaves the loader's random generator alone, but for a model that "
+    "looks for values, such as the tokens of images"
 )
 """The line to write, for the ``fix`` of an error that an example of the inputs would avoid."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -90,7 +92,85 @@ def test_what_cannot_generate_is_refused_on_every_rank(kind, line, text):
         generated(model, line, torch.zeros(4, 5, dtype=torch.int64))
 
 
-def test_ranks_that_generate_from_other_inputs_are_told():
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2"])
+def test_ranks_that_would_generate_from_other_inputs_are_told_before_they_do(line):
     model, ids = of(Continues)
-    with pytest.raises(PlanError, match="ranks have generated different results"):
-        generated(model, "dp2", [ids, ids.flip(1)])
+    with pytest.raises(PlanError, match="ranks would generate from different tensors"):
+        generated(model, line, [ids, ids.flip(1)])
+
+
+class DrawsByRank(Continues):
+    def generate(self, ids):
+        return {"tokens": ids + threading.get_ident() % 1000}
+
+
+def test_ranks_that_have_generated_other_results_are_told():
+    model, ids = of(DrawsByRank)
+    with pytest.raises(PlanError, match="ranks have generated different tensors"):
+        generated(model, "dp2", ids)
+
+
+def test_ranks_that_are_threads_draw_nothing():
+    model, ids = of(Continues)
+    with pytest.raises(PlanError, match="ranks that are threads share torch's generator"):
+        generated(model, "pp2 mb2", ids, sample=True)
+
+
+class Config:
+    num_beams = 1
+
+
+class Named(Continues):
+    """Calls itself by names, one of which only ``**options`` takes, and keeps what it was given."""
+
+    generation_config = Config()
+
+    def forward(self, ids, **options):
+        return super().forward(ids) * options.get("sign", 1)
+
+    def generate(self, ids, use_cache=True, num_beams=1):
+        assert not torch.is_grad_enabled()
+        self.used = use_cache
+        return self(ids=ids, sign=-1)[:, -1].argmax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "pp2 mb2"])
+def test_arguments_reach_the_model_by_name_and_a_cache_is_kept_only_where_a_rank_runs_the_model(line):
+    model, ids = of(Named)
+    with torch.no_grad():
+        expected, used = model.eval().generate(ids), []
+
+    def work(world):
+        run = parallelize(model, line, world, example={"ids": torch.zeros(8, 5, dtype=torch.int64), "sign": 1})
+        found = run.generate(ids)
+        used.append(run.model.used)
+        run.generate(ids, num_beams=2)
+        used.append(run.model.used)
+        return found
+
+    for found in launch(work, 2, ranks="threads"):
+        assert torch.equal(found, expected)
+    assert used.count(True) == (2 if line == "tp2" else 0)
+
+
+class Fails(Continues):
+    def generate(self, ids):
+        self(ids)
+        raise ValueError("of the user")
+
+
+def test_a_generate_that_raises_leaves_the_model_as_it_was():
+    model, ids = of(Fails)
+
+    def work(world):
+        run = parallelize(model, "pp2 mb2", world, example=torch.zeros(8, 5, dtype=torch.int64))
+        with pytest.raises(ValueError, match="of the user"):
+            run.generate(ids)
+        return run.model.training, run.predict(ids)
+
+    with torch.no_grad():
+        expected = model.eval()(ids)
+    model.train()
+    for is_training, found in launch(work, 2, ranks="threads"):
+        assert is_training
+        assert torch.allclose(found, expected)

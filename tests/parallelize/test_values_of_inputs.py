@@ -52,7 +52,7 @@ def batch(num=8):
     return (ids.scatter(1, places, IMAGE), torch.randn(num, PATCHES, 8, dtype=torch.float64)), ids
 
 
-@pytest.mark.parametrize("line", ["dp2/zero3", "tp2/sp", "tp4/2d", "pp2/zb-h1 mb4", "pp2/1f1b mb2 dp2 tp2"])
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2/auto", "tp2/sp", "tp4/2d", "pp2/zb-h1 mb4", "pp2/1f1b mb2 dp2 tp2"])
 def test_a_model_of_images_and_text_is_cut_and_equal(line):
     torch.manual_seed(0)
     result = verify(ImagesAndText(), line, [batch(), batch()])
@@ -101,7 +101,9 @@ def test_the_example_keeps_its_values_where_the_code_writes_to_its_inputs():
     kept, layout = ids.clone(), Layout.parse("pp2")
     job = job_for(Writes().double(), CrossEntropy(), layout, (ids, pictures))
     assert job.graph.run.recording.inputs[0].shape == ids.shape  # no other number of samples has as many images
-    assert make_plan(job, layout)[0].stages.num_chunks == 2
+    plan, strategies = make_plan(job, layout)
+    assert plan.stages.num_chunks == 2
+    StepTraffic(job, plan, strategies, (ids, pictures)).at(plan.mesh.coord(0))
     assert torch.equal(ids, kept)
 
 

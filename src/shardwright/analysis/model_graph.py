@@ -69,7 +69,9 @@ class ModelGraph:
     model: nn.Module
     example: Any
     values: Any = None
-    _tries: dict[tuple[int | None, bool], RecordedRun | str] = field(default_factory=dict)
+    _tries: dict[tuple[int | None, bool], RecordedRun | str] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def run(self) -> RecordedRun:
@@ -185,7 +187,7 @@ class ModelGraph:
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
-            self._tries[key] = _tried(self.model, tree_map_only(Tensor, partial(_of_samples, number), inputs))
+            self._tries[key] = _run_or_failure(self.model, tree_map_only(Tensor, partial(_of_samples, number), inputs))
         return self._tries[key]
 
 
@@ -196,7 +198,7 @@ def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _tried(model: nn.Module, inputs: Any) -> RecordedRun | str:
+def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
     """Returns the recorded run, or the text of the exception that the model's code raised on the meta device."""
     try:
         return _recorded(model, inputs)

@@ -166,7 +166,8 @@ def _started(
     """Gives the job's model this rank's values, checks that all ranks begin alike, and builds the run."""
     layout = plan.layout
     draws = job.graph.draws if job.graph is not None else None
-    example = job.graph.values if job.graph is not None and plan.reads_values else None
+    by_values = plan.reads_values and (plan.stages is not None or layout.factor("tp") is not None)
+    example = job.graph.values if job.graph is not None and by_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         draws.check()

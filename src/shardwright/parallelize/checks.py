@@ -297,12 +297,17 @@ def without_dropout(model: nn.Module) -> str:
     >>> without_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     ''
     """
-    drops = [(path, each) for path, each in model.named_modules() if isinstance(each, DROPOUTS) and each.p > 0]
-    off = [path for path, each in drops if not each.training]
+    off = [path for path, each in model.named_modules() if not each.training and _share_dropped(each) > 0]
     if not off:
         return ""
     named = f"'{off[0]}'" + (f" and {len(off) - 1} more are" if len(off) > 1 else " is")
     return f"the model trains without its dropout: {named} in eval mode; write run.model.train() before the first step"
+
+
+def _share_dropped(module: nn.Module) -> float:
+    """Returns a module's share of dropout: a dropout's, or the one that attentions, RNNs and layers of others keep."""
+    share = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
+    return share if isinstance(share, float) else 0.0
 
 
 _EXAMPLE = "the example's tensor"

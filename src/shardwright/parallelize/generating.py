@@ -11,12 +11,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from shardwright.analysis.draw_calls import draw_of
 from shardwright.analysis.module_calls import given_to
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.comm.agreement import Difference, check_agreement, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
@@ -31,9 +34,10 @@ def generate(
     """Returns what ``model.generate(inputs, **options)`` returns; calls of the model are ``predict``'s unless None.
 
     Every rank of the axis ``everyone`` calls it. Random numbers are drawn after ``torch.manual_seed(seed)``, and the
-    generator's state is restored. With a seed of None the generator is left alone, because other ranks share it.
+    state of the rank's generator is restored. With a seed of None, where ranks share the generator, none may be drawn.
 
-    Raises: PlanError: the model has no ``generate``, or its result differs between ranks.
+    Raises: PlanError: the model has no ``generate``, inputs, options or the result differ between ranks, or random
+        numbers are drawn without a seed.
     """
     own = getattr(model, "generate", None)
     if not callable(own):
@@ -43,30 +47,51 @@ def generate(
             allowed="models that have one, as those of transformers do",
             fix="write a loop over run.predict(tokens), which returns the output of the whole model on every rank",
         )
-    settings = getattr(model, "generation_config", None)
-    if settings is not None and (predict is not None or options.get("num_beams", settings.num_beams or 1) > 1):
+    check_agreement(everyone, _lines((inputs, options), f"seed {seed}"), partial(_differ, "ranks would generate from"))
+    settings = options.get("generation_config") or getattr(model, "generation_config", None)
+    num_beams = options.get("num_beams") or getattr(settings, "num_beams", None) or 1
+    if settings is not None and (predict is not None or num_beams > 1):
         # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
-    with _seeded(seed, everyone.device), eval_mode(model), torch.no_grad(), _calls(model, predict):
+    alone = _RefusesDraws() if seed is None else _seeded(seed, everyone.device)
+    with alone, eval_mode(model), torch.no_grad(), _calls(model, predict):
         result = own(*args, **named, **options)
-    tensors = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
-    if isinstance(tensors, torch.Tensor):
-        check_agreement(everyone, [tensor_digest(tensors)], _differ)
+    check_agreement(everyone, _lines(result, "results"), partial(_differ, "ranks have generated"))
     return result
 
 
+def _lines(tree: Any, first: str) -> list[str]:
+    tensors = tensors_of(tree)
+    return [first, *(f"tensor {n} of {list(t.shape)}: {tensor_digest(t)}" for n, t in enumerate(tensors))]
+
+
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Returns a context in which torch's default generators begin at a seed; their states are restored after it."""
-    if seed is None:
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Returns a context in which the generators of the host and of ``device`` begin at a seed, and are restored."""
+    is_host = device.type in ("cpu", "meta")
+    forked = torch.random.fork_rng([]) if is_host else torch.random.fork_rng([device], device_type=device.type)
+    with forked:
+        torch.default_generator.manual_seed(seed)
+        if not is_host:
+            torch.get_device_module(device).manual_seed(seed)
         yield
-        return
-    of_host = device.type in ("cpu", "meta")
-    forked = torch.random.fork_rng
-    with forked([]) if of_host else forked([device.index or 0], device_type=device.type):
-        torch.manual_seed(seed)
-        yield
+
+
+class _RefusesDraws(TorchFunctionMode):
+    """A context in which a draw of random numbers raises PlanError, on every rank at the same call."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if draw_of(func, args, kwargs or {}) is not None:
+            raise PlanError(
+                "ranks that are threads share torch's generator, and would draw different tokens",
+                given=f"{getattr(func, '__name__', func)} in the model's generate",
+                allowed="random numbers where ranks are processes, or the likeliest token everywhere",
+                fix="write do_sample=False, or launch processes",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -89,7 +114,7 @@ def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
             vars(module).pop("_call_impl", None)
 
     def call(*args: Any, **named: Any) -> Any:
-        given = inspect.signature(model.forward).bind(*args, **named).arguments if named else args
+        given = _by_name(model, args, named) if named else args
         leave()
         try:
             return predict(given)
@@ -103,19 +128,37 @@ def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
         leave()
 
 
-def _refuse(path: str, *_: Any, **__: Any) -> None:
+def _by_name(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of the model by name, as a prediction takes them."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **named).arguments)
+    for name, parameter in signature.parameters.items():
+        if name in given and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise PlanError(
+                "a call that generate makes of the model cannot be predicted",
+                given=f"an argument '{name}' without a name, beside named ones",
+                allowed="arguments that all have names, or none",
+                fix="call the model by names in generate",
+            )
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given
+
+
+def _refuse(path: str, *_: Any, **__: Any) -> NoReturn:
     raise PlanError(
         "this layout cannot generate with this model",
-        given=f"a generate that calls '{path}' by itself, as one with an encoder does",
-        allowed="a generate that calls the whole model, or a layout whose ranks can each run it: dp, zero3, tp2",
-        fix="export the weights and generate on one device, or write a loop over run.predict",
+        given=f"a generate that calls '{path}' by itself, as one of an encoder does, or that calls self.forward",
+        allowed="a generate that calls the whole model, or a layout whose ranks can each run it: dp2, dp2/zero3, tp2",
+        fix="write self(...) for self.forward(...); else export the weights and generate on one device, or write a "
+        "loop over run.predict",
     )
 
 
-def _differ(found: Difference) -> PlanError:
+def _differ(what: str, found: Difference) -> PlanError:
     return PlanError(
-        "ranks have generated different results",
+        f"{what} different tensors",
         given=str(found),
-        allowed="the same inputs and options on every rank, and random numbers of torch's default generator alone",
-        fix="where ranks are threads, which share that generator, take the likeliest token, or launch processes",
+        allowed="the same inputs, options and seed on every rank, and random numbers of torch's default generator",
+        fix="give every rank the same inputs, all samples of them",
     )

@@ -163,7 +163,8 @@ def _messages_cost(job: Job, layout: Layout) -> float:
     plan, strategies = make_plan(job, layout)
     if job.example is None:
         return sent(plan)
-    inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
+    example = job.graph.values if job.graph is not None and plan.reads_values else job.example
+    inputs = tree_map_only(Tensor, lambda t: t.repeat(num_shares(layout), *(1 for _ in t.shape[1:])), example)
     by_strategy = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
     if job.cluster is None:
         return sum(each.sent_bytes for traffic in by_strategy.values() for each in traffic)
@@ -304,9 +305,8 @@ class StepTraffic:
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
         if shapes not in self._calls_by_shapes:
-            self._calls_by_shapes[shapes] = count_recomputation(
-                record_module_calls(self._whole, microbatch), self.plan.recomputed, self._trained
-            )
+            calls = record_module_calls(self._whole, cloned_tensors(microbatch))
+            self._calls_by_shapes[shapes] = count_recomputation(calls, self.plan.recomputed, self._trained)
         return self._calls_by_shapes[shapes]
 
     def _crossing(
@@ -321,10 +321,16 @@ class StepTraffic:
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it
             job = self.job._replace(model=model, loss=without_storage(self.job.loss))
+            copies = [cloned_tensors(each) for each in microbatches]  # the model's code may write to its inputs
             self._crossings[key] = values_crossing(
-                job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
+                job, self.plan, self.strategies, copies, self._num_samples, coord, self._num_tokens
             )
         return self._crossings[key]
+
+
+def cloned_tensors(tree: Any) -> Any:
+    """Returns a batch with copies of its tensors."""
+    return tree_map_only(Tensor, torch.clone, tree)
 
 
 def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:

@@ -401,7 +401,7 @@ class Run:
         return self._step.predict(as_tensors(inputs))
 
     def generate(self, inputs: Any, *, seed: int = 0, **options: Any) -> Any:
-        """Returns, on every rank, what the plain model's own method ``generate`` returns, as tokens that go on a text.
+        """Calls the plain model's own method ``generate``, and returns its result on every rank.
 
         All ranks call it with the same arguments. ``options`` are passed on, such as ``max_new_tokens=20`` to a model
         of transformers. Random numbers are drawn after ``torch.manual_seed(seed)``, on every rank the same; ranks that
@@ -412,13 +412,26 @@ class Run:
         (``use_cache=False``). Under other layouts each rank runs it on its own part, with its caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
-        Traffic: that of a forward for each new token, and one all-reduce of two numbers.
+        Traffic: that of a forward for each new token, and two all-reduces of two numbers.
         Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (an encoder by itself)
-            where a rank does not hold them, or ranks end with different results.
+            where a rank does not hold them, or ranks differ in inputs or results.
+
+        >>> import torch, shardwright as sw
+        >>> class Adds(nn.Linear):
+        ...     def generate(self, x):
+        ...         return torch.cat((x, self(x)), 1)
+        >>> def work(world):
+        ...     with torch.device("meta"):
+        ...         plain = Adds(2, 2)
+        ...     return sw.parallelize(plain, "dp2", world).generate(torch.ones(3, 2)).shape
+        >>> sw.launch(work, 2, ranks="threads")
+        [torch.Size([3, 4]), torch.Size([3, 4])]
         """
         predict = self.predict if self._executor.refuses_calls else None
-        seed_of_rank = None if self.world.local else seed
-        return generate(self.model, predict, self._everyone, as_tensors(inputs), seed_of_rank, options)
+        given, others = (
+            on_device(inputs_in(as_tensors(each), self.plan), self.world.device) for each in (inputs, options)
+        )
+        return generate(self.model, predict, self._everyone, given, None if self.world.local else seed, others)
 
     # ---- observing a step
 

@@ -347,8 +347,9 @@ def _presence(name: str, expected: TrainingOutcome, found: Mapping[int, Training
 
 
 def _nan_of(expected: TrainingOutcome) -> str:
-    """Returns text on a loss of one device that is no number, so that nothing equals it; empty for any other."""
-    return "" if all(map(math.isfinite, expected.losses)) else f"the loss of one device itself is {expected.losses[0]}"
+    """Returns text on the first loss of one device that is not finite, so that nothing equals it; empty without one."""
+    found = next(((n, each) for n, each in enumerate(expected.losses, 1) if not math.isfinite(each)), None)
+    return "" if found is None else f"the loss of one device itself is {found[1]} in step {found[0]}"
 
 
 def _largest(errors: Iterable[float]) -> float:

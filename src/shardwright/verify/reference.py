@@ -305,7 +305,7 @@ def own_errors(
         len(pairs) < _MOST_PAIRS
         and any(max(each.get(key, 0.0) for each in found) < error for key, error in small.items())
     ):
-        # ranks scale their losses, by the number of targets that they expect; another scale rounds otherwise
+        # ranks divide their losses by the number of targets that they expect; each odd divisor rounds otherwise
         scales_of_pair = (1 / (4 * len(pairs) + odd) for odd in (3, 5))
         steps = zip((h, -h), scales_of_pair, strict=True)
         up, down = (shifted(shift=partial(_shift, step, len(pairs)), scale=scale) for step, scale in steps)

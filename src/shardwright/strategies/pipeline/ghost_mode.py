@@ -279,7 +279,7 @@ class GhostMode(TorchFunctionMode):
             given=f"{now}, {self._where()}; recorded was {expected}",
             allowed="forwards whose calls depend on the shapes of the inputs alone, and not on values or on state that "
             "modules of other stages keep",
-            fix="make the forward take the same path for all values, or leave out pp",
+            fix="make the forward take one path for all values, give an example that takes all paths, or leave out pp",
         )
 
 
