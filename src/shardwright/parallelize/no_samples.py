@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
@@ -62,7 +63,7 @@ class NoSampleChecker:
         failures = []
         for number in (2, 0):
             try:
-                with torch.no_grad():
+                with torch.no_grad(), on_meta(model, guess=True):
                     call_model(model, _like(inputs, number))
                 failures.append("")
             except Exception as failure:  # any code of the user's runs here
