@@ -60,9 +60,10 @@ def adapter_names(model: nn.Module, adapter: str, names: Collection[str]) -> dic
     try:
         for module in hooks:  # those of ZeRO refuse reads of values, and here the names alone are read
             module._state_dict_pre_hooks = OrderedDict()
-        found = get_peft_model_state_dict(
-            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
-        )
+        with torch._C.DisableTorchFunctionSubclass():  # so do the parameters that ZeRO has resharded
+            found = get_peft_model_state_dict(
+                model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+            )
     except Exception:  # any code of an adapter's kind may run: a kind that cannot be written so has no names
         return {}
     finally:
