@@ -80,6 +80,11 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
         found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def cloned(tree: Any) -> Any:
+    """Returns a batch with copies of its tensors, since code of a model may write to its inputs."""
+    return map_tensors(tree, torch.clone)
+
+
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Returns nested values with ``function`` applied to each tensor, like torch's ``tree_map``, but faster.
 

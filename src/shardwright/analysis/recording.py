@@ -238,7 +238,7 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
-        # torch.vmap and the like wrap tensors, so the mode of a run cannot tell which part of a weight a rank holds
+        # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         self._recorded.depth += 1
         self._recorded.transformed += transformed

@@ -117,18 +117,8 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
     Raises: PlanError: a figure is missing or is not a number above zero and below 1e12, the number of multiprocessors
         is below 1, or the table has an unknown key.
     """
-    known = {
-        "type",
-        "source",
-        "profile",
-        "nodes",
-        "constants",
-        "peak_TFLOP_per_s",
-        HOST_LINK,
-        HOST_MEMORY,
-        *NUMBERS,
-        *KEYS,
-    }
+    known = {"type", "source", "profile", "nodes", "constants", "peak_TFLOP_per_s"}
+    known |= {HOST_LINK, HOST_MEMORY, *NUMBERS, *KEYS}
     for key in table.keys() - known:
         raise PlanError(
             f"'{name}' has a key that means nothing",

@@ -14,13 +14,13 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
-from shardwright.parallelize.planning import without_storage
+from shardwright.parallelize.planning import narrow_model, without_storage
 from shardwright.plan.plan import Plan
 from shardwright.runtime.empty_batches import support_empty_batches
 
 
 class NoSampleChecker:
-    """Finds out, once, what a plain model's forward raises without samples: on the meta device, alike on every rank.
+    """Tries a plain model's forward without samples, once and on the meta device, and keeps the error that it raises.
 
     Most models take such batches. ``plain`` is not kept alive; once it is gone, nothing is refused here.
     """
@@ -57,8 +57,7 @@ class NoSampleChecker:
         plain = None if self._plain is None else self._plain()
         if plain is None:
             return ""
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        model = without_storage(plain).to(dtypes.get(self._plan.layout.precision))
+        model = narrow_model(without_storage(plain), self._plan)
         support_empty_batches(model)
         failures = []
         for number in (2, 0):

@@ -25,7 +25,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.operator_results import cloned, tensors_of
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError, UnknownCodeError
@@ -305,7 +305,7 @@ class StepTraffic:
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
         if shapes not in self._calls_by_shapes:
-            calls = record_module_calls(self._whole, cloned_tensors(microbatch))
+            calls = record_module_calls(self._whole, cloned(microbatch))
             self._calls_by_shapes[shapes] = count_recomputation(calls, self.plan.recomputed, self._trained)
         return self._calls_by_shapes[shapes]
 
@@ -321,16 +321,11 @@ class StepTraffic:
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it
             job = self.job._replace(model=model, loss=without_storage(self.job.loss))
-            copies = [cloned_tensors(each) for each in microbatches]  # the model's code may write to its inputs
+            copies = [cloned(each) for each in microbatches]  # the model's code may write to its inputs
             self._crossings[key] = values_crossing(
                 job, self.plan, self.strategies, copies, self._num_samples, coord, self._num_tokens
             )
         return self._crossings[key]
-
-
-def cloned_tensors(tree: Any) -> Any:
-    """Returns a batch with copies of its tensors."""
-    return tree_map_only(Tensor, torch.clone, tree)
 
 
 def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:

@@ -64,7 +64,7 @@ def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
     """
     whole = {name for name, layout in plan.compute.items() if layout.local_shape(coord) == layout.shape}
     held = {module: name for _, module, _, name in owners(model) if name not in whole}
-    # of other stages the model has no parameters, so its first module stands for them
+    # a rank has no modules with parameters of other stages, so the whole model refuses for them
     for name, layout in plan.compute.items():
         if not layout.pieces(coord) and 0 not in layout.shape:
             held.setdefault(model, name)

@@ -161,7 +161,7 @@ class Plans:
         ]
 
     def fits(self, price: Price) -> bool:
-        """Returns whether a layout takes no more memory of a device, and of a node's host, than it may.
+        """Returns whether a layout fits the memory of a device, and what it offloads the memory of a node's host.
 
         What it offloads fits a host whose memory is not known.
         """

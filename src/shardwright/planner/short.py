@@ -43,7 +43,7 @@ class ShortModel:
     roles: Mapping[str, str]
     model_plans: ModelPlans
     _records: dict[tuple[Layout, int], LayoutRecords] = field(default_factory=dict)
-    """What :meth:`record` has returned: searches on several clusters ask for the same."""
+    """The results of :meth:`record`, kept because searches on several clusters rehearse the same layouts."""
 
     @property
     def blocks(self) -> AlikeBlocks | None:

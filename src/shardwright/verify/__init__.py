@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.operator_results import cloned
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World
@@ -77,7 +78,6 @@ from shardwright.verify.reference import (
     DeviceDifference,
     Named,
     TrainingOutcome,
-    cloned,
     copied_buffers,
     copied_gradients,
     narrow_errors,

@@ -33,6 +33,7 @@ from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import Draws
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
@@ -206,12 +207,6 @@ def copied_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | No
 def copied_buffers(model: nn.Module) -> Named:
     """Returns copies of a model's buffers that have values, by name, on the CPU."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
-
-
-def cloned(batch: Batch) -> Batch:
-    """Returns a copy of the batch with tensors of its own, since a model may write into its inputs."""
-    copied: Batch = tree_map_only(Tensor, torch.clone, batch)
-    return copied
 
 
 def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:

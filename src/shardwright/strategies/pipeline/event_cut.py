@@ -26,6 +26,7 @@ from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardRecord
 from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
@@ -160,13 +161,13 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
     """
     try:
         try:
-            record = record_events(model, _copied(inputs), units)
+            record = record_events(model, cloned(inputs), units)
         except ValueReadError:
             inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype) if t.is_meta else t, inputs)
-            record = record_events(model, _copied(inputs), units)
+            record = record_events(model, cloned(inputs), units)
         if record.draws and (record.deciding or not record.is_one_path):
             drawn = [partial(_drawn_as, number) for number in (0.0, 0.999)]
-            others = [record_events(model, _copied(inputs), units, draw) for draw in drawn]
+            others = [record_events(model, cloned(inputs), units, draw) for draw in drawn]
             record = max(record, *others, key=lambda each: len(each.events))
         return record, inputs
     except (TypeError, LayoutError, PlanError):
@@ -179,11 +180,6 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             fix="leave out pp, or move what depends on values out of the model; where it looks for values of inputs, "
             "give a real batch as the example",
         ) from failure
-
-
-def _copied(inputs: Any) -> Any:
-    """Returns a copy of inputs, so that code which writes to its inputs leaves the example's values as they are."""
-    return tree_map_only(Tensor, torch.clone, inputs)
 
 
 def _drawn_as(number: float, path: str, call: int, place: int, draw: DrawCall) -> Tensor:
