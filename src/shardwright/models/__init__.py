@@ -242,7 +242,8 @@ def load_named(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
-        own = [key for key in known if getattr(vars(module)[key], "__module__", "") == module_name]
+        home = getattr(module, "__name__", module_name)
+        own = [key for key in known if getattr(vars(module)[key], "__module__", "") == home]
         there = (
             f"write {module_name}: with one of {', '.join(own[:8])}, or define it there" if own else "define it there"
         )
