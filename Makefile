@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,9 @@ test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variant
 
 test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (6 minutes on one core)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests_acc
+
+test-card: $(READY)  ## the contract's layouts on the card of this machine, and where the host waits for it
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --card tests_acc
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist

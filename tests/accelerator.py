@@ -46,6 +46,9 @@ STOPPING = (
 class Accelerator:
     """The state of the pretend device, and what it has counted; ``device`` is what tensors are moved to."""
 
+    tells_what = True
+    """What stops the host is counted by operator, file and line."""
+
     def __init__(self) -> None:
         self.device: torch.device
         self.stops: Counter[str] = Counter()
@@ -91,7 +94,7 @@ class Accelerator:
         while frame is not None and not place:
             file = frame.f_code.co_filename
             if not any(own in file for own in _OWN_FILES):
-                at = f"{_short(file)}:{frame.f_lineno}"
+                at = f"{short_file(file)}:{frame.f_lineno}"
                 if "/torch/" in file:
                     theirs = theirs or f" by {at}"
                 else:
@@ -149,7 +152,8 @@ _POINTER = ctypes.pythonapi.PyCapsule_GetPointer
 _POINTER.restype, _POINTER.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _short(file: str) -> str:
+def short_file(file: str) -> str:
+    """Returns a path from the folder of this library or of torch on, or else the name of the file."""
     parts = Path(file).parts
     for root in ("shardwright", "torch"):
         if root in parts:

@@ -2,7 +2,8 @@
 
 A GPT with dropout, and other models, are trained by ``run.shard``, ``run.step``, ``run.clip_grad_norm_`` and AdamW.
 What the first steps learn, and the comparison of ranks every so many steps, do not count. ``compile`` is left out: its
-compiler makes no code for the pretend device.
+compiler makes no code for the pretend device. On a card (`make test-card`) the same numbers of stops are expected at
+the same files.
 """
 
 from __future__ import annotations
@@ -111,6 +112,17 @@ def by_file(stops):
     return dict(found)
 
 
+def told(accelerator, expected):
+    """The stops that are expected, as the device tells of them: a card names the file alone, and counts no events."""
+    if accelerator.tells_what:
+        return expected
+    found = Counter()
+    for what, number in expected.items():
+        if what != ARRIVED:
+            found[f"wait in {what.rpartition(' ')[2]}"] += number
+    return dict(found)
+
+
 COMPARED = "_local_scalar_dense in sharded_state.py"
 ARRIVED = "synchronize an event in sharded_state.py"
 SCALED = "_local_scalar_dense in mixed_precision.py"
@@ -143,7 +155,7 @@ def expected(line, case=GPT, *, clips=True):
 def test_every_factor_stops_the_host_as_often_as_the_rules_say(accelerator, factor):
     line = f"{factor} mb3" if factor.startswith("pp") else factor
     case = next(case for case in (GPT, CONVNET) if lays_out(line, case))
-    assert by_file(stops_of(accelerator, line, case)) == expected(line, case)
+    assert by_file(stops_of(accelerator, line, case)) == told(accelerator, expected(line, case))
 
 
 LINES = (
@@ -156,7 +168,7 @@ LINES = (
 
 @pytest.mark.parametrize("line", LINES)
 def test_precisions_recomputing_and_several_factors_stop_the_host_as_often_as_the_rules_say(accelerator, line):
-    assert by_file(stops_of(accelerator, line)) == expected(line)
+    assert by_file(stops_of(accelerator, line)) == told(accelerator, expected(line))
 
 
 WAITING = ("dp2/zero3", "dp2 fp16", "dp2/zero1/offload", "dp2/zero3/offload", "dp2/zero3/offload fp16")
@@ -165,7 +177,9 @@ WAITING = ("dp2/zero3", "dp2 fp16", "dp2/zero1/offload", "dp2/zero3/offload", "d
 @pytest.mark.parametrize("line", WAITING)
 @pytest.mark.parametrize("updates", [False, True])
 def test_without_clipping_layouts_that_wait_do_so_once_for_each_reason(accelerator, line, updates):
-    assert by_file(stops_of(accelerator, line, clips=False, updates=updates)) == expected(line, clips=False)
+    assert by_file(stops_of(accelerator, line, clips=False, updates=updates)) == told(
+        accelerator, expected(line, clips=False)
+    )
 
 
 OTHERS = {
@@ -184,17 +198,18 @@ OTHERS = {
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, lines) in OTHERS.items() for line in lines])
 def test_other_models_stop_the_host_as_often_as_the_rules_say(accelerator, name, line):
     case, _ = OTHERS[name]
-    assert by_file(stops_of(accelerator, line, case)) == expected(line, case)
+    assert by_file(stops_of(accelerator, line, case)) == told(accelerator, expected(line, case))
 
 
 @pytest.mark.parametrize("line", ["dp2", "tp2", "tp2x2/2d"])
 def test_a_constant_that_a_models_own_code_makes_stops_the_host_at_each_call_as_on_one_device(accelerator, line):
     of_each_block = 1  # torch.tensor([...], device=x.device) in GroupedBlock's forward, which has two blocks
     (found,) = by_file(stops_of(accelerator, line, OF_OPERATORS["GroupedBlock"])).items()
-    assert found[0].startswith("copy cpu to acc")
+    assert found[0].startswith("copy cpu to acc" if accelerator.tells_what else "wait")
     assert found[1] == 2 * of_each_block
 
 
+@pytest.mark.pretended
 def test_activations_that_go_to_disk_are_written_and_read_by_the_host(accelerator):
     found = by_file(stops_of(accelerator, "dp2 recompute:offload:disk"))
     written, read = (f"copy {way} in activation_offload.py" for way in ("acc to cpu", "cpu to acc"))
@@ -259,6 +274,7 @@ def test_a_batch_is_copied_while_the_one_before_it_is_in_use(accelerator):
     assert run_threads(work, 1, device=accelerator.device) == [[(2, 0.0), (3, 1.0), (3, 2.0)]]
 
 
+@pytest.mark.pretended
 def test_what_is_copied_ahead_is_there_only_after_its_arrival(accelerator):
     def work(world):
         copies, host = CopyStream(world.device), torch.ones(3)
@@ -305,6 +321,7 @@ def test_a_loader_may_write_the_next_batch_into_the_same_pinned_memory(accelerat
     assert run_threads(work, 1, device=accelerator.device) == [[0.0, 1.0, 2.0]]
 
 
+@pytest.mark.pretended
 def test_a_batch_that_was_made_ahead_is_whole_before_its_memory_is_used_again(accelerator):
     def work(world):
         copies, made = CopyStream(world.device), []
@@ -317,6 +334,7 @@ def test_a_batch_that_was_made_ahead_is_whole_before_its_memory_is_used_again(ac
     assert run_threads(work, 1, device=accelerator.device) == [([False, True], [False, False])]
 
 
+@pytest.mark.pretended
 def test_no_more_sources_than_said_are_kept_for_copies_under_way(accelerator):
     def work(world):
         copies = CopyStream(world.device, most_under_way=2)

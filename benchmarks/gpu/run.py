@@ -23,9 +23,12 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright import devices
+from shardwright.cost.device import profiles
+from shardwright.layout import Layout
 from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models.gpt import GPT, GPTConfig
 from shardwright.plan.plan import Job
+from shardwright.planner.predicted import cluster_for, predict_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import SMALLEST, machine, options_of, orders, sized, write
@@ -40,6 +43,9 @@ SMALL = {"num_layers": 4, "width": 32, "num_heads": 4, "vocabulary": 64, "max_to
 BATCH, ROUNDS, STEPS = sized((4, 7, 5), (2, 1, 1))
 MOST_S = {"verify": 240, "compile": 120}
 OTHERS_MOST_S = 40
+PREDICTED = ("dp1", "dp1 bf16", "dp1 recompute:full", "dp1 bf16 recompute:full")
+CLUSTER = sys.argv[sys.argv.index("--cluster") + 1] if "--cluster" in sys.argv else None
+LARGER = {"num_layers": 24, "width": 1024, "num_heads": 16}
 """Seconds that one part may take: ten minutes for all."""
 MOST_RATIO, MOST_OFF = 1.05, 0.1
 COMPILED = sized("dp1 compile", "dp1 compile:aot_eager")  # for the smallest run no C++ compiler is started
@@ -54,16 +60,16 @@ def tokens(config, batch):
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def plain():
+def plain(config=CONFIG):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**CONFIG))
+    return GPT(GPTConfig(**config))
 
 
-def ours(world, line):
+def ours(world, line, config=CONFIG):
     """A step of this library on one rank, its run and its batch."""
-    run = sw.parallelize(plain(), line, world)
+    run = sw.parallelize(plain(config), line, world)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-4)
-    (batch,) = run.shard([tokens(CONFIG, BATCH)])
+    (batch,) = run.shard([tokens(config, BATCH)])
 
     def step():
         loss = run.step(batch)
@@ -73,7 +79,7 @@ def ours(world, line):
     return step, run, batch, optimizer
 
 
-def torch_alone(world):
+def torch_alone(world, *, autocast=False):
     """A step of plain torch, of the same model."""
     model = plain().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -81,7 +87,8 @@ def torch_alone(world):
 
     def step():
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -120,11 +127,14 @@ def time_of(world):
 
 
 def bf16_of(world):
-    """A step in bf16 beside one in fp32, and how far the losses of the first step are apart."""
+    """A step in bf16 beside one in fp32 and torch's autocast, and how far the losses of the first step are apart."""
     steps = {line: ours(world, line)[0] for line in ("dp1", "dp1 bf16")}
     whole, narrow = (step().item() for step in steps.values())
     off = abs(narrow / whole - 1)
-    return {**compared(in_turn(world.device, steps), "dp1 bf16", "dp1"), "loss_off": off, "within": off < 0.02}
+    rounds = in_turn(world.device, {**steps, "autocast": torch_alone(world, autocast=True)})
+    beside = compared(rounds, "dp1 bf16", "autocast")["ratio"]
+    found = compared(rounds, "dp1 bf16", "dp1")
+    return {**found, "ratio_to_autocast": beside, "loss_off": off, "within": off < 0.02}
 
 
 def compile_of(world):
@@ -144,9 +154,11 @@ def compile_of(world):
 
 
 def busy_of(world):
-    """The share of a step's time in which the card runs kernels, and how many: ours, and plain torch's."""
+    """The share of a profiled step's time in which the card runs kernels, how many, and the most frequent ones."""
     found = {}
-    for name, step in {"dp1": ours(world, "dp1")[0], "torch": torch_alone(world)}.items():
+    each = {line: ours(world, line)[0] for line in ("dp1", "dp1 bf16")}
+    each |= {"torch": torch_alone(world), "autocast": torch_alone(world, autocast=True)}
+    for name, step in each.items():
         for _ in range(3):
             step()
         devices.synchronize(world.device)
@@ -161,7 +173,8 @@ def busy_of(world):
         for kernel in sorted(kernels, key=lambda each: each.time_range.start):
             busy_us += max(0.0, kernel.time_range.end - max(kernel.time_range.start, end_us))
             end_us = max(end_us, kernel.time_range.end)
-        found[name] = {"busy": busy_us / wall_us, "kernels": len(kernels) / STEPS}
+        found[name] = {"busy": busy_us / wall_us, "kernels": len(kernels) / STEPS, "wall_ms": wall_us / STEPS / 1000}
+        found[name]["most"] = dict(Counter(kernel.name[:60] for kernel in kernels).most_common(6))
     return found
 
 
@@ -178,6 +191,7 @@ def synchronizations_of(world):
         debug("warn")
         step()
         debug("default")
+    said = [each for each in said if "a synchronizing" in str(each.message)]  # and not that the mode is a prototype
     places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in said)
     return {"synchronizations": len(said), "places": dict(places), "within": not said}
 
@@ -203,6 +217,34 @@ def memory_of(world):
         "allocator_bytes": counted, "measured_bytes": measured.allocated_bytes, "off": off,
         "predicted_bytes": predicted.allocated_bytes, "beside": dict(predicted.beside), "within": abs(off) <= MOST_OFF,
     }  # fmt: skip
+
+
+def plan_of(world):
+    """What steps are predicted to take, from the card's datasheet alone and by ``--cluster``, beside what they take."""
+    (name,) = devices.names() or ("",)
+    known = [each for each in profiles() if each.partition("-")[0] in name.lower()]
+    if not known:
+        return {"left_out": "no profile is of this device"}
+    clusters = {"datasheet": f"{known[0]}:1x1", **({"calibrated": CLUSTER} if CLUSTER else {})}
+    found = {}
+    for config in (CONFIG, CONFIG | LARGER):
+        for line in PREDICTED:
+            job, given = Job(plain(config), sw.CrossEntropy()), tokens(config, BATCH)
+            said = {
+                name: predict_step(
+                    job, Layout.parse(line), given, cluster_for(cluster, 1), device_type=world.device.type,
+                    ranks="processes", optimizer=torch.optim.AdamW,
+                )["step_s"]
+                for name, cluster in clusters.items()
+            }  # fmt: skip
+            step = ours(world, line, config)[0]
+            taken = statistics.median(row[line] for row in in_turn(world.device, {line: step}))
+            found[f"{config['num_layers']} layers, {line}"] = {
+                "ms": taken * 1000, "predicted_ms": {name: s * 1000 for name, s in said.items()},
+                "off": {name: s / taken - 1 for name, s in said.items()},
+            }  # fmt: skip
+            del step
+    return {"profile": known[0], "steps": found}
 
 
 def nccl_of(world):
@@ -233,7 +275,7 @@ def verify_on(kind):
 
 ON_A_RANK = {
     "nccl": nccl_of, "time": time_of, "busy": busy_of, "synchronizations": synchronizations_of,
-    "memory": memory_of, "bf16": bf16_of, "compile": compile_of,
+    "memory": memory_of, "bf16": bf16_of, "compile": compile_of, "plan": plan_of,
 }  # fmt: skip
 PARTS = ("verify", *ON_A_RANK)
 
@@ -249,6 +291,7 @@ def row_in_a_process(part, kind):
     """The row of one part, from a process of its own; what stops it is in the row."""
     most_s = MOST_S.get(part, OTHERS_MOST_S)
     command = [sys.executable, __file__, "--part", part, "--device", kind, *(["--smallest"] if SMALLEST else [])]
+    command += ["--cluster", CLUSTER] if CLUSTER else []
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=most_s, check=False)
     except subprocess.TimeoutExpired:
@@ -261,6 +304,7 @@ def row_in_a_process(part, kind):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", help="cpu, or the type of the accelerator; by default that", default=None)
+    parser.add_argument("--cluster", help="a file that `shardwright calibrate` wrote here, for the part plan")
     parser.add_argument("--part", choices=PARTS, help="this part alone, in this process")
     options = options_of(parser, smallest={"device": "cpu"})
     kind = options.device or devices.accelerator()

@@ -8,6 +8,7 @@ which torch has a backend like NCCL is used as CUDA is. Other files of the libra
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -87,6 +88,8 @@ def wanted() -> str:
 
 def select(index: int) -> torch.device:
     """Makes the visible accelerator number ``index`` the current one of this process, and returns it as a device."""
+    # torch's thread of backwards says so if its first operator is a product, and then does what is right
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     torch.accelerator.set_device_index(index)
     return default()
 

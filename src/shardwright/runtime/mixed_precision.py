@@ -5,7 +5,7 @@ Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,9 @@ from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 
 LEAST_SCALE = 1.0
+
+BLOCK_BYTES = 2**25
+"""How many bytes of gradients are widened together, in one kernel on an accelerator: 32 MiB, held twice meanwhile."""
 
 
 class MasterWeights:
@@ -74,23 +77,37 @@ class MasterWeights:
         self._may_be_stale = False
         self._round()
 
+    @torch.no_grad()
     def _move_gradients(self, names: Collection[str]) -> None:
-        for name in names:
-            parameter, master = self.parameters[name], self.masters[name]
-            if parameter.grad is not None:
-                gradient = parameter.grad.to(master.dtype)
+        pairs = [(self.parameters[name], self.masters[name]) for name in names]
+        for some in _in_blocks([(p, master) for p, master in pairs if p.grad is not None]):
+            gradients = [torch.empty_like(p.grad, dtype=master.dtype) for p, master in some]
+            torch._foreach_copy_(gradients, [p.grad for p, _ in some])
+            for (parameter, master), gradient in zip(some, gradients, strict=True):
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
     @torch.no_grad()
     def _round(self) -> None:
         """Copies the master weights into the model's parameters, rounded to the compute dtype."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.masters[name])
+        if self.parameters:
+            torch._foreach_copy_(list(self.parameters.values()), [self.masters[name] for name in self.parameters])
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
         return [master._version for master in self.masters.values()]
+
+
+def _in_blocks(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Yields pairs of a parameter and its master in lists of about ``BLOCK_BYTES``, and of one pair at least."""
+    block: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for pair in pairs:
+        block.append(pair)
+        if sum(master.nbytes for _, master in block) >= BLOCK_BYTES:
+            yield block
+            block = []
+    if block:
+        yield block
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
@@ -231,8 +248,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         if (number := factor.item()) != 1:
             torch._foreach_mul_(gradients, number)
         return
-    narrow = [each for each in gradients if each.element_size() < 4]
-    for gradient in narrow:  # beside a tensor of one number torch would round the number first
-        gradient.copy_(gradient.float() * factor)
-    if len(narrow) < len(gradients):
-        torch._foreach_mul_([each for each in gradients if each.element_size() >= 4], factor)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, some in by_dtype.items():
+        # torch multiplies a list in few kernels only by a number of the list's dtype, and a narrow number would round
+        wide = [each.float() for each in some] if dtype.itemsize < 4 else some
+        torch._foreach_mul_(wide, factor.to(wide[0].dtype))
+        if wide is not some:
+            torch._foreach_copy_(some, wide)

@@ -188,10 +188,11 @@ def verify(
     check_untouched(model, before)
     narrow = compute_dtype(dtype, plan.layout)
     given = (plain, loss, batches, seed, plan, draws)
+    device = next((each.device for each in found if each.device != "cpu"), "cpu")
     if narrow == dtype:
-        measure = partial(own_errors, *given, dtype, expected)
+        measure = partial(own_errors, *given, dtype, expected, device)
     else:
-        measure = partial(narrow_errors, *given, expected, narrow, NARROW_FLOOR)
+        measure = partial(narrow_errors, *given, expected, narrow, NARROW_FLOOR, device)
     return _compare(plan, expected, found, dtype, measure, shares_of(job, plan))
 
 
@@ -211,7 +212,7 @@ def _rank(
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
-    outcome = TrainingOutcome([], {}, {})
+    outcome = TrainingOutcome([], {}, {}, device=world.device.type)
     for step, batch in enumerate(run.shard(map(cloned, batches))):
         outcome.losses.append(_step(run, batch))
         if step == 0:

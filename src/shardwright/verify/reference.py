@@ -10,10 +10,14 @@ s)``, ``p`` and ``p (1 - h s)``, with random signs ``s`` and ``h`` one rounding 
 
 The first order cancels, and the second is 1e-14 for float32. What is left is rounding, drawn anew in each run since
 every number before a cast has moved by about a rounding. Its size over sqrt(3) is that of the difference of two runs.
+
+The reference is trained on the CPU. An accelerator's kernels may round a function such as ``cos`` to another
+neighboring float32. So where ranks were on one, training on one such device is compared with the reference too.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -86,6 +90,8 @@ class TrainingOutcome:
     loss_dtype: torch.dtype = torch.float64
     changed: frozenset[str] = frozenset()
     """The names of the floating-point and complex buffers that the steps have changed."""
+    device: str = "cpu"
+    """The type of the device that computed it."""
 
 
 def reference(
@@ -101,8 +107,11 @@ def reference(
     forward: AbstractContextManager[Any] | None = None,
     narrow: torch.dtype | None = None,
     scale: float = 1.0,
+    device: str = "cpu",
 ) -> TrainingOutcome:
-    """Returns the outcome of training a copy of the plain model with plain torch in this process, on the CPU.
+    """Returns the outcome of training a copy of the plain model with plain torch in this process, on one ``device``.
+
+    The outcome's tensors are on the CPU.
 
     AdamW makes a step for each of ``batches``, which are not written to. ``seed`` determines dropout and initial values
     that the model lacks. ``plan`` says how batches are cut if microbatches have batch statistics of their own.
@@ -114,7 +123,7 @@ def reference(
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
     """
-    model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
+    model, rng, place = structural_copy(plain, torch.clone), RngTracker(seed), torch.device(device)
     check_apart(plain, model)
     on_several = len({p.device for p in plain.parameters()}) > 1
     if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
@@ -122,18 +131,22 @@ def reference(
     model.to("cpu")
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
+    if place.type != "cpu":
+        model.to(place)
+        loss = copy.deepcopy(loss).to(place)
+        batches = [tree_map_only(Tensor, partial(Tensor.to, device=place), batch) for batch in batches]
     key_draws(model, rng, draws)
     if narrow is not None:
         _narrow(model, narrow)
         batches = [tree_map_only(Tensor, partial(_narrowed, narrow), batch) for batch in batches]
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    outcome = TrainingOutcome([], {}, {})
+    outcome = TrainingOutcome([], {}, {}, device=device)
     for step, batch in enumerate(map(cloned, batches)):
         rng.step, sums = step, []
         optimizer.zero_grad()
         for rng.samples, (inputs, targets) in _parts(plan, batch):
-            moves = IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext()
+            moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
             with moves, forward or nullcontext():
                 sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
@@ -154,7 +167,7 @@ def reference(
             outcome.eps = usable if eps is None else eps
             optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
-    outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    outcome.parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     # buffers that the steps have added are caches
     outcome.buffers = {name: each for name, each in copied_buffers(model).items() if name in before}
     different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
@@ -276,9 +289,11 @@ class DeviceDifference:
 
 def own_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
-    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, differing: Mapping[_Key, float],
+    draws: Draws | None, dtype: torch.dtype, expected: TrainingOutcome, device: str, differing: Mapping[_Key, float],
 ) -> DeviceDifference:  # fmt: skip
     """Returns the relative errors by which runs on one device differ from each other, due to rounding alone.
+
+    Where ``device``, that of the ranks, is not the CPU, one of the runs is on such a device, without a change.
 
     In pairs of runs every initial value is larger and smaller by one rounding of the narrowest dtype of the model. If
     that is narrower than ``dtype``, the second difference counts, in which what the model makes of the change itself
@@ -310,13 +325,23 @@ def own_errors(
             "later": _differences(differences, up.parameters, down.parameters, expected.parameters)
             | _differences(differences, up.buffers, down.buffers, changed),
         }
-        found.append({(kind, name): error for kind, errors in of.items() for name, error in errors.items()})
+        found.append(_by_key(of))
     own = _medians(h, found)
     losses = [max(_differences(differences, *map(_losses_of, (*pair, expected))).values()) for pair in pairs]
-    of_loss = torch.finfo(expected.loss_dtype).eps  # a number of few digits, which two runs often round alike
+    of_loss = [torch.finfo(expected.loss_dtype).eps]  # a number of few digits, which two runs often round alike
+    if device != "cpu":
+        there = reference(plain, loss, batches, seed, plan, draws, eps=expected.eps, device=device)
+        of = {
+            "gradients": _differences(_first, there.gradients, there.gradients, expected.gradients),
+            "later": _differences(_first, there.parameters, there.parameters, expected.parameters)
+            | _differences(_first, there.buffers, there.buffers, changed),
+        }
+        for key, error in _by_key(of).items():
+            own[key] = max(own.get(key, 0.0), error)
+        of_loss += _differences(_first, *map(_losses_of, (there, there, expected))).values()
     return DeviceDifference(
         recorder.narrowest,
-        max(median(losses), of_loss),
+        max(median(losses), *of_loss),
         {name: error for (kind, name), error in own.items() if kind == "gradients"},
         {name: error for (kind, name), error in own.items() if kind == "later"},
     )
@@ -324,19 +349,23 @@ def own_errors(
 
 def narrow_errors(
     plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, draws: Draws | None,
-    expected: TrainingOutcome, narrow: torch.dtype, floor: float, differing: Mapping[_Key, float],
+    expected: TrainingOutcome, narrow: torch.dtype, floor: float, device: str, differing: Mapping[_Key, float],
 ) -> DeviceDifference:  # fmt: skip
     """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
 
     It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
-    ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
+    Where ``device``, that of the ranks, is not the CPU, the initial values are computed from on it too. ``expected`` is
+    the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
     as for :func:`scales`. ``differing`` is not read: each run shows the errors of all tensors.
     """
     quarter = torch.finfo(narrow).eps / 4
     errors, losses = dict[str, float](), []
-    for number, step in enumerate((0.0, quarter, -quarter)):
-        shift = partial(_shift, step, number)
-        found = reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, shift=shift, narrow=narrow)
+    steps = [(0.0, "cpu"), (quarter, "cpu"), (-quarter, "cpu"), *([(0.0, device)] if device != "cpu" else [])]
+    for number, (step, place) in enumerate(steps):
+        found = reference(
+            plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, shift=partial(_shift, step, number),
+            narrow=narrow, device=place,
+        )  # fmt: skip
         for name, scale in scales(expected.gradients, floor).items():
             a, b = found.gradients.get(name), expected.gradients[name]
             if a is not None and b is not None and b.numel():
@@ -379,6 +408,11 @@ def _differences(
         if a is not None and b is not None and c is not None and c.numel():
             errors[name] = float(difference(a, b, c)) / scale
     return errors
+
+
+def _by_key(of: Mapping[str, Mapping[str, float]]) -> dict[_Key, float]:
+    """Returns errors that are listed by kind, and for each kind by name, under the pair of both."""
+    return {(kind, name): error for kind, errors in of.items() for name, error in errors.items()}
 
 
 def _medians(rounding: float, found: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
