@@ -94,6 +94,18 @@ def scenario_all_gather_needs_no_sizes_where_parts_are_equal(world: World) -> No
     same(axis.all_gather(held_by(world.rank, 2, 3).T, 1), torch.cat([t.T for t in held_by_all(axis, 2, 3)], 1))
 
 
+def scenario_what_a_member_contributes_is_not_written_to(world: World) -> None:
+    axis = world.everyone()
+    mine = held_by(world.rank, axis.size, 3)
+    before = mine.clone(), mine._version  # autograd refuses a saved tensor whose version counter has changed
+    axis.all_gather(mine)
+    axis.all_gather(mine, 1)
+    axis.reduce_scatter(mine)
+    axis.all_to_all(list(mine), [(3,)] * axis.size)
+    same(mine, before[0])
+    assert mine._version == before[1]
+
+
 def scenario_reduce_scatter_sums_and_cuts_along_any_dim(world: World) -> None:
     axis = world.everyone()
     sizes = uneven(axis)

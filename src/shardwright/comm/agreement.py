@@ -243,7 +243,8 @@ def compare_async(axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[in
     mine, number = list(lines), text_digest("\n".join(lines))
     place = next(place for place, ranks in enumerate(groups) if axis.ranks[axis.index] in ranks)
     pairs = torch.full((2 * len(groups),), _LEAST, device=axis.device)
-    pairs[2 * place], pairs[2 * place + 1] = number, -number
+    for at, each in enumerate((number, -number), 2 * place):
+        pairs[at].fill_(each)  # unlike an assignment, for which the host waits on an accelerator
     pending = axis.all_reduce_async(pairs, "max")
 
     def find() -> Difference:

@@ -343,7 +343,8 @@ def _step_constants(
         model, loss = job.build()[:2]
     if len(found.tiny) == len(TINY):
         with without_values():
-            tiny = [_by_formula(cluster, tiny_model(n), loss, tiny_batch(), "fp32") for n in TINY]
+            models = [tiny_model(number) for number in TINY]
+        tiny = [_by_formula(cluster, each, loss, tiny_batch(), "fp32") for each in models]
         few, more = tiny
         passes = [each.passes.seconds - parts.passes_s for each, parts in zip(found.tiny, tiny, strict=True)]
         update = [each.update.seconds - parts.update_s for each, parts in zip(found.tiny, tiny, strict=True)]

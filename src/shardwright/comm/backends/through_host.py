@@ -35,7 +35,10 @@ class ChannelThroughHost(Channel):
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
         """All-gathers through a copy of this member's part in host memory; ``wait`` fills the other ``parts``."""
         hosts = [_copied(part) if i == index else _empty_like(part) for i, part in enumerate(parts)]
-        return _returning(self.channel.all_gather(call, hosts, index), parts, hosts, None)
+        pending = self.channel.all_gather(call, hosts, index)
+        # this member's own part stays as it is: autograd may have saved it, and would refuse one that was written to
+        others, received = ([each for i, each in enumerate(some) if i != index] for some in (parts, hosts))
+        return _returning(pending, others, received, None)
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
