@@ -679,6 +679,46 @@ def draws() -> str:
     return "\n".join(lines)
 
 
+def _on_cards() -> dict[str, dict]:
+    """The newest row of each part that ran on a card."""
+    found: dict[str, dict] = {}
+    for path in sorted((ROOT / "benchmarks" / "gpu" / "results").glob("*.json")):
+        found |= {row["part"]: row for row in json.loads(path.read_text())["rows"]}
+    return found
+
+
+def on_a_card() -> str:
+    """What each part found on a card, where it was run last."""
+    rows = _on_cards()
+    time, bf16, compiled_step, memory = (rows[part] for part in ("time", "bf16", "compile", "memory"))
+    errors = rows["verify"]["errors"]
+    low, high = time["ratio_range"]
+    lines = ["| what | found |", "|---|---|"]
+    lines.append(f"| layouts equal to one CPU | {len(errors) - len(rows['verify']['unequal'])} of {len(errors)} |")
+    lines.append(f"| a step beside plain torch, fp32 | {time['ratio']:.3f} ({low:.3f} to {high:.3f}) |")
+    lines.append(f"| a step in bf16 beside torch's autocast | {bf16['ratio_to_autocast']:.2f} |")
+    lines.append(f"| a step in bf16 beside one in fp32 | {bf16['ratio']:.2f} |")
+    lines.append(f"| a compiled step beside one that is not, fp32 | {compiled_step['ratio']:.3f} |")
+    for name in ("dp1", "torch", "dp1 bf16", "autocast"):
+        each = rows["busy"][name]
+        found = f"{each['kernels']:.0f}, {each['busy']:.0%}"
+        lines.append(f"| kernels of a step, and their share of its time: {name} | {found} |")
+    lines.append(f"| waits of the host in a step | {rows['synchronizations']['synchronizations']} |")
+    both = f"{memory['predicted_bytes'] / 1e6:,.0f} MB, {memory['off']:+.2%}"
+    lines.append(f"| memory predicted, beside the allocator's peak | {both} |")
+    return "\n".join(lines)
+
+
+def planned_on_a_card() -> str:
+    """Steps that were predicted for a card beside what they took there."""
+    lines = ["| step | predicted from the data sheet | taken | predicted / taken |", "|---|---|---|---|"]
+    for name, row in _on_cards()["plan"]["steps"].items():
+        said = row["predicted_ms"]  # the first run had the data sheet's alone
+        said = said["datasheet"] if isinstance(said, dict) else said
+        lines.append(f"| {name} | {said:.1f} ms | {row['ms']:.1f} ms | {said / row['ms']:.2f} |")
+    return "\n".join(lines)
+
+
 def every_benchmark() -> str:
     """Returns the question of each benchmark, a link to how it was measured, and its tables."""
     parts = []
@@ -716,6 +756,8 @@ TABLES = {
     "startup": startup,
     "report": report_page,
     "compile": compiled,
+    "gpu": on_a_card,
+    "gpu plan": planned_on_a_card,
     "real_sizes": real_sizes,
     "tensor_modes mlp": partial(tensor_modes, "mlp"),
     "tensor_modes gpt": partial(tensor_modes, "gpt"),
