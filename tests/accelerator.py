@@ -53,7 +53,9 @@ class Accelerator:
         self.device: torch.device
         self.stops: Counter[str] = Counter()
         """What would have stopped the host: how often, by operator, file and line."""
-        self.num_pinned = self.peak_bytes = 0
+        self.num_pinned = 0
+        self.peak_bytes: int | None = None
+        """The most live bytes since this was set to a number; None while nothing asks, since each peak is a sweep."""
         self.here = threading.local()
         self._lock = threading.RLock()
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -112,8 +114,10 @@ class Accelerator:
         with self._lock:
             self._memory.append((StorageWeakRef(storage), storage.nbytes()))
             self._listed_bytes += storage.nbytes()
-            if self._listed_bytes > self.peak_bytes or len(self._memory) > 2 * self._swept + 1000:
+            if self.peak_bytes is not None and self._listed_bytes > self.peak_bytes:
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            elif len(self._memory) > 2 * self._swept + 1000:
+                _ = self.live_bytes
         return found
 
     @property
@@ -441,6 +445,7 @@ class _Module:
         return self._accelerator.live_bytes
 
     def max_memory_allocated(self, device: Any = None) -> int:
+        assert self._accelerator.peak_bytes is not None, "set peak_bytes first: peaks are not counted before"
         return self._accelerator.peak_bytes
 
 

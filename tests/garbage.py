@@ -15,16 +15,16 @@ _after_last_pass = 0
 
 
 def collect():
-    """Collects garbage, and takes the size of the process after it as the one from which growth counts."""
+    """Collects garbage; what is left is looked at no more, and the size of the process is that growth counts from."""
     global _after_last_pass
     gc.collect()
+    gc.freeze()
     _after_last_pass = _PROCESS.memory_info().rss
 
 
 def pytest_collection_finish():
     """Before the first test: what has been imported is no garbage."""
     collect()
-    gc.freeze()
 
 
 def pytest_runtest_setup():

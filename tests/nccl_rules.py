@@ -209,9 +209,10 @@ class Nccl:
             call.spoiled = [(tensor, _bytes_of(tensor)) for tensor in call.outputs]
             communicator.queues.setdefault(call.rank, deque()).append(call)
             self._calls[call] = None
-            while self._step(key, communicator):
-                pass
-            self._changed.notify_all()
+            if self._step(key, communicator):  # else no rank that waits can go on
+                while self._step(key, communicator):
+                    pass
+                self._changed.notify_all()
         return call
 
     def _check_tensor(self, tensor: Tensor, call: Call) -> None:

@@ -145,6 +145,7 @@ def test_live_and_peak_bytes_are_those_of_the_devices_storages(accelerator):
     accelerator.peak_bytes = accelerator.live_bytes
     y = (x + 1).sum()
     assert accelerator.peak_bytes - before == 8004
+    accelerator.peak_bytes = None
     del x, y
     assert accelerator.live_bytes == before
 

@@ -1,4 +1,4 @@
-"""What ranks of several nodes run through the API: three steps of a layout, and how their groups send.
+"""What ranks of several nodes run through the API: three steps of each layout, and how their groups send.
 
 The model's sums of gradients are large enough to be all-reduced in two levels, where a group has them.
 """
@@ -22,7 +22,12 @@ def plain() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)) for _ in range(4)))
 
 
-def steps(world: sw.World, layout: str) -> dict[str, object]:
+def steps(world: sw.World, *layouts: str) -> dict[str, object]:
+    return {"rank": world.rank, "nodes": world.nodes, "under": {line: steps_of(world, line) for line in layouts}}
+
+
+def steps_of(world: sw.World, layout: str) -> dict[str, object]:
+    torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     batches = [(torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(3)]
     run = sw.parallelize(plain(), layout, world, loss=nn.MSELoss())
@@ -41,13 +46,12 @@ def steps(world: sw.World, layout: str) -> dict[str, object]:
             optimizer.step()
     mesh = sw.Layout.parse(layout).mesh
     ways = {name: type(axis.channel).__name__ for name, axis in world.axes(mesh).items()}
-    return {"rank": world.rank, "losses": losses, "ways": ways, "nodes": world.nodes, "sums": sums}
+    return {"losses": losses, "ways": ways, "sums": sums}
 
 
 def main() -> None:
-    layout, out = sys.argv[1:]
-    torch.manual_seed(0)
-    (found,) = sw.launch(steps, sw.Layout.parse(layout), layout)
+    out, *layouts = sys.argv[1:]
+    (found,) = sw.launch(steps, sw.Layout.parse(layouts[0]), *layouts)
     (Path(out) / f"{found['rank']}.json").write_text(json.dumps(found))
 
 

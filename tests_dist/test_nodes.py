@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 import pytest
-import torch
 from benchmarks.nodes import ENVIRONMENT, ROOT, nodes, why_not
 from tests_dist import node_work
 from tests_dist.command import FLAGS, end_all, losses_of_one_device, within
@@ -60,58 +59,58 @@ def results_in(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
 
 
-def losses_of_steps(layout="single"):
-    torch.manual_seed(0)
-    return sw.launch(node_work.steps, 1, layout, ranks="threads")[0]["losses"]
+def losses_of_steps():
+    return sw.launch(node_work.steps, 1, "single", ranks="threads")[0]["under"]["single"]["losses"]
 
 
-def test_a_layout_over_two_nodes_equals_one_device_and_shares_memory_only_inside_of_a_node(tmp_path):
+def check_two_levels(found, line):
+    """Every gradient of each step was summed in two levels, inside of a node and between nodes."""
+    num_bytes = 4 * sum(parameter.numel() for parameter in node_work.plain().parameters())
+    for result in found:
+        assert result["under"][line]["ways"]["dp"] == "TwoLevelChannel"
+        assert sum(result["under"][line]["sums"]) == 3 * num_bytes
+        assert min(result["under"][line]["sums"]) > INLINE_BYTES
+
+
+def test_layouts_over_two_nodes_equal_one_device_share_memory_only_inside_of_a_node_and_sum_in_two_levels(tmp_path):
+    lines = LAYOUT, "dp8"  # under one start, whose processes take longer than their steps
     with nodes(2) as made:
-        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 4, SCRIPT, LAYOUT, str(tmp_path))) for n in made]
+        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 4, SCRIPT, str(tmp_path), *lines)) for n in made]
         with started(each) as processes:
             all_end_well(processes, tmp_path)
-    found = results_in(tmp_path)
-    assert len(found) == 8
+    found, expected = results_in(tmp_path), losses_of_steps()
+    assert [result["nodes"] for result in found] == [[0] * 4 + [1] * 4] * 8
     for result in found:
-        assert result["losses"] == pytest.approx(losses_of_steps(), rel=1e-5)
-        assert result["ways"] == {"pp": "GlooChannel", "dp": "SharedChannel", "tp": "SharedChannel"}
+        assert result["under"][LAYOUT]["ways"] == {"pp": "GlooChannel", "dp": "SharedChannel", "tp": "SharedChannel"}
+        for line in lines:
+            assert result["under"][line]["losses"] == pytest.approx(expected, rel=1e-5)
+    check_two_levels(found, "dp8")
 
 
 def test_ranks_that_were_dealt_out_over_the_nodes_in_turn_are_renumbered_so_that_tp_stays_inside(tmp_path):
+    lines = "dp2 tp2", "dp4"
     with nodes(2) as made:
         each = []
         for rank in range(4):
             node, place = made[rank % 2], {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank // 2}
             place |= {"LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": made[0].address, "MASTER_PORT": 29511}
-            each.append((tmp_path / f"said{rank}", node.rank(place, SCRIPT, "dp2 tp2", str(tmp_path))))
+            each.append((tmp_path / f"said{rank}", node.rank(place, SCRIPT, str(tmp_path), *lines)))
         with started(each) as processes:
             all_end_well(processes, tmp_path)
-    for result in results_in(tmp_path):
-        assert result["ways"] == {"dp": "GlooChannel", "tp": "SharedChannel"}
-        assert result["losses"] == pytest.approx(losses_of_steps(), rel=1e-5)
-        assert result["nodes"] == [0, 0, 1, 1]
-
-
-def test_sums_over_ranks_of_two_nodes_are_taken_in_two_levels_and_equal_one_device(tmp_path):
-    with nodes(2) as made:
-        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 2, SCRIPT, "dp4", str(tmp_path))) for n in made]
-        with started(each) as processes:
-            all_end_well(processes, tmp_path)
-    found = results_in(tmp_path)
+    found, expected = results_in(tmp_path), losses_of_steps()
     assert [result["nodes"] for result in found] == [[0, 0, 1, 1]] * 4
-    num_bytes = 4 * sum(parameter.numel() for parameter in node_work.plain().parameters())
     for result in found:
-        assert result["ways"]["dp"] == "TwoLevelChannel"
-        assert sum(result["sums"]) == 3 * num_bytes  # every gradient of each step
-        assert min(result["sums"]) > INLINE_BYTES
-        assert result["losses"] == pytest.approx(losses_of_steps(), rel=1e-5)
+        assert result["under"]["dp2 tp2"]["ways"] == {"dp": "GlooChannel", "tp": "SharedChannel"}
+        for line in lines:
+            assert result["under"][line]["losses"] == pytest.approx(expected, rel=1e-5)
+    check_two_levels(found, "dp4")
 
 
 def test_train_over_two_nodes_equals_one_device(tmp_path):
     out = tmp_path / "run"
-    words = [*TRAIN, "--layout", LAYOUT, "--steps", "4", "--out", str(out)]
+    words = [*TRAIN, "--layout", "pp2 mb2 tp2", "--steps", "4", "--out", str(out)]
     with nodes(2) as made:
-        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 4, *words)) for n in made]
+        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 2, *words)) for n in made]
         with started(each) as processes:
             all_end_well(processes, tmp_path)
     rows = read_metrics(out)
@@ -122,39 +121,54 @@ def test_train_over_two_nodes_equals_one_device(tmp_path):
 STEPS = 4000
 
 
-LOSSES = ["another node comes", "the node is started again", "the link is down and up again"]
+def killed(torchrun):
+    end_all([psutil.Process(torchrun.pid), *psutil.Process(torchrun.pid).children(recursive=True)])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_run_that_loses_a_node_goes_on_from_its_newest_checkpoint_when_there_are_enough_again(loss, tmp_path):
+@pytest.mark.timeout(600)
+def test_a_run_that_loses_a_node_goes_on_from_its_newest_checkpoint_when_there_are_enough_again(tmp_path):
+    """Three losses of one run: another node comes, that node is started again, its link is down and up again."""
     out = tmp_path / "run"
+    # no connection is closed where a link is down: the ranks' wait has to end
     words = [*TRAIN, "--layout", "dp2 tp2", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "5",
-             "--out", str(out)]  # fmt: skip
-    words += ["--timeout-s", "15"] if loss == LOSSES[2] else []  # no connection is closed: the ranks' wait has to end
-    with nodes(3) as made:
-        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 2, *words, restarts=3)) for n in made]
+             "--timeout-s", "15", "--out", str(out)]  # fmt: skip
+    saved = 0
+    with nodes(3) as made, ExitStack() as running:
+
+        def begin(node, name):
+            return running.enter_context(started([(tmp_path / name, node.torchrun(2, 2, *words, restarts=5))]))[0]
+
+        def goes_on_after(moment_s):
+            assert within(120, lambda: _goes_on(out, moment_s) or head.poll() is not None)
+            assert head.poll() is None, (tmp_path / "said head").read_text()[-3000:]
+            print(f"a step after {time.time() - moment_s:.1f} s")
+
+        def loses():
+            """The moment of the loss, when there are checkpoints that the run has made since the one before."""
+            assert within(120, lambda: len(read_metrics(out)) >= saved + 12 or head.poll() is not None)
+            return time.time()
+
+        def newest():
+            return int(steps_in(out / "checkpoints")[-1].name.removeprefix("step-"))
+
         begun_s = time.time()
-        with started(each[:2]) as (head, lost):
-            assert within(120, lambda: read_metrics(out) or head.poll() is not None)
-            start_s = time.time() - begun_s
-            assert within(120, lambda: len(read_metrics(out)) >= 12 or head.poll() is not None)
-            lost_s = time.time()
-            if loss == LOSSES[2]:
-                made[1].set_link("down")
-                assert within(120, lambda: head.poll() is not None or not _ranks_of(head) + _ranks_of(lost))
-                made[1].set_link("up")
-            else:
-                end_all([psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)])
-            saved = int(steps_in(out / "checkpoints")[-1].name.removeprefix("step-"))
-            came = {LOSSES[0]: each[2:], LOSSES[1]: [(tmp_path / "said again", each[1][1])], LOSSES[2]: []}[loss]
-            with started(came):
-                assert within(120, lambda: _goes_on(out, lost_s) or head.poll() is not None)
-                recovered_s = time.time() - lost_s
-                assert head.poll() is None, (tmp_path / f"said{made[0].number}").read_text()[-3000:]
-                assert (lost.poll() is None) == (loss == LOSSES[2])
-                print(f"a step {recovered_s:.1f} s after the loss; the first start took {start_s:.1f} s")
-                os.killpg(head.pid, signal.SIGTERM)
-                head.wait(timeout=60)
+        head, other = begin(made[0], "said head"), begin(made[1], "said")
+        goes_on_after(begun_s)
+        for node, name in ((made[2], "said another"), (made[2], "said again")):
+            lost_s = loses()
+            killed(other)
+            saved = newest()
+            other = begin(node, name)
+            goes_on_after(lost_s)
+        lost_s = loses()
+        made[2].set_link("down")
+        assert within(120, lambda: head.poll() is not None or not _ranks_of(head) + _ranks_of(other))
+        made[2].set_link("up")
+        saved = newest()
+        goes_on_after(lost_s)
+        assert other.poll() is None
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(timeout=60)
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
     assert len(rows) > saved >= 10

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+import garbage
 import shardwright as sw
 
 LINES = ["single", "dp2", "dp2/zero3", "tp2", "pp2 mb2", "recompute:full", "dp1/zero1/offload:disk"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _among_what_is_new():
+    """Garbage is looked for among what these tests make, and not in all that tests before them have left."""
+    garbage.collect()
 
 
 def plain():

@@ -36,8 +36,24 @@ class _Rendezvous:
         self.members = members
         self.calls: dict[int, CollectiveCall] = {}
         self.contributions: dict[int, Contribution] = {}
-        self.over = threading.Event()  # set when the meeting is complete, or the run has failed
         self.complete = False
+        self._gates: list[threading.Lock] = []
+
+    def gate(self) -> threading.Lock:
+        """Returns a lock that is held until :meth:`open`, which the caller waits for by acquiring it.
+
+        A lock for each rank that waits: one that wakes from an Event first waits for the locks of the Event.
+        """
+        gate = threading.Lock()
+        gate.acquire()
+        self._gates.append(gate)
+        return gate
+
+    def open(self) -> None:
+        """Lets all go on that wait: the meeting is complete, or the run has failed."""
+        gates, self._gates = self._gates, []
+        for gate in gates:
+            gate.release()
 
 
 class ThreadWorld:
@@ -87,12 +103,14 @@ class ThreadWorld:
                 return result
             self._check()
             self.waiting[rank] = meeting
+            gate = meeting.gate()
             self._find_deadlock()
-        meeting.over.wait()
-        with self.lock:
-            self.waiting.pop(rank, None)
-            if not meeting.complete:  # a complete meeting has its results, even if a rank has failed since
-                self._check()
+        gate.acquire()
+        if not meeting.complete:  # a complete meeting has its results, even if a rank has failed since
+            with self.lock:
+                self.waiting.pop(rank, None)
+                if not meeting.complete:
+                    self._check()
         return result
 
     def leave(self, rank: int) -> None:
@@ -112,8 +130,8 @@ class ThreadWorld:
         with self.lock:
             if self.failure is None:
                 self.failure, self.failed_rank = failure, rank
-                for meeting in [*self.meetings.values(), *self.waiting.values()]:
-                    meeting.over.set()
+                for meeting in {*self.meetings.values(), *self.waiting.values()}:
+                    meeting.open()
 
     def _finish(self, key: object, meeting: _Rendezvous) -> None:
         with self.lock:
@@ -123,7 +141,7 @@ class ThreadWorld:
                     del self.waiting[member]
             meeting.complete = True
             meeting.contributions.clear()  # a member that waits late must not keep the others' tensors alive
-            meeting.over.set()
+        meeting.open()  # without the lock, which those that wake need for their next call
 
     def _check(self) -> None:
         if self.failure is not None:
