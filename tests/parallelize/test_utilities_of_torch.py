@@ -123,12 +123,15 @@ def test_parameters_of_which_a_rank_has_a_shard_are_neither_read_nor_written_bet
     ],
     ids=["grad", "clip_grad_value_", "get_total_norm"],
 )
-def test_the_gradient_of_a_parameter_that_has_it_in_shards_is_refused_and_named(read):
-    def work(run, _):
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "dp2 bf16", "tp2 bf16", "dp2/zero1 bf16"])
+def test_the_gradient_of_a_parameter_that_has_it_elsewhere_is_refused_and_named(read, line):
+    def work(run, optimizer):
         with pytest.raises(PlanError, match=r"run.parameters\['0.weight'\].grad"):
             read(run.model)
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in run.model.parameters())
 
-    on_ranks("dp2/zero3", work, steps=1)
+    on_ranks(line, work, steps=1)
 
 
 @pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2"])
@@ -141,15 +144,21 @@ def test_the_norm_of_a_ranks_part_of_the_gradients_is_refused(line):
     on_ranks(line, work, steps=1)
 
 
-@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero3", "tp2"])
-def test_gradients_that_zero_grad_of_the_model_clears_are_not_stepped(line):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero3", "tp2", "dp2 bf16", "tp2 fp16"])
+def test_gradients_that_zero_grad_of_the_model_clears_are_not_stepped(line, set_to_none):
     def work(run, optimizer):
-        run.model.zero_grad()
+        run.model[0].zero_grad(set_to_none)
+        assert all(p.grad is None or not p.grad.any() for name, p in run.parameters.items() if name[0] == "0")
+        others = any(p.grad is not None and p.grad.any() for name, p in run.parameters.items() if name[0] == "2")
+        run.model.zero_grad(set_to_none)
         optimizer.step()
-        return flat(run.state_dict())
+        return others, flat(run.state_dict())
 
-    for found in on_ranks(line, work, steps=1):
-        torch.testing.assert_close(found, flat(plain().state_dict()))
+    kept, found = zip(*on_ranks(line, work, steps=1), strict=True)
+    assert any(kept)  # of the other modules, on the ranks that hold parts of them
+    for each in found:
+        torch.testing.assert_close(each, flat(plain().state_dict()))
 
 
 def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
@@ -159,6 +168,54 @@ def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
             run.step(next(run.shard([BATCH])))
 
     on_ranks("dp2/zero3", work)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "before an update", "after an update"])
+@pytest.mark.parametrize("write", [halve, clamp, set_data], ids=["halve", "clamp", "set data"])
+@pytest.mark.parametrize("line", ["dp2 bf16", "pp2 bf16"])
+def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, write, when):
+    def work(run, optimizer):
+        part = next(run.shard([BATCH]))
+        run.num_steps = 8  # ranks are compared, and with them what was written through .data
+        if when != "before the first step":
+            run.num_steps = 7
+            run.step(part)
+        if when == "after an update":
+            optimizer.step()
+        write(run.model)
+        with pytest.raises(PlanError, match=r"of run.model would be lost.*\n.*\n.*\n.*run.parameters\['\d.weight'\]"):
+            optimizer.step() if when == "before an update" else run.step(part)
+
+    if write is clamp and when == "before an update":
+        pytest.skip("the update rounds all copies anew: what is written through .data has no version")
+    on_ranks(line, work)
+
+
+def test_a_write_to_master_weights_trains_on():
+    def work(run, optimizer):
+        with torch.no_grad():
+            for parameter in run.parameters.values():
+                parameter.mul_(0.5)
+        run.changed()
+        run.step(next(run.shard([BATCH])))
+        run.model.zero_grad()
+        optimizer.step()
+        return flat(run.state_dict())
+
+    for found in on_ranks("dp2 bf16", work):
+        torch.testing.assert_close(found, 0.5 * flat(plain().state_dict()))
+
+
+@pytest.mark.parametrize("use", [lambda run, x: run.step(next(run.shard([BATCH]))), lambda run, x: run.predict(x)])
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.double], ids=["half", "double"])
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2", "dp2 bf16"])
+def test_another_dtype_of_the_model_is_refused_with_the_word_for_the_layout(line, cast, use):
+    def work(run, _):
+        cast(run.model)
+        with pytest.raises(PlanError, match="write 'bf16' or 'fp16' in the layout"):
+            use(run, BATCH[0])
+
+    on_ranks(line, work)
 
 
 def replace(model):

@@ -37,7 +37,7 @@ from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_parts, whole_state
+from shardwright.parallelize.whole_state import clear_both, part_of_state, refuse_loads, refuse_parts, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -131,6 +131,7 @@ class Run:
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
         self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
+        clear_both(self.model, self.parameters)
         refuse_loads(self.model, plan, self.parameters)
         refuse_parts(self.model, plan, self.coord)
 
@@ -314,6 +315,8 @@ class Run:
         """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` digests the samples' numbers."""
         if self.world.device.type == "meta":
             return
+        for each in self._applied:
+            each.check()
         values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
         trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
         if self.world.size > 1:
