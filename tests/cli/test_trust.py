@@ -278,7 +278,7 @@ def test_processes_are_counted_by_the_memory_that_each_needs(tmp_path):
 
 @pytest.mark.parametrize(("most", "told"), [(1, True), (2, False)])
 def test_verify_says_that_very_many_threads_take_minutes(monkeypatch, most, told):
-    monkeypatch.setattr("shardwright.cli.main.MANY_THREADS", most)
+    monkeypatch.setattr(sys.modules["shardwright.cli.main"], "MANY_THREADS", most)
     found = run("verify", "--layout", "dp2", "--steps", "1", *TINY)
     assert found.exit_code == 0
     assert ("2 ranks take turns as threads of one process, which takes minutes" in found.stderr) == told
