@@ -239,3 +239,86 @@ def test_a_model_that_was_changed_after_it_was_laid_out_does_not_train_on(line, 
             run.step(next(run.shard([BATCH])))
 
     on_ranks(line, work)
+
+
+# ---- state of optimizers by hand, hooks, attributes, modes
+
+
+def of_one_device():
+    """The state of an optimizer over a plain model, after a step."""
+    model = plain()
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.nn.functional.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2", "tp2 bf16"])
+def test_an_optimizers_state_of_another_rank_or_of_whole_tensors_is_refused_by_a_load(line):
+    told = {}
+
+    def work(run, optimizer):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        run.step(next(run.shard([BATCH])))
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        told[run.world.rank] = state
+        run.world.everyone().barrier()
+        with pytest.raises(PlanError, match=r"write sw\.save\(folder, run, optimizer\) and"):
+            optimizer.load_state_dict(told[1 - run.world.rank])
+        with pytest.raises((PlanError, ValueError), match=r"state of whole tensors|the size of optimizer's group"):
+            optimizer.load_state_dict(of_one_device())
+        return torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+
+    assert all(on_ranks(line, work))
+
+
+def test_an_optimizers_state_is_loaded_on_any_rank_that_has_all_of_it():
+    told = {}
+
+    def work(run, optimizer):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        run.step(next(run.shard([BATCH])))
+        optimizer.step()
+        told[run.world.rank] = optimizer.state_dict()
+        run.world.everyone().barrier()
+        optimizer.load_state_dict(told[0])
+        return sorted(told[0])
+
+    assert on_ranks("dp2 bf16", work) == [["param_groups", "state"]] * 2
+
+
+@pytest.mark.parametrize(("line", "told"), [("dp2", 1), ("mb2", 1), ("single", 0)])
+def test_a_hook_that_sees_terms_of_a_gradient_is_warned_of(line, told, caplog):
+    def work(run, _):
+        run.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        run.step(next(run.shard([BATCH])))
+
+    on_ranks(line, work)
+    found = [each for each in caplog.messages if "the hook on the gradient of '0.weight'" in each]
+    assert len(found) == told
+    assert all("change run.parameters['0.weight'].grad" in each for each in found)
+
+
+@pytest.mark.parametrize("name", ["loss", "model", "parameters", "plan"])
+def test_an_attribute_that_no_step_would_read_again_is_not_set(name):
+    def work(run, _):
+        with pytest.raises(PlanError, match=f"no step would read the new '{name}' of a run"):
+            setattr(run, name, getattr(run, name))
+        return run.step(next(run.shard([BATCH]))).isfinite().item()
+
+    assert on_ranks("dp2", work) == [True, True]
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "pp2"])
+def test_a_step_in_inference_mode_is_refused(line):
+    def work(run, _):
+        part = next(run.shard([BATCH]))
+        with torch.inference_mode():
+            run.predict(BATCH[0])
+            with pytest.raises(PlanError, match="take the step out of the block"):
+                run.step(part)
+        return run.step(part).isfinite().item()
+
+    assert all(on_ranks(line, work))

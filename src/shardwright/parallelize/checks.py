@@ -316,6 +316,18 @@ def without_dropout(model: nn.Module) -> str:
     return f"the model trains without its dropout: {named} in eval mode; write run.model.train() before the first step"
 
 
+def with_hooks(model: nn.Module, plan: Plan) -> str:
+    """Returns a warning about a hook on a gradient that sees a rank's term of it, or a part; "" without such a hook."""
+    if plan.mesh.size * plan.layout.num_microbatches == 1:
+        return ""
+    name = next((name for name, parameter in model.named_parameters() if parameter._backward_hooks), "")
+    return name and (
+        f"the hook on the gradient of '{name}' of run.model sees one term of it, or a part, as of this rank's samples: "
+        "what is not linear, such as a clamp, gives another gradient than on one device; change "
+        f"run.parameters['{name}'].grad between run.step and the optimizer's step"
+    )
+
+
 def _share_dropped(module: nn.Module) -> float:
     """Returns a module's share of dropout: a dropout's, or the one that attentions, RNNs and layers of others keep."""
     share = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)

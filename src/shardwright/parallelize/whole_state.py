@@ -131,6 +131,49 @@ def _refuse_part(what: str, name: str, layout: Layout, *_: Any) -> NoReturn:
     )
 
 
+_PART = "part"
+"""The entry of an optimizer's ``state_dict`` that says of which ranks it is."""
+
+
+def keep_parts_apart(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], plan: Plan, coord: Coord
+) -> None:
+    """Makes ``load_state_dict`` of an optimizer raise PlanError for other ranks' state, or for state of whole tensors.
+
+    Parts of other ranks have the same shapes wherever sizes divide, and would be taken silently. So ``state_dict`` says
+    in one more entry whose part it is. Where every rank holds all state, nothing changes.
+    """
+    axes = {axis for state in plan.state.values() for axis in state.optimizer.axes}
+    if not axes:
+        return
+    mine = ", ".join(f"{axis} {coord[axis]}" for axis in sorted(axes)) + f" of {plan.layout}"
+    shapes = {id(p): plan.compute[name].shape for name, p in parameters.items()}
+
+    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _PART: mine}
+
+    def check(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = any(
+            isinstance(value, Tensor) and value.shape == shapes.get(id(p), p.shape) != p.shape
+            for number, p in enumerate(held)
+            for value in state["state"].get(number, {}).values()
+        )
+        if whole or state.get(_PART, mine) != mine:
+            raise PlanError(
+                "load_state_dict() of the optimizer would take state that is not of this rank's part",
+                given="state of whole tensors, as of the plain model's optimizer"
+                if whole
+                else f"state of {state[_PART]}",
+                allowed=f"what state_dict() of the optimizer returned on this rank: {mine}",
+                fix="write sw.save(folder, run, optimizer) and sw.load(folder, run, optimizer), on every rank, under "
+                "any layout",
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
 def part_of_state(run: Run) -> dict[str, Tensor]:
     """Returns a ``state_dict`` of the parameter shards that this rank stores, and its persistent buffers.
 
