@@ -33,7 +33,7 @@ def clear_both(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
     """
     own = dict(model.named_parameters())
     for module, names in _holders(model, {n for n, p in parameters.items() if n in own and p is not own[n]}).items():
-        module.zero_grad = _ClearsBoth(module, [parameters[name] for name in names])  # type: ignore[method-assign]
+        module.zero_grad = _ZeroGradients(module, [parameters[name] for name in names])  # type: ignore[method-assign]
 
 
 def _holders(model: nn.Module, names: Collection[str]) -> dict[nn.Module, list[str]]:
@@ -48,7 +48,7 @@ def _holders(model: nn.Module, names: Collection[str]) -> dict[nn.Module, list[s
     return found
 
 
-class _ClearsBoth:
+class _ZeroGradients:
     """Clears the gradients of a module's parameters and of others; a copy of the module clears its own alone."""
 
     def __init__(self, module: nn.Module, others: Sequence[nn.Parameter]) -> None:
@@ -65,7 +65,7 @@ class _ClearsBoth:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._module()
         assert module is not None, "the module is copied with it"
-        return _ClearsBoth(copy.deepcopy(module, memo), ())
+        return _ZeroGradients(copy.deepcopy(module, memo), ())
 
 
 def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -33,7 +33,7 @@ class MasterWeights:
     after each microbatch, so that gradient accumulation is in the masters' dtype.
 
     What other code writes to the model's parameters would be lost in the next rounding, and their gradients are those
-    of the masters: both are errors (see :class:`RoundedParameter`), the first at the next step or update.
+    of the masters: both are errors (see :class:`CopiedParameter`), the first at the next step or update.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -80,7 +80,7 @@ class MasterWeights:
         self._move_gradients(self.parameters.keys() - self.fp32_sums)
         self._may_be_stale = True  # an optimizer may write through .data, which no version counter shows
         for name, parameter in self.parameters.items():
-            RoundedParameter.mark(parameter, name, self.masters[name])
+            CopiedParameter.mark(parameter, name, self.masters[name])
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
@@ -120,14 +120,14 @@ class MasterWeights:
                 raise _lost_write(name)
 
 
-class RoundedParameter(nn.Parameter):
+class CopiedParameter(nn.Parameter):
     """A parameter of a run's model after a step, while its gradient is that of its master weight; see :meth:`mark`.
 
     Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has one.
     All else is as of any parameter. A copy is a plain parameter.
 
     >>> weight, master = nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2))
-    >>> RoundedParameter.mark(weight, "up.weight", master)
+    >>> CopiedParameter.mark(weight, "up.weight", master)
     >>> weight.grad, weight.sum().item()
     (None, 2.0)
     >>> master.grad = torch.ones(2)
@@ -143,7 +143,7 @@ class RoundedParameter(nn.Parameter):
     @staticmethod
     def mark(parameter: nn.Parameter, path: str, master: nn.Parameter) -> None:
         """Gives ``parameter`` this class, until its ``__class__`` is set back."""
-        parameter.__class__ = RoundedParameter
+        parameter.__class__ = CopiedParameter
         vars(parameter).update(path=path, master=master)
 
     @classmethod
