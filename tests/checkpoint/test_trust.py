@@ -9,8 +9,10 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -508,6 +510,13 @@ def with_option(world, folder, option, line="dp2", loads=False):
         ([(1, 2), "x"], [(0, 0), ""], [(1, 2), "x"]),
         ({"knots": [0.5, 1]}, {"knots": (0, 0)}, {"knots": (0.5, 1)}),
         ((torch.tensor(0.25), 1), (0.0, 0), (0.25, 1)),
+        ({"c", "a"}, {"b"}, {"a", "c"}),
+        ([frozenset({2, 1})], [frozenset()], [frozenset({1, 2})]),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (np.float32(0.25), 0.5, 0.25),
+        (np.int64(3), 1, 3),
+        (len, abs, abs),  # of the constructor
+        (torch.device("cpu"), torch.device("meta"), torch.device("meta")),
     ],
 )
 def test_lists_and_tables_of_an_optimizers_options_are_restored_as_what_they_are(tmp_path, saved, present, loaded):
@@ -517,8 +526,57 @@ def test_lists_and_tables_of_an_optimizers_options_are_restored_as_what_they_are
     assert type(found) is type(loaded)
 
 
-@pytest.mark.parametrize("option", [[torch.ones(2)], torch.ones(2), [math.nan], {1: 2}, (object(),)])
+@pytest.mark.parametrize(
+    "option",
+    [[torch.ones(2)], torch.ones(2), [math.nan], {1: 2}, (object(),), object(), 1j, np.ones(2), {1, (object(),)}],
+)
 def test_an_option_that_could_not_be_loaded_is_refused_by_the_save_on_every_rank(tmp_path, option):
     with pytest.raises(CheckpointError, match="the option 'own' of a param group of the optimizer cannot be saved"):
         launch(with_option, 2, tmp_path, option, ranks="threads")
     assert steps_in(tmp_path) == []
+
+
+class Odd(torch.optim.SGD):
+    """Keeps an entry in each parameter's state that is no tensor of its shape."""
+
+    entry = None
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["own"] = self.entry
+
+
+@pytest.mark.parametrize("entry", [{1, "a"}, np.float32(0.5), torch.bfloat16, [1, (2.5, None)], math.inf, 2**70])
+def test_state_that_is_no_tensor_is_saved_as_json_has_it(tmp_path, monkeypatch, entry):
+    found = of_state(tmp_path, monkeypatch, entry)
+    if isinstance(entry, set | torch.dtype | list):
+        assert found in ([1, "a"], "torch.bfloat16", [1, [2.5, None]])
+    else:
+        assert found == entry
+
+
+@pytest.mark.parametrize("entry", [object(), len, torch.tensor(1j), [torch.ones(2)], {1: 2}], ids=range(5))
+def test_state_that_could_not_be_loaded_is_refused_by_the_save(tmp_path, monkeypatch, entry):
+    with pytest.raises(CheckpointError, match=r"the state 'own' of 'up\.weight' of the optimizer cannot be saved"):
+        of_state(tmp_path, monkeypatch, entry)
+    assert steps_in(tmp_path) == []
+
+
+def of_state(folder, monkeypatch, entry):
+    """Returns an entry of a parameter's state after a save and a load into another run."""
+    monkeypatch.setattr(Odd, "entry", entry)
+    model = nn.Sequential(OrderedDict(up=nn.Linear(4, 3)))
+
+    def work(world):
+        run = parallelize(model, "dp2", world)
+        optimizer = run.optimizer(Odd, lr=0.1)
+        run.step(next(run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])))
+        optimizer.step()
+        save(folder, run, optimizer)
+        other = parallelize(model, "dp2", world)
+        loaded = other.optimizer(Odd, lr=0.1)
+        load(folder, other, loaded)
+        return loaded.state[other.parameters["up.weight"]]["own"]
+
+    return launch(work, 2, ranks="threads")[0]

@@ -276,6 +276,14 @@ def test_processes_are_counted_by_the_memory_that_each_needs(tmp_path):
     assert "5,000 ranks that are processes" in refused(*words)
 
 
+@pytest.mark.parametrize(("most", "told"), [(1, True), (2, False)])
+def test_verify_says_that_very_many_threads_take_minutes(monkeypatch, most, told):
+    monkeypatch.setattr(sys.modules["shardwright.cli.main"], "MANY_THREADS", most)
+    found = run("verify", "--layout", "dp2", "--steps", "1", *TINY)
+    assert found.exit_code == 0
+    assert ("2 ranks take turns as threads of one process, which takes minutes" in found.stderr) == told
+
+
 def test_a_million_chunks_are_refused_by_number_before_their_schedule_is_written():
     said = []
     assert takes_less(2, lambda: said.append(refused("show", "--layout", "pp2/interleaved:v1000000 mb4", *TINY)))

@@ -426,9 +426,7 @@ def test_updates_by_hand_that_train_nothing_are_warned_of(line):
     assert first == last
     assert told
     assert all("update run.parameters.values()" in text for text in told)
-    if "bf16" in line:
-        assert told_after(line, lambda run, model: run.model.parameters())[0]
-    if "zero3" in line:
+    if "bf16" in line or "zero3" in line:
         with pytest.raises(PlanError, match=r"run.parameters\['0.weight'\].grad"):
             told_after(line, lambda run, model: run.model.parameters())
 

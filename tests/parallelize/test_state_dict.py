@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -138,22 +139,27 @@ def test_the_full_state_after_a_step_predicts_as_the_run_does(line):
         assert all(part[name].data_ptr() == parameters[name].data_ptr() for name in parameters)
 
 
-@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3"])
+TAKES = {
+    "state_dict": lambda model: model.state_dict(),
+    "state_dict of a module": lambda model: model.token.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a module": lambda model: copy.deepcopy(model.token),
+    "pickle": pickle.dumps,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+}
+LINES_OF_PARTS = ("dp2/zero1", "dp2/zero3", "tp2", "tp2x2/2d", "tp2 bf16", "pp2")
+
+
 @pytest.mark.parametrize(
-    "take",
-    [
-        lambda model: model.state_dict(),
-        lambda model: model.up.state_dict(),
-        copy.deepcopy,
-        pickle.dumps,
-        torch.optim.swa_utils.AveragedModel,
-    ],
-    ids=["state_dict", "of a module", "deepcopy", "pickle", "AveragedModel"],
+    ("line", "take"),
+    # a stage has its own modules whole
+    [(line, take) for line in LINES_OF_PARTS for take in TAKES if not (line == "pp2" and "of a module" in take)],
 )
-def test_what_would_hold_nan_in_place_of_shards_is_refused_with_the_line_to_write(line, take):
+def test_what_would_hold_a_ranks_part_is_refused_with_the_line_to_write(line, take):
     def work(run):
         with pytest.raises(PlanError) as caught:
-            take(run.model)
+            TAKES[take](run.model)
         return str(caught.value)
 
     for text in on_ranks(line, work):

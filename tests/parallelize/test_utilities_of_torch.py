@@ -123,12 +123,15 @@ def test_parameters_of_which_a_rank_has_a_shard_are_neither_read_nor_written_bet
     ],
     ids=["grad", "clip_grad_value_", "get_total_norm"],
 )
-def test_the_gradient_of_a_parameter_that_has_it_in_shards_is_refused_and_named(read):
-    def work(run, _):
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "dp2 bf16", "tp2 bf16", "dp2/zero1 bf16"])
+def test_the_gradient_of_a_parameter_that_has_it_elsewhere_is_refused_and_named(read, line):
+    def work(run, optimizer):
         with pytest.raises(PlanError, match=r"run.parameters\['0.weight'\].grad"):
             read(run.model)
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in run.model.parameters())
 
-    on_ranks("dp2/zero3", work, steps=1)
+    on_ranks(line, work, steps=1)
 
 
 @pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2"])
@@ -141,15 +144,21 @@ def test_the_norm_of_a_ranks_part_of_the_gradients_is_refused(line):
     on_ranks(line, work, steps=1)
 
 
-@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero3", "tp2"])
-def test_gradients_that_zero_grad_of_the_model_clears_are_not_stepped(line):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero3", "tp2", "dp2 bf16", "tp2 fp16"])
+def test_gradients_that_zero_grad_of_the_model_clears_are_not_stepped(line, set_to_none):
     def work(run, optimizer):
-        run.model.zero_grad()
+        run.model[0].zero_grad(set_to_none)
+        assert all(p.grad is None or not p.grad.any() for name, p in run.parameters.items() if name[0] == "0")
+        others = any(p.grad is not None and p.grad.any() for name, p in run.parameters.items() if name[0] == "2")
+        run.model.zero_grad(set_to_none)
         optimizer.step()
-        return flat(run.state_dict())
+        return others, flat(run.state_dict())
 
-    for found in on_ranks(line, work, steps=1):
-        torch.testing.assert_close(found, flat(plain().state_dict()))
+    kept, found = zip(*on_ranks(line, work, steps=1), strict=True)
+    assert any(kept)  # of the other modules, on the ranks that hold parts of them
+    for each in found:
+        torch.testing.assert_close(each, flat(plain().state_dict()))
 
 
 def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
@@ -159,6 +168,54 @@ def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
             run.step(next(run.shard([BATCH])))
 
     on_ranks("dp2/zero3", work)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "before an update", "after an update"])
+@pytest.mark.parametrize("write", [halve, clamp, set_data], ids=["halve", "clamp", "set data"])
+@pytest.mark.parametrize("line", ["dp2 bf16", "pp2 bf16"])
+def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, write, when):
+    def work(run, optimizer):
+        part = next(run.shard([BATCH]))
+        run.num_steps = 8  # ranks are compared, and with them what was written through .data
+        if when != "before the first step":
+            run.num_steps = 7
+            run.step(part)
+        if when == "after an update":
+            optimizer.step()
+        write(run.model)
+        with pytest.raises(PlanError, match=r"of run.model would be lost.*\n.*\n.*\n.*run.parameters\['\d.weight'\]"):
+            optimizer.step() if when == "before an update" else run.step(part)
+
+    if write is clamp and when == "before an update":
+        pytest.skip("the update rounds all copies anew: what is written through .data has no version")
+    on_ranks(line, work)
+
+
+def test_a_write_to_master_weights_trains_on():
+    def work(run, optimizer):
+        with torch.no_grad():
+            for parameter in run.parameters.values():
+                parameter.mul_(0.5)
+        run.changed()
+        run.step(next(run.shard([BATCH])))
+        run.model.zero_grad()
+        optimizer.step()
+        return flat(run.state_dict())
+
+    for found in on_ranks("dp2 bf16", work):
+        torch.testing.assert_close(found, 0.5 * flat(plain().state_dict()))
+
+
+@pytest.mark.parametrize("use", [lambda run, x: run.step(next(run.shard([BATCH]))), lambda run, x: run.predict(x)])
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.double], ids=["half", "double"])
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2", "dp2 bf16"])
+def test_another_dtype_of_the_model_is_refused_with_the_word_for_the_layout(line, cast, use):
+    def work(run, _):
+        cast(run.model)
+        with pytest.raises(PlanError, match="write 'bf16' or 'fp16' in the layout"):
+            use(run, BATCH[0])
+
+    on_ranks(line, work)
 
 
 def replace(model):
@@ -182,3 +239,86 @@ def test_a_model_that_was_changed_after_it_was_laid_out_does_not_train_on(line, 
             run.step(next(run.shard([BATCH])))
 
     on_ranks(line, work)
+
+
+# ---- state of optimizers by hand, hooks, attributes, modes
+
+
+def of_one_device():
+    """The state of an optimizer over a plain model, after a step."""
+    model = plain()
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.nn.functional.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2", "tp2 bf16"])
+def test_an_optimizers_state_of_another_rank_or_of_whole_tensors_is_refused_by_a_load(line):
+    told = {}
+
+    def work(run, optimizer):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        run.step(next(run.shard([BATCH])))
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        told[run.world.rank] = state
+        run.world.everyone().barrier()
+        with pytest.raises(PlanError, match=r"write sw\.save\(folder, run, optimizer\) and"):
+            optimizer.load_state_dict(told[1 - run.world.rank])
+        with pytest.raises((PlanError, ValueError), match=r"state of whole tensors|the size of optimizer's group"):
+            optimizer.load_state_dict(of_one_device())
+        return torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+
+    assert all(on_ranks(line, work))
+
+
+def test_an_optimizers_state_is_loaded_on_any_rank_that_has_all_of_it():
+    told = {}
+
+    def work(run, optimizer):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        run.step(next(run.shard([BATCH])))
+        optimizer.step()
+        told[run.world.rank] = optimizer.state_dict()
+        run.world.everyone().barrier()
+        optimizer.load_state_dict(told[0])
+        return sorted(told[0])
+
+    assert on_ranks("dp2 bf16", work) == [["param_groups", "state"]] * 2
+
+
+@pytest.mark.parametrize(("line", "told"), [("dp2", 1), ("mb2", 1), ("single", 0)])
+def test_a_hook_that_sees_terms_of_a_gradient_is_warned_of(line, told, caplog):
+    def work(run, _):
+        run.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        run.step(next(run.shard([BATCH])))
+
+    on_ranks(line, work)
+    found = [each for each in caplog.messages if "the hook on the gradient of '0.weight'" in each]
+    assert len(found) == told
+    assert all("change run.parameters['0.weight'].grad" in each for each in found)
+
+
+@pytest.mark.parametrize("name", ["loss", "model", "parameters", "plan"])
+def test_an_attribute_that_no_step_would_read_again_is_not_set(name):
+    def work(run, _):
+        with pytest.raises(PlanError, match=f"no step would read the new '{name}' of a run"):
+            setattr(run, name, getattr(run, name))
+        return run.step(next(run.shard([BATCH]))).isfinite().item()
+
+    assert on_ranks("dp2", work) == [True, True]
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "pp2"])
+def test_a_step_in_inference_mode_is_refused(line):
+    def work(run, _):
+        part = next(run.shard([BATCH]))
+        with torch.inference_mode():
+            run.predict(BATCH[0])
+            with pytest.raises(PlanError, match="take the step out of the block"):
+                run.step(part)
+        return run.step(part).isfinite().item()
+
+    assert all(on_ranks(line, work))

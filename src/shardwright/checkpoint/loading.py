@@ -265,10 +265,16 @@ def _fill_optimizer(
 
 
 def _like(saved: Any, present: Any, kind: type[list[Any] | tuple[Any, ...]] = list) -> Any:
-    """Returns a saved option with tuples for lists where the present one has tuples; JSON knows lists alone.
+    """Returns a saved option with tuples and sets for lists, and dtypes for text, where the present one has these.
 
-    Where the present option has neither, a list becomes a ``kind``.
+    JSON knows neither. Where the present option is neither a list, tuple nor set, a list becomes a ``kind``.
     """
+    if isinstance(present, torch.dtype) and isinstance(saved, str):
+        if not isinstance(dtype := getattr(torch, saved.removeprefix("torch."), None), torch.dtype):
+            raise ValueError(f"{MANIFEST}: '{saved}' in place of a dtype")
+        return dtype
+    if isinstance(present, set | frozenset) and isinstance(saved, list):
+        return type(present)(_like(value, None, tuple) for value in saved)
     if isinstance(saved, dict):
         known = present if isinstance(present, dict) else {}
         return {name: _like(value, known.get(name)) for name, value in saved.items()}

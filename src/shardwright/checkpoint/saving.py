@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,6 @@ LOSS_SCALE = "(loss scale)"
 
 MOST_BYTES = 2**28
 """The most bytes of one file, unless one tensor is larger. A file's tensors are copied in memory to be written."""
-
-_DATA = (int, float, str, type(None), list, tuple, dict, Tensor)
-"""The types of a param group's options that are saved. Others, such as functions, are those of the constructor."""
 
 _TOLD_S = 0.5
 """The seconds for which a rank that could not save because of another waits for that rank to say so."""
@@ -79,9 +77,9 @@ def save(
     training goes on, and the path exists once the checkpoint is complete. The next save waits for it; so do
     ``run.wait_saves`` and ``launch``.
 
-    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; an option of the optimizer's
-        param groups is a list, tuple, dict or tensor that JSON cannot hold; or the disk is full or not writable, which
-        with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
+    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; JSON cannot hold an option
+        of the optimizer's param groups, functions and devices aside, which are not saved; or the disk is full or not
+        writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched. PlanError:
         the averages of ``optimizer`` are applied.
     """
     check_run(run, "sw.save(folder, run, optimizer)")
@@ -307,13 +305,17 @@ def is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Returns the state that is equal on all ranks: optimizer scalars such as step counts, and the loss scale."""
+    """Returns the state that is equal on all ranks: optimizer scalars such as step counts, and the loss scale.
+
+    Raises: CheckpointError: an entry of a parameter's state is neither a tensor of real numbers nor such as JSON holds.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if not is_elementwise(value, parameter) and value is not None:
-                as_json = value.tolist() if isinstance(value, Tensor) else value
-                dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
+                is_real = isinstance(value, Tensor) and not value.is_complex()
+                as_json = value.tolist() if is_real else _as_json(f"the state '{key}' of '{name}'", value, nan=True)
+                dtype = str(value.dtype).removeprefix("torch.") if is_real else ""
                 found.setdefault(name, {})[key] = [dtype, as_json]
     if run.loss_scale is not None:
         found[LOSS_SCALE] = {key: ["", value] for key, value in asdict(run.loss_scale).items()}
@@ -374,38 +376,48 @@ def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Paramet
 
 
 def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
-    """Returns the optimizer's param groups as a manifest has them: the names of this rank's parameters, the options."""
+    """Returns the optimizer's param groups as a manifest has them: the names of this rank's parameters, the options.
+
+    Functions and devices among the options are left out: a run that loads has those of its optimizer's constructor.
+    """
     if optimizer is None:
         return ()
     return tuple(
         {
             "parameters": list(group_parameters(run, group)),
             "options": {
-                key: _as_json(key, value)
+                key: _as_json(f"the option '{key}' of a param group", value)
                 for key, value in group.items()
-                if key != "params" and isinstance(value, _DATA)
+                if key != "params" and not callable(value) and not isinstance(value, torch.device)
             },
         }
         for group in optimizer.param_groups
     )
 
 
-def _as_json(key: str, value: Any) -> Any:
-    """Returns an option of an optimizer's group as JSON can hold it; a tensor of one element is a number.
+def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
+    """Returns an entry of an optimizer's groups or state, ``what`` in errors, as JSON can hold it.
 
-    Raises: CheckpointError: it cannot, or :func:`~shardwright.load` would refuse it.
+    A tensor of one element and a number of NumPy are a number, a dtype is its name, and a set is a sorted list.
+
+    Raises: CheckpointError: it cannot, or :func:`~shardwright.load` would refuse it; ``nan`` allows NaN.
     """
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, Real) and hasattr(value, "item")):
         value = value.item()
+    if isinstance(value, torch.dtype):
+        return str(value)
     if isinstance(value, list | tuple):
-        return [_as_json(key, each) for each in value]
+        return [_as_json(what, each, nan=nan) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_as_json(what, each, nan=nan) for each in value), key=str)
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _as_json(key, each) for name, each in value.items()}
-    if isinstance(value, int | float | str | None) and value == value:  # not NaN
+        return {name: _as_json(what, each, nan=nan) for name, each in value.items()}
+    if isinstance(value, int | float | str | None) and (nan or value == value):
         return value
     raise CheckpointError(
-        f"the option '{key}' of a param group of the optimizer cannot be saved",
+        f"{what} of the optimizer cannot be saved",
         given=f"{value!r:.60}, a {type(value).__name__}",
-        allowed="numbers, text and None, and lists, tuples and dicts (with text as keys) of these",
-        fix=f"keep it in the optimizer itself, or remove it from its param_groups before the save: del group['{key}']",
+        allowed="numbers, text, dtypes and None, and lists, tuples, sets and dicts (with text as keys) of these; "
+        "functions and devices among the options of a group, which are not saved",
+        fix="keep it in an attribute of the optimizer, and take it out of its param_groups and state before the save",
     )

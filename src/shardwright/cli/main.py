@@ -47,6 +47,9 @@ app.add_typer(checkpoints, name="checkpoint")
 
 Json = Annotated[bool, opt.JSON]
 
+MANY_THREADS = 256
+"""The most ranks that are threads without a word by ``verify``: each takes some 0.1 s of the processor."""
+
 
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
@@ -239,7 +242,11 @@ def verify(
         )
     config = config_of(shared, {"seq": 64}, steps=steps, weights=weights, weights_prefix=weights_prefix)
     opt.check_one_process(config)
-    check_can_start(Layout.parse(config.layout).num_ranks, backend)
+    num_ranks = Layout.parse(config.layout).num_ranks
+    check_can_start(num_ranks, backend)
+    if backend == "threads" and num_ranks > MANY_THREADS:
+        text = f"{num_ranks:,} ranks take turns as threads of one process, which takes minutes; Ctrl-C ends it"
+        typer.echo(f"{text}. The same factors with few ranks, such as dp8 in place of dp4096, take seconds.", err=True)
     plain, loss, model_config, samples = opened_with_weights(config)
     dropped = False
     for module in plain.modules():

@@ -221,6 +221,18 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
             )
 
 
+def check_dtypes(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raises PlanError if a parameter of the run's model has another dtype than the layout computes in (``dtypes``)."""
+    for name, parameter in parameters.items():
+        if parameter.dtype != dtypes[name]:
+            raise PlanError(
+                f"the dtype of the parameter '{name}' of run.model was changed since the model was laid out",
+                given=f"{parameter.dtype} in place of {dtypes[name]}, as by run.model.half()",
+                allowed="the dtype that the layout says; master weights stay as they are",
+                fix="write 'bf16' or 'fp16' in the layout, or change the plain model before sw.parallelize",
+            )
+
+
 Held = tuple[Mapping[str, Any], str, Any]
 """A submodule or parameter that a module had when the model was laid out: the module's dict, its name and itself."""
 
@@ -302,6 +314,18 @@ def without_dropout(model: nn.Module) -> str:
         return ""
     named = f"'{off[0]}'" + (f" and {len(off) - 1} more are" if len(off) > 1 else " is")
     return f"the model trains without its dropout: {named} in eval mode; write run.model.train() before the first step"
+
+
+def with_hooks(model: nn.Module, plan: Plan) -> str:
+    """Returns a warning about a hook on a gradient that sees a rank's term of it, or a part; "" without such a hook."""
+    if plan.mesh.size * plan.layout.num_microbatches == 1:
+        return ""
+    name = next((name for name, parameter in model.named_parameters() if parameter._backward_hooks), "")
+    return name and (
+        f"the hook on the gradient of '{name}' of run.model sees one term of it, or a part, as of this rank's samples: "
+        "what is not linear, such as a clamp, gives another gradient than on one device; change "
+        f"run.parameters['{name}'].grad between run.step and the optimizer's step"
+    )
 
 
 def _share_dropped(module: nn.Module) -> float:

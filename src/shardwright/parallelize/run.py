@@ -25,7 +25,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.averages import Averages, RunAverages
 from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, pairs
-from shardwright.parallelize.checks import check_own, without_dropout
+from shardwright.parallelize.checks import check_own, with_hooks, without_dropout
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
@@ -37,7 +37,14 @@ from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
-from shardwright.parallelize.whole_state import part_of_state, refuse_loads, refuse_parts, whole_state
+from shardwright.parallelize.whole_state import (
+    clear_both,
+    keep_parts_apart,
+    part_of_state,
+    refuse_loads,
+    refuse_parts,
+    whole_state,
+)
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -74,6 +81,14 @@ _WRITTEN_INSTEAD = {
     "named_parameters": "write run.parameters.items()",
 }
 """What to write in place of attributes that modules and wrappers of other libraries have."""
+
+_FIXED = {
+    "loss": "write sw.parallelize(model, layout, world, loss=...)",
+    "model": "change the plain model, and write sw.parallelize(model, layout, world)",
+    "parameters": "write to their tensors, then run.changed(), or write run.load_state_dict(state)",
+    **dict.fromkeys(("plan", "world", "axes", "coord"), "write sw.parallelize(model, layout, world)"),
+}
+"""Attributes of a run that its steps do not read again, so that they are not set, with what to write instead."""
 
 
 def check_run(run: Any, line: str) -> None:
@@ -131,10 +146,19 @@ class Run:
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
         self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
+        clear_both(self.model, self.parameters)
         refuse_loads(self.model, plan, self.parameters)
         refuse_parts(self.model, plan, self.coord)
 
     if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in _FIXED and name in vars(self):
+                given, allowed = f"run.{name} = a {type(value).__name__}", "what sw.parallelize was given"
+                raise PlanError(
+                    f"no step would read the new '{name}' of a run", given=given, allowed=allowed, fix=_FIXED[name]
+                )
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             line = _WRITTEN_INSTEAD.get(name)
@@ -297,8 +321,16 @@ class Run:
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
-        if self._is_new and self.world.rank == 0 and (warning := without_dropout(self.model)):
-            LOG.warning("%s", warning)
+        if torch.is_inference_mode_enabled():
+            raise PlanError(
+                "a step inside of torch.inference_mode() has no backward",
+                given="run.step or run.accumulate under inference mode",
+                allowed="steps outside of it; run.evaluate and run.predict need no mode",
+                fix="take the step out of the block",
+            )
+        if self._is_new and self.world.rank == 0:
+            for warning in filter(None, (without_dropout(self.model), with_hooks(self.model, self.plan))):
+                LOG.warning("%s", warning)
         self._is_new = False
         earlier, compares = self._guard.count_samples(batch.num_global), is_compared(self.num_steps, self._check_every)
         if compares:
@@ -314,6 +346,8 @@ class Run:
         """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` digests the samples' numbers."""
         if self.world.device.type == "meta":
             return
+        for each in self._applied:
+            each.check()
         values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
         trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
         if self.world.size > 1:
@@ -600,6 +634,7 @@ class Run:
         if self.plan.layout.compile is not None:
             step_uncompiled(optimizer)
         optimizer.register_step_post_hook(lambda *_: self.changed())
+        keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)
         return optimizer
 
     def average(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> Averages:

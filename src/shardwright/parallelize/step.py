@@ -21,7 +21,14 @@ from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
-from shardwright.parallelize.checks import check_frozen, check_full, check_structure, check_trains, structure_of
+from shardwright.parallelize.checks import (
+    check_dtypes,
+    check_frozen,
+    check_full,
+    check_structure,
+    check_trains,
+    structure_of,
+)
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
@@ -186,7 +193,11 @@ class TrainStep:
         return output
 
     def _begin(self, num_tokens: int) -> None:
-        """Resets the strategies, in case a step has failed, and sets the number of tokens of each sample."""
+        """Resets the strategies, in case a step has failed, and sets the number of tokens of each sample.
+
+        Raises: PlanError: a parameter's dtype was changed since the model was laid out.
+        """
+        check_dtypes(self._executor.parameters, self.plan.compute_dtypes)
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.plan.plan import Plan
 from shardwright.sharding.box import read
@@ -20,6 +23,49 @@ from shardwright.sharding.tensor_layout import TensorLayout
 
 if TYPE_CHECKING:
     from shardwright.parallelize.run import Run
+
+
+def clear_both(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Makes ``zero_grad`` of a run's model, and of its modules, clear the gradients that the optimizer uses as well.
+
+    That matters for parameters of which the optimizer updates another copy (in ``parameters``): a master weight or a
+    ZeRO shard.
+    """
+    own = dict(model.named_parameters())
+    for module, names in _holders(model, {n for n, p in parameters.items() if n in own and p is not own[n]}).items():
+        module.zero_grad = _ZeroGradients(module, [parameters[name] for name in names])  # type: ignore[method-assign]
+
+
+def _holders(model: nn.Module, names: Collection[str]) -> dict[nn.Module, list[str]]:
+    """Returns the modules that have parameters of these names, themselves or in a submodule, with those names."""
+    modules = dict(model.named_modules())
+    found: dict[nn.Module, list[str]] = {}
+    for path, _, _, name in owners(model):
+        if name in names:
+            parts = path.split(".") if path else []
+            for number in range(len(parts) + 1):
+                found.setdefault(modules[".".join(parts[:number])], []).append(name)
+    return found
+
+
+class _ZeroGradients:
+    """Clears the gradients of a module's parameters and of others; a copy of the module clears its own alone."""
+
+    def __init__(self, module: nn.Module, others: Sequence[nn.Parameter]) -> None:
+        self._module, self._others = ref(module), others
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module = self._module()
+        assert module is not None, "it is called by the module"
+        with torch._C.DisableTorchFunctionSubclass():  # it reads gradients that parameters may refuse to show
+            type(module).zero_grad(module, set_to_none)
+        for parameter in self._others:
+            parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        assert module is not None, "the module is copied with it"
+        return _ZeroGradients(copy.deepcopy(module, memo), ())
 
 
 def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -58,29 +104,74 @@ def _refuse_load(
 
 
 def refuse_parts(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Makes ``state_dict`` of a run's model raise PlanError where it would hold parts of tensors, or of the layers.
+    """Makes ``state_dict`` and copies of a run's model raise PlanError where they would hold parts of it.
 
-    So does ``save_pretrained`` of transformers, and copies of the model such as averages of torch.
+    So do ``save_pretrained`` of transformers, ``torch.save(run.model, file)``, and ``AveragedModel`` of torch.
     """
-    whole = {name for name, layout in plan.compute.items() if layout.local_shape(coord) == layout.shape}
-    held = {module: name for _, module, _, name in owners(model) if name not in whole}
+    parts = {name for name, layout in plan.compute.items() if layout.local_shape(coord) != layout.shape}
+    held = {module: names[0] for module, names in _holders(model, parts).items()}
     # a rank has no modules with parameters of other stages, so the whole model refuses for them
     for name, layout in plan.compute.items():
         if not layout.pieces(coord) and 0 not in layout.shape:
             held.setdefault(model, name)
     for module, name in held.items():
-        module.register_state_dict_pre_hook(partial(_refuse_part, name, str(plan.layout)))
+        module.register_state_dict_pre_hook(partial(_refuse_part, "state_dict() of the run's model", name, plan.layout))
+        # copy and pickle read it of the object
+        vars(module)["__reduce_ex__"] = partial(_refuse_part, "a copy of the run's model", name, plan.layout)
 
 
-def _refuse_part(name: str, layout: str, *_: Any) -> NoReturn:
+def _refuse_part(what: str, name: str, layout: Layout, *_: Any) -> NoReturn:
     raise PlanError(
-        "state_dict() of the run's model would hold parts, as would what reads it, such as save_pretrained()",
+        f"{what} would hold parts, as would what reads it, such as save_pretrained() or AveragedModel",
         given=f"'{name}', of which this rank holds a part or nothing under {layout}",
         allowed="run.state_dict() for the whole state, run.parameters for this rank's parts",
         fix="write run.state_dict(full=True), or full=False for this rank's part, or sw.save_weights(run, path), with "
         "format='transformers' in place of save_pretrained, on every rank; to average parameters, averages = "
         "run.average(optimizer, decay=0.999)",
     )
+
+
+_PART = "part"
+"""The entry of an optimizer's ``state_dict`` that says of which ranks it is."""
+
+
+def keep_parts_apart(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], plan: Plan, coord: Coord
+) -> None:
+    """Makes ``load_state_dict`` of an optimizer raise PlanError for other ranks' state, or for state of whole tensors.
+
+    Parts of other ranks have the same shapes wherever sizes divide, and would be taken silently. So ``state_dict`` says
+    in one more entry whose part it is. Where every rank holds all state, nothing changes.
+    """
+    axes = {axis for state in plan.state.values() for axis in state.optimizer.axes}
+    if not axes:
+        return
+    mine = ", ".join(f"{axis} {coord[axis]}" for axis in sorted(axes)) + f" of {plan.layout}"
+    shapes = {id(p): plan.compute[name].shape for name, p in parameters.items()}
+
+    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _PART: mine}
+
+    def check(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = any(
+            isinstance(value, Tensor) and value.shape == shapes.get(id(p), p.shape) != p.shape
+            for number, p in enumerate(held)
+            for value in state["state"].get(number, {}).values()
+        )
+        if whole or state.get(_PART, mine) != mine:
+            raise PlanError(
+                "load_state_dict() of the optimizer would take state that is not of this rank's part",
+                given="state of whole tensors, as of the plain model's optimizer"
+                if whole
+                else f"state of {state[_PART]}",
+                allowed=f"what state_dict() of the optimizer returned on this rank: {mine}",
+                fix="write sw.save(folder, run, optimizer) and sw.load(folder, run, optimizer), on every rank, under "
+                "any layout",
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def part_of_state(run: Run) -> dict[str, Tensor]:

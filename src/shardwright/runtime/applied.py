@@ -84,6 +84,8 @@ class AppliedStrategy:
     - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
     - ``summing``: returns tensors in which gradients are summed until they are the ``.grad`` of stored parameters.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
+    - ``check``: raises PlanError if other code has written to parameters of the model where that would be lost. A run
+      calls it in the steps in which it compares its ranks.
     """
 
     events: Events = field(default_factory=Events)
@@ -96,3 +98,4 @@ class AppliedStrategy:
     kept: Callable[[], Iterable[Tensor]] = tuple
     summing: Callable[[], Iterable[Tensor]] = tuple
     saving: Saving | None = None
+    check: Callable[[], None] = lambda: None

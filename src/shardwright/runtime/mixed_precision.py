@@ -5,8 +5,9 @@ Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ class MasterWeights:
     dtype. The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the
     model's parameters to the masters at the end of a step. For the parameters in the plan's ``fp32_sums`` they move
     after each microbatch, so that gradient accumulation is in the masters' dtype.
+
+    What other code writes to the model's parameters would be lost in the next rounding, and their gradients are those
+    of the masters: both are errors (see :class:`CopiedParameter`), the first at the next step or update.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -45,9 +49,12 @@ class MasterWeights:
         self.masters = {
             name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.parameters.items()
         }
+        self._dtypes = {name: plan.compute_dtypes[name] for name in self.parameters}
         for name, parameter in self.parameters.items():
-            parameter.data = parameter.data.to(plan.compute_dtypes[name])
-        self._versions, self._may_be_stale = self._current_versions(), False
+            parameter.data = parameter.data.to(self._dtypes[name])
+        self._kinds = {name: type(parameter) for name, parameter in self.parameters.items()}
+        self._versions, self._may_be_stale = _versions_of(self.masters), False
+        self._written = _versions_of(self.parameters)
 
     def applied(self) -> AppliedStrategy:
         """Returns the master weights, as the parameters that the optimizer updates, and callbacks for the executor.
@@ -57,14 +64,17 @@ class MasterWeights:
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
-        return AppliedStrategy(events=events, parameters=self.masters)
+        return AppliedStrategy(events=events, parameters=self.masters, check=self._check_values)
 
     def _restart(self) -> None:
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
+            parameter.__class__ = self._kinds[name]
             parameter.grad = None  # left by a step that failed
         # The user's own optimizer fires no after_optimizer; the version counters show that it has stepped.
-        if self._may_be_stale or self._versions != self._current_versions():
+        if self._may_be_stale or self._versions != _versions_of(self.masters):
             self._round()
+        else:
+            self._check_versions()
 
     def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
         self._move_gradients(self.fp32_sums.intersection(group.parameters))
@@ -72,6 +82,8 @@ class MasterWeights:
     def _after_sync(self) -> None:
         self._move_gradients(self.parameters.keys() - self.fp32_sums)
         self._may_be_stale = True  # an optimizer may write through .data, which no version counter shows
+        for name, parameter in self.parameters.items():
+            CopiedParameter.mark(parameter, name, self.masters[name])
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
@@ -90,12 +102,95 @@ class MasterWeights:
     @torch.no_grad()
     def _round(self) -> None:
         """Copies the master weights into the model's parameters, rounded to the compute dtype."""
+        self._check_versions()
         if self.parameters:
             torch._foreach_copy_(list(self.parameters.values()), [self.masters[name] for name in self.parameters])
-        self._versions = self._current_versions()
+        self._versions, self._written = _versions_of(self.masters), _versions_of(self.parameters)
 
-    def _current_versions(self) -> list[int]:
-        return [master._version for master in self.masters.values()]
+    def _check_versions(self) -> None:
+        """Raises PlanError if other code has written to a parameter of the model since it was rounded."""
+        for name, version in _versions_of(self.parameters).items():
+            if version != self._written[name]:
+                raise _lost_write(name)
+
+    def _check_values(self) -> None:
+        """Raises PlanError as :meth:`_check_versions`, also for writes through ``.data``, which has no version."""
+        if self._may_be_stale or self._versions != _versions_of(self.masters):
+            return  # the model's parameters are rounded anew before they are used
+        for name, parameter in self.parameters.items():
+            rounded = self.masters[name].detach().to(self._dtypes[name])
+            if parameter.dtype != rounded.dtype:
+                continue  # the step refuses it
+            if not torch.equal(rounded, parameter.detach()) and not rounded.isnan().any():
+                raise _lost_write(name)
+
+
+class CopiedParameter(nn.Parameter):
+    """A parameter of a run's model after a step, while its gradient is that of its master weight; see :meth:`mark`.
+
+    Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has one.
+    All else is as of any parameter. A copy is a plain parameter.
+
+    >>> weight, master = nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2))
+    >>> CopiedParameter.mark(weight, "up.weight", master)
+    >>> weight.grad, weight.sum().item()
+    (None, 2.0)
+    >>> master.grad = torch.ones(2)
+    >>> weight.grad
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the gradient of 'up.weight' of run.model is that of its master weight
+      ...
+    """
+
+    path: str
+    master: nn.Parameter
+
+    @staticmethod
+    def mark(parameter: nn.Parameter, path: str, master: nn.Parameter) -> None:
+        """Gives ``parameter`` this class, until its ``__class__`` is set back."""
+        parameter.__class__ = CopiedParameter
+        vars(parameter).update(path=path, master=master)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Runs ``func``. Raises PlanError where it reads a gradient that the master weight has instead."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            if func == _GRAD and found is None and args[0].master.grad is not None:
+                raise PlanError(
+                    f"the gradient of '{args[0].path}' of run.model is that of its master weight",
+                    given="a parameter of run.model, which is a rounded copy under bf16 or fp16",
+                    allowed="gradients of run.parameters, between a step and the optimizer's",
+                    fix=f"write run.parameters['{args[0].path}'].grad; to clip, write run.clip_grad_norm_(max_norm); "
+                    "leave out run.model.to(...) and .half(), which read it too",
+                )
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Returns a plain parameter with a copy of the values."""
+        memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return found
+
+
+_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+
+
+def _versions_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+    """Returns numbers that change when code writes to a parameter or sets its data, but not when it writes to that."""
+    return {name: (0 if p.is_inference() else p._version, p.data_ptr()) for name, p in parameters.items()}
+
+
+def _lost_write(name: str) -> PlanError:
+    return PlanError(
+        f"what was written to '{name}' of run.model would be lost: it is rounded from its master weight",
+        given="a write to a parameter of run.model under bf16 or fp16, of which the optimizer updates an fp32 copy",
+        allowed="writes to the plain model before sw.parallelize, and to run.parameters",
+        fix=f"write to run.parameters['{name}'], then run.changed(); or run.load_state_dict({{...}}, strict=False), "
+        "which takes whole tensors by name",
+    )
 
 
 def _in_blocks(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:

@@ -107,19 +107,21 @@ class _Planner:
     """Plans the messages for one term of a sum: chooses the source of each box, balanced by what ranks send so far."""
 
     def __init__(self, held: Sequence[Held], sent: defaultdict[int, int]) -> None:
-        by_rank: defaultdict[int, list[Held]] = defaultdict(list)
+        self._by_rank: defaultdict[int, list[Held]] = defaultdict(list)
         for rank, piece in held:
-            by_rank[rank].append((rank, piece))
+            self._by_rank[rank].append((rank, piece))
         self.all_pieces = _PieceIndex(held)
-        self.own = {rank: _PieceIndex(pieces) for rank, pieces in by_rank.items()}
+        self._own: dict[int, _PieceIndex] = {}  # of the ranks that have fetched: a checkpoint has many that do not
         self.sent = sent
 
     def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, Held]], list[Box]]:
         """Returns disjoint parts of ``box``, each with its source for ``rank``, and the parts that no rank holds."""
         fetched: list[tuple[Box, Held]] = []
         missing = [box] if box.size else []
-        if rank in self.own:  # elements that the rank already holds are not sent
-            for mine, holders in self.own[rank].intersecting(box):
+        if rank in self._by_rank:  # elements that the rank already holds are not sent
+            if rank not in self._own:
+                self._own[rank] = _PieceIndex(self._by_rank[rank])
+            for mine, holders in self._own[rank].intersecting(box):
                 here = [part for part in (rest.intersect(mine) for rest in missing) if part is not None]
                 fetched += [(part, holders[0]) for part in here]
                 missing = [part for rest in missing for part in rest.minus(mine)] if here else missing

@@ -8,6 +8,7 @@
     after_weight_gradients       reduce-scatter the last    reduce-scatter each       as stage 2
                                  microbatch's sum           microbatch's gradients
     all are reduced              publish: set .grad of the group's sharded parameters (before_sync: of all others)
+    after_sync                   reshard all, so that their .grad, which is in shards, is not read as None
     after_optimizer              unsharded parameters are out of date
 """
 
@@ -180,8 +181,6 @@ class FSDPState:
         what = "unshards its group, resharded after use" if self.reshard_after_use else "waits for its group's unshard"
         compiled = {m: path for path in self.compiled for m in model.get_submodule(path).modules()}
         of_block: dict[str, list[_UnshardingParameters]] = {}
-        shards = [p for flats in self.trained.values() for flat in flats for p in flat.sharded_parameters.values()]
-        model.zero_grad = partial(_clear_gradients, model, shards)  # type: ignore[method-assign]
         for module, groups in by_module.items():
             parameters = _UnshardingParameters(module._parameters, groups, self.prefetcher)
             module._parameters = parameters
@@ -326,7 +325,12 @@ class FSDPState:
         self._may_be_stale = True  # an optimizer that the user has made fires no after_optimizer
 
     def _after_sync(self) -> None:
-        """Waits, once a step, for the comparison between ranks, and until offloaded gradients are in host memory."""
+        """Ends a step: waits for the comparison between ranks and for offloaded gradients, and reshards parameters.
+
+        Stages 1 and 2 reshard here too, though the next step would: until then a parameter's ``grad``, which is in
+        shards, could be read as None.
+        """
+        self.prefetcher.shards_changed()
         reads = bool(self._comparisons)
         self._finish_comparisons()
         if self.offloaded is not None and not reads:
@@ -391,12 +395,6 @@ def _refuse_whole(what: str) -> NoReturn:
         fix="write run.state_dict(full=True), full=False for this rank's part, or sw.save_weights(run, path); to "
         "average parameters, averages = run.average(optimizer, decay=0.999), and with averages.applied(): to use them",
     )
-
-
-def _clear_gradients(model: nn.Module, shards: Sequence[nn.Parameter], set_to_none: bool = True) -> None:
-    """Clears the gradients of a model's parameters and of the shards that the optimizer updates; None, or else zero."""
-    for parameter in (*model.parameters(), *shards):
-        parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter)
 
 
 def _with_unsharded(
