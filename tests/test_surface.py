@@ -24,7 +24,7 @@ NAMES = [
     *("Verdict", "World"),
     *("global_tensor", "launch", "layer_alone", "load", "load_weights", "parallelize", "plan_layouts"),
     *("run_on_threads", "save", "save_weights"),
-    *("time_layers", "verify", "without_values"),
+    *("time_layers", "verify", "whole", "without_values"),
 ]
 
 PARAMETERS = {
@@ -49,6 +49,7 @@ PARAMETERS = {
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
+    "whole": "tensor",
     "without_values": "",
 }
 """The parameters of functions: ``name=`` is given by name alone, and ``*`` stands for several."""

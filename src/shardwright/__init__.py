@@ -11,6 +11,7 @@ from shardwright.garbage_collection import collection_paused
 
 with collection_paused():
     from shardwright.analysis.costs import time_layers
+    from shardwright.analysis.whole_inputs import whole
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save
     from shardwright.comm.axis import Axis
@@ -61,6 +62,7 @@ __all__ = [
     "save_weights",
     "time_layers",
     "verify",
+    "whole",
     "without_values",
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,7 +67,8 @@ def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
     >>> bind(ChunkedModel(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
     {'input_1': tensor([1.])}
     """
-    if isinstance(inputs, Mapping):
-        return {name: inputs[argument] for name, argument in chunked.arguments}
-    present = [value for value in given_to(inputs)[0] if value is not None]
+    in_order, by_name = given_to(inputs)
+    if by_name:
+        return {name: by_name[argument] for name, argument in chunked.arguments}
+    present = [value for value in in_order if value is not None]
     return {name: value for (name, _), value in zip(chunked.arguments, present, strict=True)}

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
+from shardwright.analysis.whole_inputs import has_whole, map_samples
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
@@ -157,7 +159,7 @@ class ModelGraph:
     @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if all(map(draws_as_known, self.model.modules())):
+        if all(map(draws_as_known, self.model.modules())) and not has_whole(self.example):
             return None
         try:
             return self.run
@@ -187,13 +189,13 @@ class ModelGraph:
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
-            self._tries[key] = _run_or_failure(self.model, tree_map_only(Tensor, partial(_of_samples, number), inputs))
+            self._tries[key] = _run_or_failure(self.model, map_samples(cloned(inputs), partial(_of_samples, number)))
         return self._tries[key]
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
-        return tensor.clone() if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
+        return tensor if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
     shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 

@@ -27,6 +27,7 @@ from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.analysis.structure import owners
+from shardwright.analysis.whole_inputs import sample_tensors
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
@@ -93,6 +94,8 @@ class Recording:
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
+    """The inputs that have samples in dim 0; ``whole_inputs`` are those that are marked to have none."""
+    whole_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
@@ -135,6 +138,7 @@ class Recorded(MetaValues):
         super().__init__(guess=guess, selects_all=guess is not None)
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
+        self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
@@ -403,9 +407,9 @@ def _record(
             recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
         for name, buffer in model.named_buffers():
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
-        for leaf in tree_leaves(inputs):
-            if isinstance(leaf, Tensor):
-                recording.inputs.append(recorded.use(leaf, "input"))
+        recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
+        every = [recorded.use(tensor, "input") for tensor in tensors_of(inputs)]
+        recording.whole_inputs = [use for use in every if use not in recording.inputs]
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

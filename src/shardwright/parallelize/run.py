@@ -228,7 +228,10 @@ class Run:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)
         inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        inputs, targets = on_device((inputs_in(inputs, self.plan), targets), self.world.device, copies)
+        device = self.world.device
+        held = torch.device("cpu") if device.type == "meta" and self.plan.reads_values else device  # a rehearsal
+        inputs = on_device(inputs_in(inputs, self.plan), held, copies)
+        targets = on_device(targets, device, copies)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     # ---- steps

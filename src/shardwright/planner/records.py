@@ -17,9 +17,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
+from shardwright.analysis.operator_results import map_tensors
+from shardwright.analysis.whole_inputs import map_samples
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
@@ -274,11 +275,9 @@ class _JobLayout(NamedTuple):
 
 
 def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
-    """Returns a batch of ``number`` samples on the meta device, with the dtypes and other sizes of ``batch``."""
-    found: tuple[Any, Any] = tree_map_only(
-        Tensor, lambda t: torch.empty((number, *t.shape[1:]), dtype=t.dtype, device="meta"), batch
-    )
-    return found
+    """Returns a batch of ``number`` samples like those of ``batch``, which are repeated where it has fewer."""
+    few, wanted = map_samples(batch, lambda t: t[:number] if len(t) >= number else t[torch.arange(number) % len(t)])
+    return few, map_tensors(wanted, lambda t: t.to("meta"))
 
 
 def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:
