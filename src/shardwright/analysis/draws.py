@@ -192,6 +192,8 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
     count = next(given.shape[0] for given in recording.inputs if given.shape)
     dims = axes.of(use)
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
+    if not at and axes.of_samples(recording.packed_inputs) & {leaf for axis in dims for leaf in leaves(axis)}:
+        return MIXED  # in rows of which ranks hold other numbers
     if not at:  # its axes do not say: numbers that the code used otherwise than element by element
         sized = [dim for dim, size in enumerate(use.shape) if size == count and count in COUNTS]
         return SamplePlace(sized[0]) if len(sized) == 1 else None

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
-from shardwright.analysis.whole_inputs import has_whole, map_samples
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
@@ -159,7 +159,7 @@ class ModelGraph:
     @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if all(map(draws_as_known, self.model.modules())) and not has_whole(self.example):
+        if all(map(draws_as_known, self.model.modules())) and not marks_in(self.example):
             return None
         try:
             return self.run
@@ -194,10 +194,7 @@ class ModelGraph:
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return tensor if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
-    shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return tensor if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
 
 
 def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:

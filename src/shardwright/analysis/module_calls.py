@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwright.analysis.autograd_graph import nodes_behind
+from shardwright.analysis.marked_inputs import unmarked
 from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.whole_inputs import unmarked
 
 
 class AttentionCall(NamedTuple):

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
+from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.analysis.structure import owners
-from shardwright.analysis.whole_inputs import sample_tensors
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
@@ -94,8 +94,10 @@ class Recording:
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
-    """The inputs that have samples in dim 0; ``whole_inputs`` are those that are marked to have none."""
-    whole_inputs: list[TensorUse] = field(default_factory=list)
+    """The inputs that have samples in dim 0. ``marked_inputs`` are those that are marked to have none, of which
+    ``packed_inputs`` have rows of samples."""
+    marked_inputs: list[TensorUse] = field(default_factory=list)
+    packed_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
@@ -408,8 +410,8 @@ def _record(
         for name, buffer in model.named_buffers():
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
         recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
-        every = [recorded.use(tensor, "input") for tensor in tensors_of(inputs)]
-        recording.whole_inputs = [use for use in every if use not in recording.inputs]
+        recording.marked_inputs = [recorded.use(each.tensor, "input") for each in marks_in(inputs)]
+        recording.packed_inputs = [recorded.use(each.tensor, "input") for each in packed_in(inputs)]
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwright.analysis.marked_inputs import is_mark
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import kind_of
-from shardwright.analysis.whole_inputs import is_whole
 from shardwright.errors import PlanError
 from shardwright.runtime.executor import Microbatch
 
@@ -151,11 +151,11 @@ def as_tensors(tree: Any) -> Any:
     Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
         with tensors as attributes. From these, ranks cannot take their samples.
     """
-    return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree, is_leaf=is_whole)
+    return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree, is_leaf=is_mark)
 
 
 def _as_tensor(leaf: Any) -> Any:
-    if is_whole(leaf):
+    if is_mark(leaf):
         return leaf
     if isinstance(leaf, Tensor):
         if leaf.dim():

@@ -9,10 +9,10 @@ from weakref import ref
 import torch
 from torch import nn
 
+from shardwright.analysis.marked_inputs import map_samples, packed_in
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors
-from shardwright.analysis.whole_inputs import map_samples
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.parallelize.planning import narrow_model, without_storage
@@ -55,6 +55,8 @@ class NoSampleChecker:
 
     def _found(self, inputs: Any) -> str:
         """Returns what the model raises without samples; "" if nothing, or if it fails on the meta device anyway."""
+        if packed_in(inputs):
+            return "what is not known of an input that sw.packed marks"
         plain = None if self._plain is None else self._plain()
         if plain is None:
             return ""

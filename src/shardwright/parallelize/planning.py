@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
+from shardwright.analysis.marked_inputs import map_samples, packed_in, sample_tensors
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.operator_results import cloned, tensors_of
 from shardwright.analysis.reached import unregistered
-from shardwright.analysis.whole_inputs import map_samples, sample_tensors
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
@@ -221,14 +221,15 @@ def num_rows(tree: Any) -> int:
         no tensors.
     """
     shapes = [tuple(each.shape) for each in sample_tensors(tree)]
-    sizes = {shape[0] for shape in shapes if shape}
+    sizes = {shape[0] for shape in shapes if shape} | {len(each.counts) for each in packed_in(tree)}
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",
             given=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensors",
             allowed="one number in dim 0 of all",
-            fix="give every tensor of the batch the samples in dim 0; write sw.whole(tensor), in each batch and in the "
-            "example, for one that is the same for all samples, such as positions",
+            fix="give every tensor of the batch the samples in dim 0; in each batch and in the example write "
+            "sw.whole(tensor) for one that is the same for all samples, such as positions, and sw.packed(tensor, "
+            "counts) for one in which sample i has counts[i] rows, such as patches of pictures",
         )
     return sizes.pop()
 
@@ -269,7 +270,7 @@ class StepTraffic:
         They are computed once for all ranks that send alike. With ``checked``, ranks are compared in this step
         (``check_every`` of ``parallelize``), and the result also has the collectives of that comparison, under "core".
         """
-        coord = self.like(coord)
+        coord = coord if packed_in(self._inputs) else self.like(coord)  # their rows differ
         key = tuple(coord[axis] for axis in self.plan.mesh.axes)
         if key not in self._said:
             self._said[key] = self._said_at(coord)
@@ -293,6 +294,8 @@ class StepTraffic:
         shard = self.plan.batch_shard(coord)
         inputs = shard.cut_tokens(self._inputs, self._num_tokens)
         parts = microbatch_samples(shard.local_samples(self._num_samples), self.plan.layout.num_microbatches)
+        if packed_in(inputs):
+            return tuple(rows(inputs, part.start, part.stop) for part in parts)
         of_size = {len(part): part for part in parts}  # on the meta device, microbatches of one size are alike
         by_size = {size: rows(inputs, part.start, part.stop) for size, part in of_size.items()}
         return tuple(by_size[len(part)] for part in parts)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.operator_results import tensors_of
-from shardwright.analysis.whole_inputs import has_whole
 from shardwright.comm.autograd import cut_to_whole, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
@@ -104,12 +104,12 @@ def num_tokens_of(inputs: Any, targets: Any = None) -> int:
     """
     tensors, taken = tensors_of((inputs, targets)), tensors_of(inputs)
     sizes = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
-    if len(sizes) != 1 or not all(map(is_sequence, taken)) or has_whole(inputs):
+    if len(sizes) != 1 or not all(map(is_sequence, taken)) or marks_in(inputs):
         raise LayoutError(
             "the layout cuts sequences, and these tensors are none",
             given=", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors),
             allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens, none of "
-            "them marked by sw.whole",
+            "them marked by sw.whole or sw.packed",
             fix="leave out /seq or cp, so that samples are cut",
         )
     return sizes.pop()

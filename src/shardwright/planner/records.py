@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.operator_results import map_tensors
-from shardwright.analysis.whole_inputs import map_samples
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
