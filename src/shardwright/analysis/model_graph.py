@@ -31,12 +31,14 @@ RECORDABLE = "code that runs on tensors without values, or on the values of the 
 class RecordedRun:
     """A recorded training forward on the meta device: its operators, and the random numbers that it draws.
 
-    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew.
+    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew, of
+    which it seeds those in ``seeded``.
     """
 
     recording: Recording
     found: Sequence[FoundDraw]
     others: Sequence[str]
+    seeded: Sequence[str] = ()
 
     @cached_property
     def axes(self) -> RunAxes:
@@ -46,7 +48,7 @@ class RecordedRun:
     @cached_property
     def draws(self) -> Draws:
         """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
-        return draws_of(self.recording, self.axes, self.found, self.others)
+        return draws_of(self.recording, self.axes, self.found, self.others, self.seeded)
 
 
 @dataclass
@@ -218,6 +220,12 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
+    on_meta = on_meta if on_meta.training else on_meta.train()
     with other_generators() as others:
-        recording = record_forward(on_meta if on_meta.training else on_meta.train(), inputs, within)
-    return RecordedRun(recording, finds[id(recording)].found, others)
+        recording = record_forward(on_meta, cloned(inputs), within)
+    again: dict[str, Any] = {}
+    if others:  # from another start, a forward that seeds them itself ends in the same state
+        with other_generators(1) as again:
+            record_forward(on_meta, inputs, within)
+    seeded = [name for name, state in others.items() if again.get(name) == state]
+    return RecordedRun(recording, finds[id(recording)].found, tuple(others), seeded)
