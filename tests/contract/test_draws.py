@@ -244,3 +244,22 @@ def test_a_generator_that_the_forward_seeds_is_refused_where_ranks_share_it():
     unseeded = ModelGraph(Noisy(lambda x: seeds_itself(x) * random.random()), NUMBER_BATCHES[0][0]).draws
     with pytest.raises(PlanError, match=r"from Python's random\n"):
         unseeded.check(are_threads=False)
+
+
+class Scores(nn.Module):
+    """Multiplies what two layers make of each sample with what they make of all others, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.one(x) @ self.other(x).mT
+
+
+def test_samples_that_are_combined_with_one_another_are_named_in_a_warning():
+    draws = ModelGraph(Scores(), torch.ones(5, 6)).draws
+    with pytest.warns(UserWarning, match="takes mm over all samples of a batch"):
+        draws.check(are_threads=True)
+    draws = ModelGraph(Scores(), torch.ones(5, 3, 6)).draws  # the tokens of each sample with one another
+    assert draws.across == ()

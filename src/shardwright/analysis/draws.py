@@ -68,7 +68,8 @@ class Draws:
     has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``functions`` names
     the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
     draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
-    lists modules that reduce the samples of a batch by a function other than a sum, with that function.
+    lists modules that reduce the samples of a batch by a function other than a sum, or combine each with all others,
+    with that function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -102,10 +103,10 @@ class Draws:
     def check(self, *, are_threads: bool) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-            These are draws that mix samples, and draws from the generators of Python and NumPy, which ranks that are
+        These are draws that mix samples, and draws from the generators of Python and NumPy, which ranks that are
         threads share: those may not seed them either. Call it when a layout shards the batch. It also warns of a module
-        that reduces over all samples by other than a sum, such as a maximum: a rank would see only its own samples, so
-        the result may differ from one device.
+        that reduces over all samples by other than a sum, such as a maximum, or that combines each sample with all
+        others: a rank would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across:
             warn(
@@ -230,10 +231,19 @@ _REDUCTIONS = frozenset(
 
 
 def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
-    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum."""
+    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum.
+
+    An operator that compares or multiplies all samples with all others, as a contrastive loss does, is one too.
+    """
     batch = axes.of_samples(recording.inputs)
     found: dict[tuple[str, str], None] = {}
+
+    def num_dims(use: TensorUse) -> int:
+        return sum(bool(batch.intersection(leaves(axis))) for axis in axes.of(use))
+
     for call in recording.calls:
+        if any(num_dims(use) > 1 for use in call.results) and all(num_dims(use) < 2 for use in call.operands):
+            found[call.module, call.name] = None
         if call.name in _REDUCTIONS and call.operands[0].kind != "constant" and call.results[0].dtype.is_floating_point:
             before, after = (
                 {leaf for axis in axes.of(use) for leaf in leaves(axis)} & batch
