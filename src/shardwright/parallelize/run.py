@@ -412,12 +412,13 @@ class Run:
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
-        (``use_cache=False``). Under other layouts each rank runs it on its own part, with its caches.
+        (``use_cache=False``). An encoder that ``get_encoder`` returns runs once, in a prediction of one token. Under
+        other layouts each rank runs it on its own part, with its caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
         Traffic: that of a forward for each new token, and two all-reduces of two numbers.
-        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (an encoder by itself)
-            where a rank does not hold them, or ranks differ in inputs or results.
+        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (other than such an
+            encoder) where a rank does not hold them, or ranks differ in inputs or results.
 
         >>> import torch, shardwright as sw
         >>> class Adds(nn.Linear):
