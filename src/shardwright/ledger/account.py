@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 from warnings import warn
@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.operator_results import cloned, map_tensors
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.limits import Ranks
@@ -222,9 +222,10 @@ def _rehearsed(
             without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
             roles=job.roles, example=batch[0], seconds=job.seconds,
         )  # fmt: skip
-    (microbatch,) = run.shard([batch])
-    if run.plan.reads_values:  # they are on the CPU, views of the whole batch's
-        microbatch = replace(microbatch, inputs=cloned(microbatch.inputs))
+    # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
+    on_meta_device = map_tensors(batch, lambda tensor: tensor.to("meta"))
+    given = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
+    (microbatch,) = run.shard([(given, on_meta_device[1])])
     if run.plan.stages is not None:
         # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
         crossing = planned.crossing if planned is not None else []

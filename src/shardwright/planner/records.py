@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.operator_results import map_tensors
@@ -276,8 +276,14 @@ class _JobLayout(NamedTuple):
 
 def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
     """Returns a batch of ``number`` samples like those of ``batch``, which are repeated where it has fewer."""
-    few, wanted = map_samples(batch, lambda t: t[:number] if len(t) >= number else t[torch.arange(number) % len(t)])
+    few, wanted = map_samples(batch, partial(_first_of, number))
     return few, map_tensors(wanted, lambda t: t.to("meta"))
+
+
+def _first_of(number: int, tensor: Tensor) -> Tensor:
+    if len(tensor) >= number and not tensor.is_meta:  # no copy: a step is rehearsed on the meta device
+        return tensor[:number]
+    return tensor[torch.arange(number) % len(tensor)]  # a view would count as the whole batch
 
 
 def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:
