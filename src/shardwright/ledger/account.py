@@ -202,7 +202,8 @@ def rehearsed(
             given=f"{type(failure).__name__}: {first_line(failure)}",
             allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those of "
             "training",
-            fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the batch",
+            fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the shapes "
+            "of the batch",
         ) from failure
 
 
