@@ -187,7 +187,7 @@ def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None,
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """Returns the results of ``_ctc_loss``: a number for each sample, and what the backward needs at the most."""
-    num_steps, num_samples, _ = log_probs.shape if log_probs.dim() == 3 else (len(log_probs), 1, 0)
+    num_steps, num_samples = log_probs.shape[:2] if log_probs.dim() == 3 else (len(log_probs), 1)
     longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
     return log_probs.new_empty(num_samples), log_probs.new_empty(num_samples, num_steps, 2 * longest + 1)
 
