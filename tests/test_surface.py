@@ -22,9 +22,9 @@ from shardwright.train.config import TrainConfig
 NAMES = [
     *("Accelerator", "Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run"),
     *("Verdict", "World"),
-    *("global_tensor", "launch", "layer_alone", "load", "load_weights", "parallelize", "plan_layouts"),
+    *("global_tensor", "launch", "layer_alone", "load", "load_weights", "packed", "parallelize", "plan_layouts"),
     *("run_on_threads", "save", "save_weights"),
-    *("time_layers", "verify", "without_values"),
+    *("time_layers", "verify", "whole", "without_values"),
 ]
 
 PARAMETERS = {
@@ -40,6 +40,7 @@ PARAMETERS = {
     "layer_alone": "layer layout world num_tokens= seed=",
     "load": "path run optimizer",
     "load_weights": "run source names= strict= averages=",
+    "packed": "tensor counts",
     "parallelize": "model layout world loss= seed= num_tokens= strategies= roles= example= seconds= stop_at_nan= "
     "offload_folder= check_every=",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
@@ -49,6 +50,7 @@ PARAMETERS = {
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
+    "whole": "tensor",
     "without_values": "",
 }
 """The parameters of functions: ``name=`` is given by name alone, and ``*`` stands for several."""

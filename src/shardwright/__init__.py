@@ -11,6 +11,7 @@ from shardwright.garbage_collection import collection_paused
 
 with collection_paused():
     from shardwright.analysis.costs import time_layers
+    from shardwright.analysis.marked_inputs import packed, whole
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save
     from shardwright.comm.axis import Axis
@@ -54,6 +55,7 @@ __all__ = [
     "layer_alone",
     "load",
     "load_weights",
+    "packed",
     "parallelize",
     "plan_layouts",
     "run_on_threads",
@@ -61,6 +63,7 @@ __all__ = [
     "save_weights",
     "time_layers",
     "verify",
+    "whole",
     "without_values",
 ]
 

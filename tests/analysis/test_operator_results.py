@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.analysis.operator_results import run_on_meta, tensors_of
+from shardwright.analysis.operator_results import MetaOperators, run_on_meta, tensors_of
 
 ATEN = torch.ops.aten
 
@@ -101,3 +103,18 @@ def test_a_known_call_that_changes_a_shape_in_place_changes_that_of_each_operand
         function, args, shape = RESHAPED[name]()
         run_on_meta(function, args, {})
         assert args[0].shape == shape
+
+
+def test_a_ctc_loss_has_on_the_meta_device_the_shapes_that_it_has_with_values():
+    def results(device):
+        x = torch.zeros(7, 3, 5, device=device, requires_grad=True)
+        targets, lengths = torch.ones(3, 2, dtype=torch.int64, device=device), torch.full((3,), 7)
+        with MetaOperators() if device == "meta" else nullcontext():
+            both = torch.ops.aten._ctc_loss(x.log_softmax(2), targets, [7, 7, 7], [2, 2, 2])
+            loss = torch.nn.functional.ctc_loss(
+                x.log_softmax(2), targets, lengths, torch.full((3,), 2), reduction="sum"
+            )
+            loss.backward()
+        return [each.shape for each in (*both, loss, x.grad)]
+
+    assert results("meta") == results("cpu")

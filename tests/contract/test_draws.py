@@ -226,3 +226,40 @@ def test_draws_that_differ_by_rank_are_refused_by_name_on_several_ranks_alone(dr
         verdict(Noisy(draw), "dp2")
     if reason == "mix the samples":
         assert verdict(Noisy(draw), "single").equal
+
+
+def seeds_itself(x):
+    np.random.seed(3)
+    return x * float(np.random.rand())
+
+
+@pytest.mark.of_threads
+def test_a_generator_that_the_forward_seeds_is_refused_where_ranks_share_it():
+    seeds_itself(torch.ones(1))  # as a forward before has left the state
+    with pytest.raises(PlanError, match=r"numpy\.random, which the forward seeds(?s:.*)ranks='processes'"):
+        verdict(Noisy(seeds_itself), "dp2")
+    draws = ModelGraph(Noisy(seeds_itself), NUMBER_BATCHES[0][0]).draws
+    assert draws is not None
+    draws.check(are_threads=False)
+    unseeded = ModelGraph(Noisy(lambda x: seeds_itself(x) * random.random()), NUMBER_BATCHES[0][0]).draws
+    with pytest.raises(PlanError, match=r"from Python's random\n"):
+        unseeded.check(are_threads=False)
+
+
+class Scores(nn.Module):
+    """Multiplies what two layers make of each sample with what they make of all others, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.one(x) @ self.other(x).mT
+
+
+def test_samples_that_are_combined_with_one_another_are_named_in_a_warning():
+    draws = ModelGraph(Scores(), torch.ones(5, 6)).draws
+    with pytest.warns(UserWarning, match="takes mm over all samples of a batch"):
+        draws.check(are_threads=True)
+    draws = ModelGraph(Scores(), torch.ones(5, 3, 6)).draws  # the tokens of each sample with one another
+    assert draws.across == ()

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright import CrossEntropy, launch, parallelize, verify
+from shardwright import CrossEntropy, launch, parallelize, plan_layouts, verify
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
+from shardwright.ledger import measure_memory, predict_memory
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
+from shardwright.plan.plan import Job
 
 WIDTH, IMAGE, TOKENS, WORDS, PATCHES = 16, 15, 6, 16, 2
 
@@ -113,6 +115,46 @@ def test_traffic_is_known_of_a_model_that_needs_values_of_its_inputs():
     plan, strategies = make_plan(job, layout)
     sent = StepTraffic(job, plan, strategies, inputs).at(plan.mesh.coord(0))
     assert sum(each.num_bytes for traffic in sent.values() for each in traffic) > 0
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp4/2d", "pp2 mb2"])
+def test_the_memory_of_a_step_is_predicted_by_the_values_of_the_example(line):
+    torch.manual_seed(0)
+    model, ((ids, pictures), targets) = ImagesAndText(), batch()
+    given = (ids, pictures.float()), targets
+
+    def work(world):
+        run = parallelize(model, line, world, example=given[0])
+        optimizer = run.optimizer(torch.optim.AdamW)
+        for part in run.shard([given] * 2):
+            account = measure_memory(run, part, optimizer)
+        return account.peak_bytes
+
+    measured = launch(work, line, ranks="threads")
+    job = Job(model, CrossEntropy())
+    for rank in (0, len(measured) - 1):
+        predicted = predict_memory(job, line, rank, given, ranks="threads").peak_bytes
+        assert abs(predicted / measured[rank] - 1) < 0.01
+
+
+def test_layouts_of_a_model_that_reads_its_inputs_are_priced():
+    (ids, pictures), targets = batch()
+    given = (ids, pictures.float()), targets
+    plans = plan_layouts(ImagesAndText(), "a100-80gb:1x2", given, layout="pp2 mb2")
+    assert plans.best.traffic_by_axis == {"pp": 2 * len(ids) * TOKENS * WIDTH * 4}  # one value, and its gradient
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2 mb2"])
+def test_what_a_rehearsal_cannot_know_is_refused_by_name(line):
+    class Decides(ImagesAndText):
+        def forward(self, ids, pictures):
+            x = super().forward(ids, pictures)
+            return x * int(x.sum())
+
+    (ids, pictures), targets = batch()
+    with pytest.raises(ValueError, match=r"cannot be re(?s:.*)given:(?s:.*)fix:") as found:
+        predict_memory(Job(Decides(), CrossEntropy()), line, 0, ((ids, pictures.float()), targets), ranks="threads")
+    assert isinstance(found.value, PlanError | LayoutError)
 
 
 class Through(TorchFunctionMode):

@@ -425,15 +425,23 @@ def test_blocks_that_hold_other_functions_or_lists_are_not_alike():
     assert alike_blocks(blocks).number == 2
 
 
-def test_code_that_reads_values_is_refused_as_what_cannot_be_rehearsed():
+def test_code_that_reads_values_of_activations_is_refused_and_of_inputs_priced():
     class Reads(nn.Linear):
+        of_inputs = False
+
         def forward(self, x):
-            return super().forward(x) * x.sum().item()
+            y = super().forward(x)
+            return y * (x if self.of_inputs else y).sum().item()
 
     batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
     for given in ({"layout": "dp2"}, {"most_priced": 1}):  # one layout, and a search
         with pytest.raises(PlanError, match="cannot be rehearsed without values"):
             plan_layouts(Reads(8, 8), CLUSTER[2], batch, **given)
+        model = Reads(8, 8)
+        model.of_inputs = True
+        assert plan_layouts(model, CLUSTER[2], batch, **given).best.step_s > 0
+        with pytest.raises(PlanError, match="cannot be rehearsed without values"):
+            plan_layouts(model, CLUSTER[2], (batch[0].to("meta"), batch[1]), **given)
 
 
 def test_sums_of_the_gradients_of_one_chunk_are_hidden_by_the_chunks_that_follow():

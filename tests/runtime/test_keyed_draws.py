@@ -298,7 +298,7 @@ def test_the_generators_of_python_and_numpy_are_restored_after_a_forward_that_fa
         random.random()
         np.random.random()
         raise ZeroDivisionError
-    assert found == ["Python's random", "numpy.random"]
+    assert list(found) == ["Python's random", "numpy.random"]
     assert random.getstate() == state
     assert np.random.get_state()[1].tolist() == numpys
 

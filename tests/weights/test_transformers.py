@@ -193,3 +193,36 @@ def test_a_model_of_transformers_is_planned_on_a_batch_as_its_tokenizer_gives_it
     plans = sw.plan_layouts(model, "a100-80gb:1x2", batch, loss=sw.ModelLoss(), layout="tp2")
     assert plans.fits(plans.best)
     assert plans.best.traffic_by_axis["tp"] > 0
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "tp4/2d"])
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_decoder_generates_under_any_layout_and_encodes_once(kind, line):
+    sizes = {
+        "T5": {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        "Bart": {f"{part}_{name}": size for part in ("encoder", "decoder")
+                 for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, d_model=32, **sizes[kind])
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).double().eval()
+    ids = torch.randint(3, 64, (4, 6))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([5]), 0)}
+    calls = []
+
+    def work(world, options):
+        example = given | {"decoder_input_ids": ids[:, :3]}
+        run = sw.parallelize(model, line, world, loss=sw.ModelLoss(), example=example)
+        of_encoder = next(path for path, each in run.model.named_modules() if each is run.model.get_encoder())
+        first = run.model.get_submodule(of_encoder).get_submodule("block.0" if kind == "T5" else "layers.0")
+        if world.rank == 0:
+            first.register_forward_hook(lambda *_: calls.append(1))
+        return run.generate(given, **options)
+
+    for beams in (1, 2):
+        options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams}
+        expected = model.generate(**given, **options)
+        calls.clear()
+        for found in sw.launch(work, line, options, ranks="threads"):
+            assert torch.equal(found, expected)
+        assert len(calls) == 1

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.analysis.call_graph import ChunkedModel
 from shardwright.analysis.module_calls import given_to
-from shardwright.analysis.structure import IS_NO_TENSOR, IS_NONE, OPEN_ENDED
+from shardwright.analysis.structure import IS_NO_TENSOR, IS_NONE, IS_VALUE, OPEN_ENDED
 from shardwright.errors import PlanError
 
 
-def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
+def arguments_given(model: nn.Module, inputs: Any, *, by_value: bool = False) -> tuple[str, ...]:
     """Returns the names of the arguments of a model's forward that a batch's inputs fill, in the signature's order.
 
     The result can be passed to :func:`trace` as ``given``. The suffix :data:`IS_NONE` or :data:`IS_NO_TENSOR` is
     appended to a name if its value is None or is not a tensor. A None that equals the argument's default is left out.
+    With ``by_value``, :data:`IS_VALUE` and the value is appended to a flag, which is a bool or a text.
 
     Raises: PlanError: the inputs have more values in order than the forward has positional arguments (``*args`` not
         counted), have an argument that it does not name, or lack a required one.
@@ -48,17 +48,23 @@ def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
             "stages is read for the arguments that it is given",
         )
     given = (name for name in named if name in found and not (found[name] is None and named[name] is None))
-    return tuple(name + _suffix(found[name]) for name in given)
+    return tuple(name + _suffix(found[name], by_value) for name in given)
 
 
-def _suffix(value: Any) -> str:
+_FLAGS = (bool, str)
+
+
+def _suffix(value: Any, by_value: bool) -> str:
+    if by_value and isinstance(value, _FLAGS):
+        return f"{IS_VALUE}{value!r}"
     return IS_NONE if value is None else "" if isinstance(value, Tensor) else IS_NO_TENSOR
 
 
 def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
     """Returns a batch's inputs as a dict; its keys are the names of the placeholder nodes of the graph of ``chunked``.
 
-    ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it.
+    ``call_graph.run`` takes them in this form. An input that is None is left out, because the graph has no node for it,
+    and so are flags if the graph is of their values.
 
     Raises: KeyError: a dict of inputs lacks an argument of the graph. ValueError: the number of positional inputs that
         are not None differs from the number of placeholders.
@@ -68,7 +74,10 @@ def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
     >>> bind(ChunkedModel(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
     {'input_1': tensor([1.])}
     """
-    if isinstance(inputs, Mapping):
-        return {name: inputs[argument] for name, argument in chunked.arguments}
-    present = [value for value in given_to(inputs)[0] if value is not None]
+    in_order, by_name = given_to(inputs)
+    if by_name:
+        return {name: by_name[argument] for name, argument in chunked.arguments}
+    present = [value for value in in_order if value is not None]
+    if len(present) > len(chunked.arguments):
+        present = [value for value in present if not isinstance(value, _FLAGS)]
     return {name: value for (name, _), value in zip(chunked.arguments, present, strict=True)}

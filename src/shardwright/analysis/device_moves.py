@@ -46,6 +46,8 @@ def _names_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     )
 
 
+_OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
+
 _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
 
 
@@ -53,10 +55,13 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     """Calls a torch function and returns its result; a read of a meta tensor's ``device`` returns ``device`` instead.
 
     A torch function mode uses it, so that code that branches on the kind of device takes the same branch as in a real
-    run. A ``device`` among the arguments in ``named`` is replaced by the meta device.
+    run. A ``device`` among the arguments in ``named`` is replaced by the meta device, but for numbers that code makes a
+    tensor of: on the meta device they would be lost.
     """
     if function == _DEVICE and args[0].is_meta:
         return torch.device(device)
+    if function in _OF_NUMBERS and not tensors_of((args, named)):
+        named = {name: value for name, value in named.items() if name != "device"}
     if named.get("device") is not None:
         named = {**named, "device": torch.device("meta")}
     return function(*args, **named)

@@ -24,7 +24,6 @@ from warnings import warn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
@@ -68,13 +67,15 @@ class Draws:
     Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
     has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``functions`` names
     the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
-    draws. ``across`` lists modules that reduce the samples of a batch by a function other than a sum, with that
-    function.
+    draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
+    lists modules that reduce the samples of a batch by a function other than a sum, or combine each with all others,
+    with that function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
     functions: dict[tuple[str, int, int], str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    seeded: tuple[str, ...] = ()
     across: tuple[tuple[str, str], ...] = ()
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
@@ -99,12 +100,13 @@ class Draws:
             found.setdefault(path, set()).add(place)
         return found
 
-    def check(self) -> None:
+    def check(self, *, are_threads: bool) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        These are draws that mix samples, and draws from the generators of Python and NumPy. Call it when a layout
-        shards the batch. It also warns of a module that reduces over all samples by other than a sum, such as a
-        maximum: a rank would see only its own samples, so the result may differ from one device.
+        These are draws that mix samples, and draws from the generators of Python and NumPy, which ranks that are
+        threads share: those may not seed them either. Call it when a layout shards the batch. It also warns of a module
+        that reduces over all samples by other than a sum, such as a maximum, or that combines each sample with all
+        others: a rank would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across:
             warn(
@@ -112,12 +114,18 @@ class Draws:
                 "if the result matters, it differs from one device; verify says by how much",
                 stacklevel=3,
             )
-        if self.others:
+        unseeded = [name for name in self.others if are_threads or name not in self.seeded]
+        if unseeded:
+            names, is_one = " and ".join(unseeded), set(unseeded) <= {*self.seeded}
             raise PlanError(
-                f"the forward draws random numbers from {' and '.join(self.others)}",
-                given=f"{' and '.join(self.others)} under a layout of several ranks, which would draw other numbers",
-                allowed="torch's random functions, whose numbers are the same under every layout; one rank",
-                fix="draw with torch.rand, or draw in the data loader",
+                f"the forward draws random numbers from {names}",
+                given=f"{names}, which the forward seeds, and which ranks that are threads share"
+                if is_one
+                else f"{names} under a layout of several ranks, which would draw other numbers",
+                allowed="torch's random functions, whose numbers are the same under every layout; one rank"
+                + ("; ranks that are processes" if is_one else ""),
+                fix=("launch with ranks='processes', " if is_one else "")
+                + "draw with torch.rand, or draw in the data loader",
             )
         for (path, _, _), place in self.places.items():
             if place == MIXED:
@@ -130,13 +138,15 @@ class Draws:
                 )
 
 
-def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str]) -> Draws:
+def draws_of(
+    recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str], seeded: Iterable[str] = ()
+) -> Draws:  # fmt: skip
     """Returns the random draws of a recorded run, and where each drawn tensor holds the samples of the batch.
 
     ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
-    than torch's from which the run drew.
+    than torch's from which the run drew, and ``seeded`` those that it seeds itself.
     """
-    draws = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
+    draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(_across_samples(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)
         if place is None and any(f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
@@ -163,28 +173,42 @@ _DRAWING = (
 
 
 @contextmanager
-def other_generators() -> Iterator[list[str]]:
-    """Returns a context that finds draws from the global generators of Python and NumPy, and restores their state.
+def other_generators(start: int = 0) -> Iterator[dict[str, Any]]:
+    """Returns a context that finds uses of the global generators of Python and NumPy, and restores their state.
 
     These are ``random`` and, if NumPy is imported already, ``numpy.random``; generator objects, such as those of
-    ``numpy.random.default_rng``, are not watched. It yields a list, to which the names of the generators that were used
-    inside are appended at the end. One thread at a time is inside such a context; others wait.
+    ``numpy.random.default_rng``, are not watched. Inside, they start from a state that only ``start`` decides: the
+    state before may be the one to which a forward has seeded them. It yields a dict, which at the end has the state of
+    each generator that was used inside, by name. One thread at a time is inside such a context; others wait.
     """
     numpy = sys.modules.get("numpy")
-    found: list[str] = []
+    found: dict[str, Any] = {}
     with _OTHERS:
-        before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+        before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+        fresh = random.Random(_START - start).getstate()
+        random.setstate(fresh)
+        fresh_numpys = None if numpy is None else numpy.random.RandomState(_START - start).get_state()
+        if numpy is not None:
+            numpy.random.set_state(fresh_numpys)
         try:
             yield found
         finally:
-            if random.getstate() != before:
-                random.setstate(before)
-                found.append("Python's random")
-            # compared array by array: turning the state into text would take longer than recording
-            now = [] if numpy is None else tree_leaves(numpy.random.get_state(legacy=False))
-            if numpy is not None and not all(map(numpy.array_equal, now, tree_leaves(numpys))):
+            now, numpys_now = random.getstate(), None if numpy is None else numpy.random.get_state()
+            if now != fresh:
+                found["Python's random"] = now
+            if numpy is not None and _state_of(numpys_now) != _state_of(fresh_numpys):
+                found["numpy.random"] = _state_of(numpys_now)
+            random.setstate(before)
+            if numpy is not None:
                 numpy.random.set_state(numpys)
-                found.append("numpy.random")
+
+
+_START = 2**32 - 1_003
+"""A seed that no forward is likely to use."""
+
+
+def _state_of(state: Any) -> tuple[Any, ...]:
+    return tuple(each.tobytes() if hasattr(each, "tobytes") else each for each in state)
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:
@@ -192,6 +216,8 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
     count = next(given.shape[0] for given in recording.inputs if given.shape)
     dims = axes.of(use)
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
+    if not at and axes.of_samples(recording.packed_inputs) & {leaf for axis in dims for leaf in leaves(axis)}:
+        return MIXED  # in rows of which ranks hold other numbers
     if not at:  # its axes do not say: numbers that the code used otherwise than element by element
         sized = [dim for dim, size in enumerate(use.shape) if size == count and count in COUNTS]
         return SamplePlace(sized[0]) if len(sized) == 1 else None
@@ -205,10 +231,19 @@ _REDUCTIONS = frozenset(
 
 
 def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
-    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum."""
+    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum.
+
+    An operator that compares or multiplies all samples with all others, as a contrastive loss does, is one too.
+    """
     batch = axes.of_samples(recording.inputs)
     found: dict[tuple[str, str], None] = {}
+
+    def num_dims(use: TensorUse) -> int:
+        return sum(bool(batch.intersection(leaves(axis))) for axis in axes.of(use))
+
     for call in recording.calls:
+        if any(num_dims(use) > 1 for use in call.results) and all(num_dims(use) < 2 for use in call.operands):
+            found[call.module, call.name] = None
         if call.name in _REDUCTIONS and call.operands[0].kind != "constant" and call.results[0].dtype.is_floating_point:
             before, after = (
                 {leaf for axis in axes.of(use) for leaf in leaves(axis)} & batch

@@ -7,6 +7,8 @@ computes such small tensors on the CPU as well, alongside their meta tensors.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -88,7 +90,8 @@ class MetaValues(DispatchMode):
         """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
         self._guess = guess
         self._values: dict[Key, Tensor] = {}
-        self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
+        self._held: dict[int, tuple[weakref.ref[Any], list[Key]]] = {}  # the keys of each storage, until it is freed
+        self._freed: deque[int] = deque()  # any thread may drop the last reference
 
     def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
         """A hook for subclasses, called after each operator with its arguments and results; here it does nothing.
@@ -112,12 +115,24 @@ class MetaValues(DispatchMode):
         A tensor that is not on the meta device is returned itself. A result has no values if it has more than
         :data:`MOST_ELEMENTS` elements, or if the operands of its operator have more together.
         """
+        self._forget_freed()
         return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
 
     def give(self, tensor: Tensor, values: Tensor) -> None:
         """Stores the CPU tensor ``values`` as the values of a meta tensor; later operators compute with them."""
-        self._values[view_key(tensor)] = values
-        self._kept.append(tensor)
+        self._forget_freed()
+        key, storage = view_key(tensor), tensor.untyped_storage()
+        address, freed = storage._cdata, self._freed
+        if address not in self._held:
+            self._held[address] = weakref.ref(storage, lambda _: freed.append(address)), []
+        self._held[address][1].append(key)
+        self._values[key] = values
+
+    def _forget_freed(self) -> None:
+        """Removes the values of tensors that are gone: the address of their storage may be used again."""
+        while self._freed:
+            for key in self._held.pop(self._freed.popleft())[1]:
+                self._values.pop(key, None)
 
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.

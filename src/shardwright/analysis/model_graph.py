@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
@@ -29,12 +31,14 @@ RECORDABLE = "code that runs on tensors without values, or on the values of the 
 class RecordedRun:
     """A recorded training forward on the meta device: its operators, and the random numbers that it draws.
 
-    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew.
+    ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew, of
+    which it seeds those in ``seeded``.
     """
 
     recording: Recording
     found: Sequence[FoundDraw]
     others: Sequence[str]
+    seeded: Sequence[str] = ()
 
     @cached_property
     def axes(self) -> RunAxes:
@@ -44,7 +48,7 @@ class RecordedRun:
     @cached_property
     def draws(self) -> Draws:
         """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
-        return draws_of(self.recording, self.axes, self.found, self.others)
+        return draws_of(self.recording, self.axes, self.found, self.others, self.seeded)
 
 
 @dataclass
@@ -157,7 +161,7 @@ class ModelGraph:
     @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if all(map(draws_as_known, self.model.modules())):
+        if all(map(draws_as_known, self.model.modules())) and not marks_in(self.example):
             return None
         try:
             return self.run
@@ -187,15 +191,12 @@ class ModelGraph:
         key = number, by_values
         if key not in self._tries:
             inputs = self.values if by_values else self.example
-            self._tries[key] = _run_or_failure(self.model, tree_map_only(Tensor, partial(_of_samples, number), inputs))
+            self._tries[key] = _run_or_failure(self.model, map_samples(cloned(inputs), partial(_of_samples, number)))
         return self._tries[key]
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.clone() if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
-    shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return tensor if number is None or not tensor.dim() else tensor[torch.arange(number) % len(tensor)]
 
 
 def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
@@ -219,6 +220,12 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
+    on_meta = on_meta if on_meta.training else on_meta.train()
     with other_generators() as others:
-        recording = record_forward(on_meta if on_meta.training else on_meta.train(), inputs, within)
-    return RecordedRun(recording, finds[id(recording)].found, others)
+        recording = record_forward(on_meta, cloned(inputs), within)
+    again: dict[str, Any] = {}
+    if others:  # from another start, a forward that seeds them itself ends in the same state
+        with other_generators(1) as again:
+            record_forward(on_meta, inputs, within)
+    seeded = [name for name, state in others.items() if again.get(name) == state]
+    return RecordedRun(recording, finds[id(recording)].found, tuple(others), seeded)

@@ -119,8 +119,8 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     True
     """
     name = function.overloadpacket.__name__
-    if name == "_grouped_mm":
-        return _product_of_groups(*args, **named)
+    if name in _OWN_KERNELS and any(each.is_meta for each in tensors_of(args)):
+        return _OWN_KERNELS[name](*args, **named)
     if name == "equal" and args[0].is_meta:
         return args[0].shape == args[1].shape
     if name == "_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool:
@@ -183,6 +183,21 @@ def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None,
     """Returns the result of ``_grouped_mm`` for any dtype; torch's meta kernel accepts bf16 alone."""
     groups = x.shape[:-2] if x.dim() == w.dim() == 3 else offs.shape if x.dim() == w.dim() else ()
     return x.new_empty(*groups, x.shape[-2], w.shape[-1], dtype=out_dtype)
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Returns the results of ``_ctc_loss``: a number for each sample, and what the backward needs at the most."""
+    num_steps, num_samples = log_probs.shape[:2] if log_probs.dim() == 3 else (len(log_probs), 1)
+    longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
+    return log_probs.new_empty(num_samples), log_probs.new_empty(num_samples, num_steps, 2 * longest + 1)
+
+
+_OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
+    "_grouped_mm": _product_of_groups,
+    "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),
+}
+"""Operators that torch has no kernel for on the meta device, or one for few dtypes."""
 
 
 @cache

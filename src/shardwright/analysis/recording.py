@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
+from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
@@ -93,6 +94,10 @@ class Recording:
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
+    """The inputs that have samples in dim 0. ``marked_inputs`` are those that are marked to have none, of which
+    ``packed_inputs`` have rows of samples."""
+    marked_inputs: list[TensorUse] = field(default_factory=list)
+    packed_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
@@ -135,6 +140,7 @@ class Recorded(MetaValues):
         super().__init__(guess=guess, selects_all=guess is not None)
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
+        self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
@@ -403,9 +409,9 @@ def _record(
             recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
         for name, buffer in model.named_buffers():
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
-        for leaf in tree_leaves(inputs):
-            if isinstance(leaf, Tensor):
-                recording.inputs.append(recorded.use(leaf, "input"))
+        recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
+        recording.marked_inputs = [recorded.use(each.tensor, "input") for each in marks_in(inputs)]
+        recording.packed_inputs = [recorded.use(each.tensor, "input") for each in packed_in(inputs)]
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

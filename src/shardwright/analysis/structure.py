@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -127,6 +128,8 @@ IS_NONE = " is None"
 """A suffix to an argument's name in ``given`` of :func:`trace`: it is None, so that ``if x is None`` can be traced."""
 IS_NO_TENSOR = " is no tensor"
 """A suffix to an argument's name in ``given`` of :func:`trace`: it is no tensor and not None, and of unknown class."""
+IS_VALUE = " is always "
+"""A suffix to an argument's name in ``given`` of :func:`trace`, before a literal: code may branch on this value."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -167,11 +170,11 @@ def trace(
     ``opened``, and with ``deep`` into all modules that are not torch's own, but never into a module with hooks.
     Containers in ``whole`` stay single calls too, unless they are opened.
     ``node.meta["within"]`` lists the followed modules that were running at a call, outermost first.
-    Optional arguments keep their defaults unless ``given`` names them; :data:`IS_NONE` or :data:`IS_NO_TENSOR` after a
-    name says what is passed. With ``shows_weights``, a torch function of a parameter or buffer is a node too. Without,
-    code that reads a parameter of a submodule that is a single node cannot be traced if the parameter is that of an
-    ``nn.Linear`` or ``nn.Embedding`` or if ``deep`` is set. An exception raised by the traced code is appended to
-    ``failures``.
+    Optional arguments keep their defaults unless ``given`` names them; :data:`IS_NONE`, :data:`IS_NO_TENSOR` or
+    :data:`IS_VALUE` with a literal after a name says what is passed. With ``shows_weights``, a torch function of a
+    parameter or buffer is a node too. Without, code that reads a parameter of a submodule that is a single node cannot
+    be traced if the parameter is that of an ``nn.Linear`` or ``nn.Embedding`` or if ``deep`` is set. An exception that
+    the traced code raises is appended to ``failures``.
 
     torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This one changes only a copy of the module,
     so other threads can run models meanwhile.
@@ -253,13 +256,17 @@ def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iter
     """Yields the names of a forward's required arguments and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
         is_given = any(name + suffix in given for suffix in ("", IS_NONE, IS_NO_TENSOR))
+        is_given |= any(each.startswith(name + IS_VALUE) for each in given)
         if (is_given or parameter.default is inspect.Parameter.empty) and parameter.kind not in OPEN_ENDED:
             yield name
 
 
-def _input(tracer: Tracer, name: str, given: Collection[str]) -> fx.Proxy | None:
+def _input(tracer: Tracer, name: str, given: Collection[str]) -> Any:
     if name + IS_NONE in given:
         return None
+    for each in given:
+        if each.startswith(name + IS_VALUE):
+            return literal_eval(each.removeprefix(name + IS_VALUE))
     node = tracer.graph.placeholder(name)
     node.meta[NO_TENSOR] = name + IS_NO_TENSOR in given
     return tracer.proxy(node)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
-    """Returns the config's model and its loss, without values, and a global batch (inputs, targets) as meta tensors.
+    """Returns the config's model and loss, without values, and a global batch (inputs, targets): one sample repeated.
 
     Raises: PlanError: the model is a user's own, and the shape of its batches is unknown; and as
         :func:`~shardwright.train.opening.opened_example`.
@@ -41,9 +40,7 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
             fix="give --data package.module:factory, as to train, or call shardwright.plan_layouts(model, cluster, "
             "batch, ...) with a batch of your own",
         )
-    many: tuple[Any, Any] = tree_map_only(
-        Tensor, lambda t: torch.empty((config.batch, *t.shape[1:]), dtype=t.dtype, device="meta"), found
-    )
+    many: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:1].expand(config.batch, *t.shape[1:]), found)
     return model, loss, many
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.limits import Ranks
 from shardwright.errors import PlanError
@@ -97,12 +94,11 @@ def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[di
 
     Raises: PlanError: the model has no such module.
     """
-    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
 
     def run_of(rank: int) -> Run:
         return parallelize(
             without_storage(job.model), layout, fake_world(rank, layout.num_ranks), loss=without_storage(job.loss),
-            example=on_meta, num_tokens=job.num_tokens, roles=job.roles, seconds=job.seconds,
+            example=inputs, num_tokens=job.num_tokens, roles=job.roles, seconds=job.seconds,
         )  # fmt: skip
 
     run = run_of(0)

@@ -17,13 +17,16 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.operator_results import cloned, map_tensors
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.limits import Ranks
 from shardwright.devices import HOST
+from shardwright.errors import LayoutError, PlanError
+from shardwright.formatting import first_line
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
 from shardwright.ledger.tracking import MemoryAccount, Tracker
@@ -139,14 +142,16 @@ def predict_memory(
     """Returns the account of the memory that rank ``rank`` will hold during a training step, without running it.
 
     The step is rehearsed on the meta device. Of ``batch``, a pair of global inputs and targets, only shapes and dtypes
-    matter. The step is the second one, so that the state of ``optimizer`` exists; ``options`` are the optimizer's. The
+    matter, and values of inputs where the model's code does not run without them. The
+    step is the second one, so that the state of ``optimizer`` exists; ``options`` are the optimizer's. The
     memory of recurrent layers is predicted too low, with a warning.
 
     ``ranks`` says whether ranks will be processes or threads. Processes on a CPU send messages through blocks of shared
     memory; the prediction has the most that these can take, however far one rank runs ahead. For an accelerator as
     ``device``, such as "cuda", the account has estimates of the memory held beside tensors instead.
 
-    Raises: LayoutError: the layout does not fit the model.
+    Raises: LayoutError: the layout does not fit the model. PlanError: the model's own code, or the loss, does not run
+        without values of activations, or of inputs on the meta device.
 
     >>> batch = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     >>> from shardwright.models.losses import CrossEntropy
@@ -183,8 +188,30 @@ def rehearsed(
     It yields the rank's :class:`Run`, its part of the batch and the optimizer. One step has been taken when the context
     begins, so that optimizer state exists. The arguments are those of :func:`predict_memory`, and ``planned``, the plan
     of the job if it was made before.
+
+    Raises: as :func:`predict_memory`.
     """
-    meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
+    try:
+        with _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, options) as found:
+            yield found
+    except (LayoutError, PlanError):
+        raise
+    except (RuntimeError, TypeError, ValueError) as failure:
+        raise PlanError(
+            "a step of the model cannot be rehearsed without values on such a batch",
+            given=f"{type(failure).__name__}: {first_line(failure)}",
+            allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those of "
+            "training",
+            fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the shapes "
+            "of the batch",
+        ) from failure
+
+
+@contextmanager
+def _rehearsed(
+    job: Job, layout: Any, rank: int, batch: tuple[Any, Any], optimizer: Any, ranks: Ranks, device: str,
+    planned: JobPlan | None, options: dict[str, Any],
+) -> Iterator[tuple[Run, Microbatch, torch.optim.Optimizer]]:  # fmt: skip
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     has_blocks = ranks == "processes" and device in HOST
     world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if has_blocks else None)
@@ -194,14 +221,17 @@ def rehearsed(
     else:
         run = parallelize(
             without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
-            roles=job.roles, example=meta[0], seconds=job.seconds,
+            roles=job.roles, example=batch[0], seconds=job.seconds,
         )  # fmt: skip
-    (microbatch,) = run.shard([meta])
+    # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
+    on_meta_device = map_tensors(batch, lambda tensor: tensor.to("meta"))
+    given = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
+    (microbatch,) = run.shard([(given, on_meta_device[1])])
     if run.plan.stages is not None:
         # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
         crossing = planned.crossing if planned is not None else []
         if not crossing:
-            crossing += _crossing(job, run, microbatch, num_rows(meta))
+            crossing += _crossing(job, run, microbatch, num_rows(batch))
         run.rehearse_with(microbatch, crossing)
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
@@ -210,7 +240,7 @@ def rehearsed(
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with on_meta(run.model, values=False, instead=NATIVE_ATTENTION):
+    with on_meta(run.model, values=run.plan.reads_values, instead=NATIVE_ATTENTION):
         run.step(microbatch)
         steps.step()
         yield run, microbatch, steps
@@ -273,9 +303,10 @@ def _attend_heads(*args: Any, **named: Any) -> Any:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    q, k, v = query, key, value  # the caller may name them
     fused = q.is_meta and q.dim() == 4 and dropout_p == 0 and min(q.numel(), k.numel()) > 0
     if not fused or q.shape[-1] != v.shape[-1] or (attn_mask is not None and attn_mask.requires_grad):
         return functional.scaled_dot_product_attention(

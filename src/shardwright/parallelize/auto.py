@@ -11,9 +11,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
-
+from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.axes import mesh_axes
 from shardwright.errors import EXAMPLE, GridError, LayoutError
 from shardwright.grid_shapes import NUM_SIDES, shapes
@@ -90,7 +88,7 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
     ``inputs`` are those of a global batch; only the first tensor is counted. Each integer in it, or each vector of
     floating-point features (its last dim), is one token. Without a tensor the result is 1.
     """
-    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    tensors = sample_tensors(inputs)
     if not tensors:
         return 1
     first = tensors[0]
@@ -103,7 +101,7 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
     Returns None if ``inputs`` have no tensors, or one of them has no dim of tokens.
     """
-    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    tensors = sample_tensors(inputs)
     if not tensors or not all(map(is_sequence, tensors)):
         return None
     return max(1, tensors[0].shape[0] // num_shares(layout))

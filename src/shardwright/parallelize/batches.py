@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwright.analysis.marked_inputs import is_mark
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import kind_of
 from shardwright.errors import PlanError
@@ -150,14 +151,16 @@ def as_tensors(tree: Any) -> Any:
     Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
         with tensors as attributes. From these, ranks cannot take their samples.
     """
-    return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree)
+    return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree, is_leaf=is_mark)
 
 
 def _as_tensor(leaf: Any) -> Any:
+    if is_mark(leaf):
+        return leaf
     if isinstance(leaf, Tensor):
         if leaf.dim():
             return leaf
-        given, fix = "a tensor without dims", "pass numbers as they are: tensor.item()"
+        given, fix = "a tensor without dims", "pass numbers as they are: tensor.item(), or write sw.whole(tensor)"
     elif isinstance(leaf, Mapping):
         return {key: as_tensors(value) for key, value in leaf.items()}
     elif hasattr(leaf, "__array__"):

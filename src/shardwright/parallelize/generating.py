@@ -2,13 +2,15 @@
 
 A ``generate`` calls its model once for each new token. Under data parallelism, ZeRO and one-dimensional tensor
 parallelism a rank's model can be called by any code. A pipeline stage, and a rank that holds rows of the batch, cannot:
-there each call of the model becomes one of ``run.predict`` with the same arguments, on all ranks at the same time.
+there each call of the model becomes one of ``run.predict`` with the same arguments, on all ranks at the same time. What
+an encoder-decoder's encoder makes is taken from one such call, and given to those that follow.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -98,16 +100,22 @@ class _RefusesDraws(TorchFunctionMode):
 def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
     """Returns a context in which calls of the model, but for those that ``predict`` itself makes, are predictions.
 
-    A call of a module inside raises PlanError: this rank may hold no part of it.
+    So is a call of the encoder that the model's ``get_encoder`` returns. A call of another module inside raises
+    PlanError: this rank may hold no part of it.
     """
     if predict is None:
         yield
         return
     paths = {module: path for path, module in model.named_modules()}
+    encoder_of: Any = getattr(model, "get_encoder", None)
+    encoder: Any = encoder_of() if callable(encoder_of) else None
 
     def enter() -> None:
         for module, path in paths.items():
-            vars(module)["_call_impl"] = partial(_refuse, path) if path else call
+            vars(module)["_call_impl"] = partial(_refuse, path)
+        if encoder in paths:
+            vars(encoder)["_call_impl"] = encode
+        vars(model)["_call_impl"] = call
 
     def leave() -> None:
         for module in paths:
@@ -121,11 +129,30 @@ def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
         finally:
             enter()
 
+    def encode(*args: Any, **named: Any) -> Any:
+        return _encoded(model, _by_name(encoder, args, named), call) or _refuse(paths[encoder])
+
     enter()
     try:
         yield
     finally:
         leave()
+
+
+def _encoded(model: nn.Module, given: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    """Returns what an encoder of transformers makes of its arguments, from a call of the whole model on one token.
+
+    It is None if the model takes no ``decoder_input_ids``, or returns no ``encoder_last_hidden_state``.
+    """
+    outputs, takes = sys.modules.get("transformers.modeling_outputs"), inspect.signature(model.forward).parameters
+    samples = tensors_of(given)
+    if outputs is None or "decoder_input_ids" not in takes or not samples:
+        return None
+    known = {name: value for name, value in given.items() if name in takes}
+    token = torch.zeros(len(samples[0]), 1, dtype=torch.int64, device=samples[0].device)
+    found = call(**known, decoder_input_ids=token, **({"use_cache": False} if "use_cache" in takes else {}))
+    hidden = found.get("encoder_last_hidden_state") if isinstance(found, Mapping) else None
+    return None if hidden is None else outputs.BaseModelOutput(last_hidden_state=hidden)
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +175,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> 
 def _refuse(path: str, *_: Any, **__: Any) -> NoReturn:
     raise PlanError(
         "this layout cannot generate with this model",
-        given=f"a generate that calls '{path}' by itself, as one of an encoder does, or that calls self.forward",
+        given=f"a generate that calls '{path}' by itself, or that calls self.forward",
         allowed="a generate that calls the whole model, or a layout whose ranks can each run it: dp2, dp2/zero3, tp2",
         fix="write self(...) for self.forward(...); else export the weights and generate on one device, or write a "
         "loop over run.predict",

@@ -7,11 +7,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
+from shardwright.analysis.marked_inputs import map_samples, packed_in
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import map_tensors
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line
 from shardwright.parallelize.planning import narrow_model, without_storage
@@ -54,6 +55,8 @@ class NoSampleChecker:
 
     def _found(self, inputs: Any) -> str:
         """Returns what the model raises without samples; "" if nothing, or if it fails on the meta device anyway."""
+        if packed_in(inputs):
+            return "what is not known of an input that sw.packed marks"
         plain = None if self._plain is None else self._plain()
         if plain is None:
             return ""
@@ -72,4 +75,5 @@ class NoSampleChecker:
 
 def _like(inputs: Any, number: int) -> Any:
     """Returns inputs of so many samples on the meta device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.new_empty((number, *tensor.shape[1:]), device="meta"), inputs)
+    on_meta = map_tensors(inputs, lambda tensor: tensor.to("meta"))
+    return map_samples(on_meta, lambda tensor: tensor.new_empty((number, *tensor.shape[1:])))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import prepare, run
 from shardwright.analysis.copying import copied
-from shardwright.analysis.events_chunked import crossing_name
+from shardwright.analysis.events_chunked import EventsChunked, crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.structure import owners
@@ -156,14 +156,27 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
         key = tuple(tensor.shape for tensor in _tensors(inputs))
         if key not in by_shapes:
             known = _signature(job.model, inputs) == planned  # then the record that the stages were cut from is its own
-            record = stages.chunked.record if known else computing.with_inputs(inputs).record
-            ghosts = {name: record.specs[name].ghost() for values in stages.chunked.values.values() for name in values}
-            learning = record.learning
             by_shapes[key] = MicrobatchRehearsal(
-                {crossing_name(name): each if name in learning else each.detach() for name, each in ghosts.items()}
+                _ghosts_crossing(stages.chunked if known else computing.with_inputs(inputs), stages.chunked)
             )
         found.append(by_shapes[key])
     return tuple(found)
+
+
+def _ghosts_crossing(chunked: EventsChunked, planned: EventsChunked) -> dict[str, Any]:
+    """Returns meta tensors like those that chunks send each other, by the names that the planned record has for them.
+
+    Other inputs may take another path, on which the same edge has other values.
+    """
+    found: dict[str, Any] = {}
+    for pair, names in planned.values.items():
+        made = [(name, chunked.record.specs[name].ghost()) for name in chunked.values.get(pair, ())]
+        ghosts = [ghost if name in chunked.record.learning else ghost.detach() for name, ghost in made]
+        same = len(ghosts) == len(names)
+        found.update(
+            zip(map(crossing_name, names), ghosts if same else [ghosts, *([] for _ in names[1:])], strict=True)
+        )
+    return found
 
 
 def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:

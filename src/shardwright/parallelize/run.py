@@ -252,7 +252,10 @@ class Run:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)
         inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        inputs, targets = on_device((inputs_in(inputs, self.plan), targets), self.world.device, copies)
+        device = self.world.device
+        held = torch.device("cpu") if device.type == "meta" and self.plan.reads_values else device  # a rehearsal
+        inputs = on_device(inputs_in(inputs, self.plan), held, copies)
+        targets = on_device(targets, device, copies)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     # ---- steps
@@ -443,12 +446,13 @@ class Run:
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
-        (``use_cache=False``). Under other layouts each rank runs it on its own part, with its caches.
+        (``use_cache=False``). An encoder that ``get_encoder`` returns runs once, in a prediction of one token. Under
+        other layouts each rank runs it on its own part, with its caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
         Traffic: that of a forward for each new token, and two all-reduces of two numbers.
-        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (an encoder by itself)
-            where a rank does not hold them, or ranks differ in inputs or results.
+        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (other than such an
+            encoder) where a rank does not hold them, or ranks differ in inputs or results.
 
         >>> import torch, shardwright as sw
         >>> class Adds(nn.Linear):

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.module_calls import call_model
+from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
+from shardwright.errors import EXAMPLE, PlanError
+from shardwright.forward_stack import Rung
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
@@ -236,7 +240,18 @@ class TrainStep:
 
 
 def inputs_in(inputs: Any, plan: Plan) -> Any:
-    """Returns a batch's inputs with floating-point tensors cast to the layout's compute dtype (bf16, fp16)."""
+    """Returns a batch's inputs with floating-point tensors cast to the layout's compute dtype (bf16, fp16).
+
+    Raises: PlanError: an input is marked by ``sw.whole`` or ``sw.packed``, and layers would gather it over some axis.
+    """
+    cuts = plan.row_axes - {*mesh_axes("copies")}
+    if cuts and Rung.ON_PARTS not in plan.wrapped.get("", {}) and marks_in(inputs):
+        raise PlanError(
+            "the model was planned without an input that has no samples",
+            given=f"a tensor marked by sw.whole or sw.packed, and samples cut over {', '.join(sorted(cuts))}",
+            allowed="inputs that are marked in the example too",
+            fix=f"{EXAMPLE}, with the marks",
+        )
     return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, plan), inputs)
 
 

@@ -21,8 +21,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.marked_inputs import marks_in
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.comm.autograd import cut_to_whole, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
@@ -100,14 +102,14 @@ def num_tokens_of(inputs: Any, targets: Any = None) -> int:
     >>> num_tokens_of(torch.zeros(2, 9, 4), torch.zeros(2, 9, dtype=torch.int64))
     9
     """
-    tensors = [leaf for leaf in tree_flatten((inputs, targets))[0] if isinstance(leaf, Tensor)]
-    taken = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    tensors, taken = tensors_of((inputs, targets)), tensors_of(inputs)
     sizes = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
-    if len(sizes) != 1 or not all(map(is_sequence, taken)):
+    if len(sizes) != 1 or not all(map(is_sequence, taken)) or marks_in(inputs):
         raise LayoutError(
             "the layout cuts sequences, and these tensors are none",
             given=", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors),
-            allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens",
+            allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens, none of "
+            "them marked by sw.whole or sw.packed",
             fix="leave out /seq or cp, so that samples are cut",
         )
     return sizes.pop()

@@ -70,7 +70,7 @@ class Stages:
                     f"the code now calls '{site.module}', which it did not when the model was cut into stages",
                     given=f"the arguments {', '.join(given)}, in training or evaluation",
                     allowed="calls of modules that are called in training, on inputs of the form of the example",
-                    fix=f"{EXAMPLE}, with these arguments",
+                    fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
                 )
         return ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
 

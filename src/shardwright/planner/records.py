@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.marked_inputs import map_samples
+from shardwright.analysis.operator_results import map_tensors
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
@@ -274,11 +275,15 @@ class _JobLayout(NamedTuple):
 
 
 def first_rows(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
-    """Returns a batch of ``number`` samples on the meta device, with the dtypes and other sizes of ``batch``."""
-    found: tuple[Any, Any] = tree_map_only(
-        Tensor, lambda t: torch.empty((number, *t.shape[1:]), dtype=t.dtype, device="meta"), batch
-    )
-    return found
+    """Returns a batch of ``number`` samples like those of ``batch``, which are repeated where it has fewer."""
+    few, wanted = map_samples(batch, partial(_first_of, number))
+    return few, map_tensors(wanted, lambda t: t.to("meta"))
+
+
+def _first_of(number: int, tensor: Tensor) -> Tensor:
+    if len(tensor) >= number and not tensor.is_meta:  # no copy: a step is rehearsed on the meta device
+        return tensor[:number]
+    return tensor[torch.arange(number) % len(tensor)]  # a view would count as the whole batch
 
 
 def _with_few(layout: Layout, num_stages: int, num_microbatches: int) -> Layout:

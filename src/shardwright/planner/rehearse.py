@@ -14,7 +14,6 @@ from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.dispatch_mode import DispatchMode
-from shardwright.errors import LayoutError, PlanError
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
@@ -85,26 +84,10 @@ def rehearse(
 
     Raises: PlanError: the model's own code, or the loss, does not run without values.
     """
-    try:
-        return _rehearsed(job, planned, rank, batch, device_type, optimizer)
-    except (LayoutError, PlanError):
-        raise
-    except (RuntimeError, TypeError, ValueError) as failure:
-        raise PlanError(
-            "a step of the model cannot be rehearsed without values on such a batch",
-            given=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
-            allowed="code that runs on the meta device, and a batch like those of training",
-            fix="do not read values of tensors (.item(), .tolist()) in forward, and check the shapes of the batch",
-        ) from failure
-
-
-def _rehearsed(
-    job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any
-) -> RankRecord:
     layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type}
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
         by_action: dict[str, ActionRecord] = {}
-        follower = _Follower(by_action)
+        follower = _Follower(by_action, planned.plan.reads_values)
         recorder = run.world.recorder
         recorder.follower = follower
         try:
@@ -128,9 +111,9 @@ def _move_update(by_action: dict[str, ActionRecord]) -> None:
 class _Follower(DispatchMode):
     """Notes each operator, and each message that begins or is waited for, under the action that is running."""
 
-    def __init__(self, by_action: dict[str, ActionRecord]) -> None:
+    def __init__(self, by_action: dict[str, ActionRecord], has_values: bool) -> None:
         super().__init__()
-        self._by_action = by_action
+        self._by_action, self._has_values = by_action, has_values
         self._now = by_action.setdefault("begin", ActionRecord())
         self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}
 
@@ -151,8 +134,10 @@ class _Follower(DispatchMode):
             action.records.append(WaitRecord(number))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_on_meta(function, args, kwargs or {})  # of equal calls the meta kernel runs once: it is slow
-        record = operator_record(function, args, kwargs or {}, out)
+        named = kwargs or {}
+        # of equal calls the meta kernel runs once, since it is slow; a mode below that keeps values does so by itself
+        out = function(*args, **named) if self._has_values else run_on_meta(function, args, named)
+        record = operator_record(function, args, named, out)
         if record is not None:
             self._now.records.append(record)
         return out

@@ -938,9 +938,6 @@ BAD = {
     "a write into a view of a mask": (lambda: Blocks(into_a_view_of_a_mask), "pp2 mb2", "writes into a view"),
     "more stages than layers": (lambda: nn.Sequential(nn.Linear(W, W), nn.ReLU()), "pp3 mb3", "1 to 2 chunks"),
     "code that depends on values": (Branching, "pp2 mb2", r"cannot be recorded[^§]*here test_models\.py"),
-    "a shared block that drops twice": (
-        lambda: Blocks(lambda m, x: m.twice(m.layers[1](m.twice(m.layers[0](x)))), twice=DropsTwice()),
-        "pp2/cut:layers.0,layers.1 mb2", "is not called exactly once"),
     "no such name": (lambda: Blocks(skipping), "pp2/cut:layers.0,layers.9 mb2", "no module 'layers.9'"),
     "too few names": (lambda: Blocks(skipping), "pp3/cut:layers.0,layers.2 mb2", "3 stages begin at 2 names"),
     "names out of order": (lambda: Blocks(skipping), "pp2/cut:layers.2,layers.0 mb2", "cut:layers.0,layers.2"),
@@ -963,6 +960,17 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_runs(name):
     with pytest.raises(LayoutError, match=text) as refused:
         verify(make(), line, pairs())
     assert all(word in str(refused.value) for word in ("given:", "allowed:", "fix:"))
+
+
+def test_a_block_of_several_stages_that_drops_twice_is_cut_by_its_record():
+    model = Blocks(lambda m, x: m.twice(m.layers[1](m.twice(m.layers[0](x)))), twice=DropsTwice())
+    equal(model, "pp2/cut:layers.0,layers.1 mb2")
+
+    def work(world):
+        return parallelize(model, "pp2/cut:layers.0,layers.1 mb2", world)
+
+    with pytest.raises(LayoutError, match=r"is not called exactly once(?s:.*)example=inputs"):
+        launch(work, 2, ranks="threads")
 
 
 @pytest.mark.parametrize("line", ["pp2 mb2", "pp4 mb2"])

@@ -212,7 +212,7 @@ def _stages(
 
 
 def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
-    """Raises LayoutError if several chunks call a module that calls one dropout more than once, or never.
+    """Raises UnknownCodeError if several chunks call a module that calls one dropout more than once, or never.
 
     Masks are numbered over all calls of a dropout. A chunk counts how often earlier chunks call the shared module, and
     that is the dropout's number only if each call of the module is one call of the dropout.
@@ -225,7 +225,7 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
     calls = [str(node.target) for node in graph.nodes if node.op == "call_module"] if graph is not None else []
     for drop in drops:
         if calls.count(drop) != 1:
-            raise LayoutError(
+            raise UnknownCodeError(
                 f"several stages call '{path}', and its dropout '{drop}' is not called exactly once in each call",
                 given=f"{calls.count(drop)} calls of it in the code of {type(module).__name__}",
                 allowed="dropouts that are each called once in a forward",

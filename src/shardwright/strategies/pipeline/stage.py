@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
 from shardwright.analysis.call_graph import ChunkedModel, Edge, PreparedNode, prepare, run
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, UnknownCodeError
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
@@ -61,6 +61,7 @@ class Stage(PipelineStage[Stages]):
 
     _codes: dict[object, StageCode] = field(default_factory=dict)
     _code: StageCode | None = None
+    _by_value: set[tuple[str, ...]] = field(default_factory=set)
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
@@ -99,7 +100,7 @@ class Stage(PipelineStage[Stages]):
                 # Bad inputs raise here, on every stage, before any stage waits for another.
                 with framed(self.frame, microbatch.inputs):
                     pass
-        self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
+        self._code = self._code_of(microbatches[0].inputs)
         for microbatch in microbatches:  # a model that cannot be run without values raises here, on every stage
             self._whole_shapes(self._code.chunked, microbatch, self._code.wholes)
         self._route, self._microbatches, self._last = self._route_for(schedule, self._code), microbatches, last
@@ -160,6 +161,16 @@ class Stage(PipelineStage[Stages]):
         return known[key]
 
     # ---- the model's code
+
+    def _code_of(self, inputs: Any) -> StageCode:
+        """Returns the traced calls for a batch's inputs; code that branches on a flag is traced for its value alone."""
+        given = arguments_given(self.stages.model, inputs)
+        if given not in self._by_value:
+            try:
+                return self._code_for(given)
+            except UnknownCodeError:
+                self._by_value.add(given)
+        return self._code_for(arguments_given(self.stages.model, inputs, by_value=True))
 
     def _code_for(self, given: tuple[str, ...]) -> StageCode:
         """Returns the traced calls for these arguments, traced again if a module's mode or setting has changed."""

@@ -112,7 +112,8 @@ def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str
 
 def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[DimAxis, _Candidate]:
     """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
-    refused = {leaf for use in recording.inputs for axis in axes.of(use) for leaf in leaves(axis)}
+    given = (*recording.inputs, *recording.marked_inputs)
+    refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
     refused |= {leaf for use in axes.uses if use.role is Role.LOOKUP for leaf in leaves(use.axis)}
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
     found: dict[DimAxis, _Candidate] = {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import ClassVar, Literal
 
 from torch import nn
 
+from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.structure import has_hooks
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
@@ -107,10 +109,19 @@ class TensorParallel:
         return with_hints(job.model, self._placed(job, plan, mode), [a.name for a in mode.axes if a.stream != "T"])
 
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
-        if job.recorded:  # layers that are known could not be cut into stages
+        has_others = bool(mode.row_axes) and marks_in(job.example)  # layers that are known would gather its copies
+        if job.recorded or has_others:  # layers that are known could not be cut into stages
             on_parts = place_on_parts(job, plan, mode, SOME)
             if on_parts is not None:
                 return on_parts
+        if has_others:
+            raise LayoutError(
+                "the layout gathers samples inside the model, which takes an input that has none",
+                given=f"an input marked by sw.whole or sw.packed, under {plan.layout.factor('tp')}, which cuts tokens, "
+                f"or layers of {type(job.model).__name__} that are not recorded",
+                allowed="a model whose own code runs on parts of its tensors, or tp over one axis",
+                fix=f"write tp{prod(axis.size for axis in mode.axes)}, or leave out roles and options such as seq",
+            )
         try:
             known = place(self._without_selected(job, mode), plan, mode)
         except (LayoutError, PlanError):

@@ -1,0 +1,152 @@
+"""Marks tensors of a batch whose dim 0 is not the samples: one for all samples, or rows of which each sample has some.
+
+A mark is a node of torch's trees, so that casts, copies and moves reach its tensor; what takes samples of a batch asks
+for it. The model is called with the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+
+from shardwright.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A tensor of a batch that is the same for all samples; made by :func:`whole`."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """A tensor of a batch in whose dim 0 sample i has the next ``counts[i]`` rows; made by :func:`packed`."""
+
+    tensor: Tensor
+    counts: tuple[int, ...]
+
+    def of(self, places: Sequence[int]) -> SampleRows:
+        """Returns the rows of the samples at these places, in their order."""
+        bounds = list(pairwise((0, *accumulate(self.counts))))
+        rows = list(chain.from_iterable(range(*bounds[place]) for place in places))
+        is_run = rows == list(range(rows[0], rows[-1] + 1)) if rows else True
+        start = rows[0] if rows else 0
+        found = self.tensor[start : start + len(rows)] if is_run else self.tensor[torch.tensor(rows)]
+        return SampleRows(found, tuple(self.counts[place] for place in places))
+
+
+register_pytree_node(Whole, lambda each: ([each.tensor], None), lambda found, _: Whole(next(iter(found))))
+register_pytree_node(
+    SampleRows, lambda each: ([each.tensor], each.counts), lambda found, counts: SampleRows(next(iter(found)), counts)
+)
+
+
+def whole(tensor: Tensor) -> Whole:
+    """Marks a tensor among a batch's inputs that has no samples in dim 0, such as positions that all samples share.
+
+    The model is called with the tensor itself, whole, on every rank and in every microbatch. Mark it in the example and
+    in each batch; the tensor may have any shape, and other values from batch to batch.
+
+    Raises: PlanError: it is not given a tensor.
+
+    >>> import torch, shardwright as sw
+    >>> class Shifted(torch.nn.Linear):
+    ...     def forward(self, x, positions):
+    ...         return super().forward(x + positions)
+    >>> batch = ((torch.ones(4, 3), sw.whole(torch.arange(3.0))), torch.zeros(4, dtype=torch.int64))
+    >>> print(sw.verify(Shifted(3, 2), "dp2 mb2", [batch]))
+    equal to one device: loss, 2 gradients and 1 steps on 2 ranks, ...
+    """
+    if isinstance(tensor, Tensor):
+        return Whole(tensor)
+    raise PlanError(
+        "sw.whole marks one tensor",
+        given=type(tensor).__name__,
+        allowed="a tensor that has no samples in dim 0; values that are no tensors go to every rank anyway",
+        fix="write sw.whole(torch.as_tensor(value)), or leave the mark out",
+    )
+
+
+def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
+    """Marks a tensor among a batch's inputs in whose dim 0 sample i has ``counts[i]`` rows, one sample after the other.
+
+    The patches of pictures of several sizes are given so, and the sizes of a sample's pictures. Each rank and
+    microbatch is given the rows of its own samples, and the model is called with the tensor itself. Mark it in the
+    example and in each batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
+    dropout in whose numbers rows are counted is refused.
+
+    Raises: PlanError: it is not given a tensor, or the counts do not add up to its size in dim 0.
+
+    >>> import torch, shardwright as sw
+    >>> class Counts(torch.nn.Linear):
+    ...     def forward(self, patches, lengths):
+    ...         parts = super().forward(patches).split(lengths.tolist())
+    ...         return torch.stack([each.sum(0) for each in parts])
+    >>> inputs = sw.packed(torch.ones(6, 3), [1, 3, 0, 2]), torch.tensor([1, 3, 0, 2])
+    >>> print(sw.verify(Counts(3, 2), "dp2", [(inputs, torch.zeros(4, dtype=torch.int64))]))
+    equal to one device: loss, 2 gradients and 1 steps on 2 ranks, ...
+    """
+    numbers = tuple(map(int, counts))
+    if isinstance(tensor, Tensor) and tensor.dim() and sum(numbers) == len(tensor) and min(numbers, default=0) >= 0:
+        return SampleRows(tensor, numbers)
+    shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise PlanError(
+        "sw.packed marks a tensor with the number of rows that each sample has",
+        given=f"{shape}, and {len(numbers)} samples of {sum(numbers)} rows",
+        allowed="a tensor whose dim 0 has all rows, those of the first sample first",
+        fix="write sw.packed(tensor, counts), with one number for each sample",
+    )
+
+
+def is_mark(leaf: Any) -> bool:
+    """Returns whether a value is a mark that :func:`whole` or :func:`packed` makes."""
+    return isinstance(leaf, Whole | SampleRows)
+
+
+def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns nested values of other samples: with ``function`` applied to each tensor that has samples in dim 0.
+
+    ``function`` takes some places along dim 0, as ``tensor[2:5]`` does. Of packed tensors the rows of these samples are
+    taken; those that are marked as whole stay as they are.
+
+    >>> map_samples({"x": torch.arange(4), "n": packed(torch.arange(5), [2, 0, 1, 2])}, lambda t: t[2:])
+    {'x': tensor([2, 3]), 'n': SampleRows(tensor=tensor([2, 3, 4]), counts=(1, 2))}
+    """
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, SampleRows):
+            return leaf.of(function(torch.arange(len(leaf.counts))).tolist())
+        return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+    if isinstance(tree, Tensor):  # ten times as fast as walking through a tree
+        return function(tree)
+    return tree_map(mapped, tree, is_leaf=is_mark)
+
+
+def sample_tensors(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested values that have samples in dim 0: all but those that are marked."""
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, Tensor)]
+
+
+def marks_in(tree: Any) -> list[Whole | SampleRows]:
+    """Returns the marks in nested values."""
+    return [] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf)]
+
+
+def packed_in(tree: Any) -> list[SampleRows]:
+    """Returns the packed tensors in nested values."""
+    return [mark for mark in marks_in(tree) if isinstance(mark, SampleRows)]
+
+
+def unmarked(tree: Any) -> Any:
+    """Returns nested values as a model takes them: with the marked tensors, without the marks."""
+    if not marks_in(tree):
+        return tree
+    return tree_map(lambda leaf: leaf.tensor if is_mark(leaf) else leaf, tree, is_leaf=is_mark)
