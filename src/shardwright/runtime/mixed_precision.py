@@ -5,9 +5,9 @@ Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 
 LEAST_SCALE = 1.0
-
-BLOCK_BYTES = 2**25
-"""How many bytes of gradients are widened together, in one kernel on an accelerator: 32 MiB, held twice meanwhile."""
 
 
 class MasterWeights:
@@ -46,6 +43,7 @@ class MasterWeights:
             if name not in sharded and plan.compute_dtypes[name] != p.dtype
         }
         self.fp32_sums = plan.fp32_sums & self.parameters.keys()
+        self._groups = [[name for name in group.parameters if name in self.parameters] for group in plan.param_groups]
         self.masters = {
             name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.parameters.items()
         }
@@ -91,13 +89,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def _move_gradients(self, names: Collection[str]) -> None:
-        pairs = [(self.parameters[name], self.masters[name]) for name in names]
-        for some in _in_blocks([(p, master) for p, master in pairs if p.grad is not None]):
-            gradients = [torch.empty_like(p.grad, dtype=master.dtype) for p, master in some]
-            torch._foreach_copy_(gradients, [p.grad for p, _ in some])
-            for (parameter, master), gradient in zip(some, gradients, strict=True):
+        for group in self._groups:
+            some = [name for name in group if name in names and self.parameters[name].grad is not None]
+            if not some:
+                continue
+            narrow = [cast(Tensor, self.parameters[name].grad) for name in some]
+            gradients = [
+                torch.empty_like(each, dtype=self.masters[n].dtype) for n, each in zip(some, narrow, strict=True)
+            ]
+            torch._foreach_copy_(gradients, narrow)  # few kernels on an accelerator
+            for name, gradient in zip(some, gradients, strict=True):
+                master = self.masters[name]
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                parameter.grad = None
+                self.parameters[name].grad = None
+            del narrow
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -191,18 +196,6 @@ def _lost_write(name: str) -> PlanError:
         fix=f"write to run.parameters['{name}'], then run.changed(); or run.load_state_dict({{...}}, strict=False), "
         "which takes whole tensors by name",
     )
-
-
-def _in_blocks(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Yields pairs of a parameter and its master in lists of about ``BLOCK_BYTES``, and of one pair at least."""
-    block: list[tuple[nn.Parameter, nn.Parameter]] = []
-    for pair in pairs:
-        block.append(pair)
-        if sum(master.nbytes for _, master in block) >= BLOCK_BYTES:
-            yield block
-            block = []
-    if block:
-        yield block
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
