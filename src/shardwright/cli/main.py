@@ -250,7 +250,7 @@ def verify(
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
-    from_weights = {"weights": weights, "weights_prefix": weights_prefix, "averages": averages}
+    from_weights: dict[str, Any] = {"weights": weights, "weights_prefix": weights_prefix, "averages": averages}
     config = config_of(shared, {"seq": 64}, steps=steps, **from_weights)
     opt.check_one_process(config)
     check_can_start(Layout.parse(config.layout).num_ranks, backend)
