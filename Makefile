@@ -71,8 +71,8 @@ $(BROWSER_READY): constraints-browser.txt
 	  --constraint constraints-browser.txt selenium pytest pytest-timeout
 	@touch $@
 
-test-browser: $(READY) $(BROWSER_READY)  ## the pages in Chromium, where Debian's chromium and chromium-driver are (1 minute)
-	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py
+test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and the site if it is built (2 minutes)
+	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py tests_browser/test_site.py
 
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and a job on a real Slurm where Debian's is installed (5 minutes)
 	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py

@@ -49,7 +49,7 @@ def main() -> None:
     tiny = TINY if options.smallest else []
     sizes = TINY if options.smallest else ["--batch", "16", "--seq", "128"]
     save_every, eval_every, num_bytes = ("1", "2", "8") if options.smallest else ("100", "50", "240")
-    common = ["--steps", str(steps), *sizes, "--lr", "0.002", "--eval-every", eval_every]
+    common = ["--steps", str(steps), *sizes, "--lr", "0.002", "--eval-every", eval_every, "--eval-batches", "4"]
 
     run("verify", "--layout", "dp2 tp4", *tiny)
     run("show", "--layout", "dp2 tp2", *tiny)

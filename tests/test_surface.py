@@ -128,11 +128,23 @@ FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--save-async", "--keep", "--check-every"}
-    | {"--eval-every", "--tensorboard", "--logger", "--profile", "--deterministic", "--debug", "--timeout-s"}
+    | {
+        "--eval-every",
+        "--eval-batches",
+        "--ema",
+        "--averages",
+        "--tensorboard",
+        "--logger",
+        "--profile",
+        "--deterministic",
+        "--debug",
+        "--timeout-s",
+    }
     | {"--bind-cores", "--grace-s"}
     | {"--weights", "--weights-prefix", "--cluster"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
-    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks", "--weights", "--weights-prefix"},
+    "verify": RUN
+    | {"--data", "--steps", "--seed", "--dtype", "--ranks", "--weights", "--weights-prefix", "--averages"},
     "show": RUN
     | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--nodes", "--ranks"}
     | {"--cluster", "--data"},
@@ -140,7 +152,8 @@ FLAGS = {
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html", "--replay"},
     "report": {"RUNS", "--from", "--compare", "--model", "--data", "--out", "--json"},
-    "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--num", "--split", "--ranks", "--json"},
+    "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--num", "--split"}
+    | {"--averages", "--ranks", "--json"},
     "predict": {
         "RUN",
         "--from",
@@ -151,6 +164,7 @@ FLAGS = {
         "--num",
         "--split",
         "--to",
+        "--averages",
         "--ranks",
         "--json",
     },
@@ -165,6 +179,7 @@ FLAGS = {
         "--num",
         "--temperature",
         "--seed",
+        "--averages",
         "--ranks",
         "--json",
     },
@@ -191,10 +206,10 @@ FLAGS = {
 
 OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
-    *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
+    *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches", "ema"),
     "check_every",
     *("measured_costs", "cluster", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
-    *("offload_folder", "weights", "weights_prefix", "logger", "profile"),
+    *("offload_folder", "weights", "weights_prefix", "averages", "logger", "profile"),
 ]
 
 TINY = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4", "--json"]

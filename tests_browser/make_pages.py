@@ -40,7 +40,7 @@ def stretch(folder: Path, num_steps: int, num_ranks: int) -> None:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    train = ["train", "--ranks", "threads", "--eval-every", "2", "--out", out / "small"]
+    train = ["train", "--ranks", "threads", "--eval-every", "2", "--eval-batches", "2", "--out", out / "small"]
     run(*train, "--layout", "dp2 tp2", "--steps", "8", "--stop-at", "4", *TINY)
     run(*train, "--layout", "pp2/1f1b mb4", "--resume", "--stop-at", "8")
     run("train", "--ranks", "threads", "--layout", "dp2", "--steps", "4", *TINY, "--out", out / "long")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from tests_dist.command import (
     end_all,
     family_of,
@@ -30,7 +31,9 @@ from tests_dist.command import (
     wait_for_step,
     within,
 )
+from torch import nn
 
+import shardwright as sw
 from shardwright import command_start, fork_server
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.comm.backends.run_folder import SAVES, run_folder
@@ -243,6 +246,23 @@ def test_a_program_that_starts_ranks_while_a_rank_imports_it_is_told_the_line_to
 
 def no_work(world):
     return world.rank
+
+
+def trains_the_first(world, model, other):
+    run = sw.parallelize(model, "dp2", world, loss=sw.MeanSquaredError())
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    for part in run.shard([(torch.ones(2, 2), torch.ones(2, 1))] * 2):
+        run.step(part)
+        optimizer.step()
+    sw.parallelize(other, "dp2", world).predict(torch.ones(2, 2))
+
+
+def test_the_launcher_is_warned_of_the_model_of_which_ranks_trained_a_copy_and_of_no_other():
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    launch(trains_the_first, 2, model, other)
+    other(torch.ones(1, 2))  # warnings are errors here
+    with pytest.warns(UserWarning, match="ranks that are processes trained copies"):
+        model(torch.ones(1, 2))
 
 
 def test_signals_are_handled_as_before_once_the_ranks_have_ended():

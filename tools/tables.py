@@ -134,6 +134,18 @@ def gpt_step() -> str:
     return "\n".join(lines)
 
 
+def alike_ranks() -> str:
+    """Descriptions of a layout with classes of alike ranks, and with each rank taken for itself."""
+    lines = ["| layout | layers | ranks taken as | CPU s (median) | peak memory, MiB |", "|---|---|---|---|---|"]
+    runs: dict[tuple[str, int, str], list[dict]] = {}
+    for row in newest("alike_ranks")["table"]:
+        runs.setdefault((row["layout"], row["layers"], row["ways"]), []).append(row)
+    for (layout, layers, ways), found in runs.items():
+        seconds, peak = (statistics.median(row[key] for row in found) for key in ("cpu_s", "peak_bytes"))
+        lines.append(f"| `{layout}` | {layers} | {ways} | {seconds:.1f} | {peak / 2**20:.0f} |")
+    return "\n".join(lines)
+
+
 def dropout(what: str) -> str:
     """Masks beside torch's dropout, in nanoseconds an element, or steps of a GPT; before: hashed on the host."""
     result = newest("dropout")
@@ -728,7 +740,9 @@ def every_benchmark() -> str:
         names = re.findall(r"<!-- table: (.+?) -->", text)
         folder = path.parent.name
         parts.append(f"## {title}\n\n[How, and what follows](../benchmarks/{folder}/README.md) (`benchmarks/{folder}`)")
-        parts += [TABLES[name]() for name in names] or ["Nothing was measured yet."]
+        has_rows = any((path.parent / "results").glob("*.json"))
+        without = "The figures are on that page." if has_rows else "Nothing was measured yet."
+        parts += [TABLES[name]() for name in names] or [without]
     return "\n\n".join(parts)
 
 
@@ -748,6 +762,7 @@ TABLES = {
     "13b search": partial(layouts_13b, "search"),
     "13b layouts": partial(layouts_13b, "layouts"),
     "gpt_step": gpt_step,
+    "alike_ranks": alike_ranks,
     "dropout masks": partial(dropout, "masks"),
     "dropout steps": partial(dropout, "steps"),
     "cluster": cluster,

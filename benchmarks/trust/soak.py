@@ -48,7 +48,7 @@ def soak(layout, steps, every, seconds, base):
     out, folder, rows = base / "run", base / "tmp", []
     folder.mkdir()
     command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", layout, *FLAGS, "--steps", str(steps)]
-    command += ["--save-every", str(every), "--eval-every", str(every), "--out", str(out)]
+    command += ["--save-every", str(every), "--eval-every", str(every), "--eval-batches", "4", "--out", str(out)]
     end, environment = time.monotonic() + seconds, os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (base / "said").open("w") as said:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)

@@ -141,6 +141,26 @@ def test_averages_of_a_checkpoint_are_exported(tmp_path):
     assert not torch.equal(averaged, last)
 
 
+def test_each_command_that_reads_a_run_takes_its_averages(trained, tmp_path):
+    words = ["--ranks", "threads", "--out", tmp_path / "run", "--eval-every", "3", "--eval-batches", "2", *TINY]
+    done("train", *words, "--layout", "dp2", "--steps", 3, "--lr", "0.1", "--warmup", "0", "--ema", "0.5")
+    given = [tmp_path / "run", "--layout", "tp2"]
+    for words in (
+        ["evaluate", *given, "--num", "2"],
+        ["predict", *given, "--num", "1"],
+        ["sample", *given, "--num", 3],
+    ):
+        last, averaged = done(*words), done(*words, "--averages")
+        assert averaged.keys() == last.keys()
+        assert words[0] != "evaluate" or averaged["loss"] != last["loss"]
+        refused = run(words[0], trained, *words[2:], "--averages")
+        assert refused.exit_code == 2
+        assert "has no averages of parameters" in refused.stderr
+    weights = ["--weights", tmp_path / "run", "--averages"]
+    assert done("verify", "--layout", "dp2", "--steps", 1, *TINY, *weights)["equal"]
+    assert "add --weights RUN" in run("verify", "--layout", "dp2", *TINY, "--averages").stderr
+
+
 def test_an_evaluation_of_loaded_weights_goes_on_where_the_run_was(trained, tmp_path):
     words = ["--ranks", "threads", "--steps", 1, "--lr", "0", *TINY]
     once = done("train", *words, "--out", tmp_path / "one", "--weights", trained, "--layout", "dp2 bf16")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import shardwright as sw
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, sum_and_count
@@ -148,6 +149,34 @@ def test_what_is_no_tensor_is_refused_with_a_line_that_works(output, targets, fi
     with pytest.raises(PlanError, match="takes one tensor as") as found:
         CrossEntropy()(output, targets)
     assert str(found.value).endswith(fix)
+
+
+class Causal(nn.Module):
+    """Returns the logits of the next token in a mapping, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7))
+
+    def forward(self, ids):
+        return {"logits": self.layers(ids)}
+
+
+@pytest.mark.parametrize("line", ["dp2 tp2", "pp2 mb2"])
+def test_the_line_for_causal_language_models_shifts_their_labels(line):
+    ids, loss = torch.arange(24).view(4, 6) % 7, CrossEntropy(label_smoothing=0.1)
+    model = Causal()
+    with pytest.raises(PlanError, match="the tokens themselves") as found:
+        loss(model(ids), ids)
+    code = str(found.value).rpartition("or ")[2]
+    assert code == "sw.CrossEntropy(label_smoothing=0.1)(output['logits'][:, :-1], targets[:, 1:])"
+    proposed = eval(f"lambda output, targets: {code}", {"sw": sw})
+    loss_sum, count = proposed(model(ids), ids)
+    expected = functional.cross_entropy(
+        model(ids)["logits"][:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(loss_sum / count, expected)
+    assert sw.verify(model, line, [(ids, ids)], loss=proposed).equal
 
 
 @pytest.mark.parametrize("count", ["three", None, object(), [1, 2], torch.ones(2), 10**400, {}])

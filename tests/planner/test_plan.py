@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from functools import cache
 
@@ -317,6 +318,17 @@ def test_the_bubble_of_a_price_is_that_of_all_stages():
     )
 
 
+@pytest.mark.parametrize("quiet_s", [-1.0, 1e9])
+def test_a_long_search_says_on_standard_error_what_it_has_priced(monkeypatch, quiet_s):
+    monkeypatch.setattr("shardwright.cli.planning._QUIET_S", quiet_s)
+    words = ["plan", "--model", "mlp", "--cluster", "a100-80gb:1x2", "--batch", "8", "--most-priced", "1", "--json"]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    (best,) = [row["layout"] for row in json.loads(found.stdout)["layouts"]]
+    assert (f"priced {best}: " in found.stderr) is (quiet_s < 0)
+    assert not logging.getLogger("shardwright.planner").handlers
+
+
 def test_the_help_says_that_a_plan_without_a_layout_searches_and_a_layout_of_few_ranks_which_cluster_to_write():
     said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
     assert "(a search)" in said
@@ -330,7 +342,7 @@ def test_a_model_of_unlike_blocks_is_rehearsed_whole_and_says_so():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 24), nn.Linear(24, 4))
     batch = torch.ones(8, 8), torch.zeros(8, dtype=torch.long)
     plans = plan_layouts(model, CLUSTER[2], batch, layout="pp2 mb2")
-    assert "rehearsed whole: no two blocks of the model are alike" in plans.text()
+    assert "pp2 mb2: rehearsed whole, which takes longer: no two blocks of the model are alike" in plans.text()
     assert len(plans.best.memory) == 2
 
 

@@ -27,8 +27,11 @@ def refused(kind, call, *args, **named):
     [
         *(("grace_s", value) for value in (NAN, INFINITY, -1.0, 0, 1e300)),
         *((key, value) for key in ("lr", "clip", "weight_decay", "timeout_s") for value in (NAN, INFINITY, -1.0)),
-        *((key, 0) for key in ("batch", "seq", "steps", "eval_batches", "timeout_s")),
-        *((key, -1) for key in ("batch", "steps", "warmup", "save_every", "keep", "eval_every", "stop_at")),
+        *((key, 0) for key in ("batch", "seq", "steps", "timeout_s")),
+        *(
+            (key, -1)
+            for key in ("batch", "steps", "warmup", "save_every", "keep", "eval_every", "eval_batches", "stop_at")
+        ),
         ("weight_decay", 1.0),
         ("schedule", "sine"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.models.model_loss import ModelLoss
+from shardwright.train import loop
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import global_batch, open_data
 from shardwright.train.loop import train
@@ -229,6 +230,64 @@ def test_each_target_that_is_not_ignored_counts_the_same_in_whichever_batch_it_i
     assert read_metrics(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
     kept = targets != -100
     assert found["accuracy"] == pytest.approx((outputs.argmax(-1) == targets)[kept].float().mean().item())
+
+
+@pytest.mark.parametrize("line", ["single", "dp2 mb2"])
+@pytest.mark.parametrize(("most", "num"), [(0, 7), (1, 3), (2, 6), (9, 7)])
+def test_all_held_out_data_are_evaluated_or_as_many_batches_as_are_asked_for(tmp_path, monkeypatch, line, most, num):
+    data = [(x.clone(), y.clone()) for x, y in (*tokens("eval"), *tokens("train")[:3])]  # 7 samples, in batches of 3
+    monkeypatch.setattr(sys.modules["mine"], "seven", lambda split: data, raising=False)
+    names = {"model": "mine:language_model", "data": "mine:seven", "batch": 3}
+    options = config(layout=line, eval_every=3, eval_batches=most, **names)
+    train(options, tmp_path / "run", ranks="threads")
+    expected = evaluate(options, tmp_path / "run", Layout.parse("single"), num=num)
+    assert expected["samples"] == num
+    assert read_metrics(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero3"])
+def test_averages_that_a_run_keeps_are_evaluated_and_another_run_starts_from_them(tmp_path, line):
+    names = {"model": "mine:language_model", "data": "mine:tokens", "eval_every": 1, "batch": 2, "warmup": 0, "lr": 0.1}
+    options = config(layout=line, ema=0.5, **names)
+    train(options, tmp_path / "run", ranks="threads")
+    train(replace(options, steps=3, stop_at=2), tmp_path / "parts", ranks="threads")
+    train(replace(options, layout="tp2"), tmp_path / "parts", ranks="threads", resume=True)
+    found = evaluate(options, tmp_path / "run", Layout.parse("dp2"), averages=True)["loss"]
+    last = evaluate(options, tmp_path / "run", Layout.parse("dp2"))["loss"]
+    rows = read_metrics(tmp_path / "run")
+    assert abs(found - last) > 1e-3
+    assert rows[-1]["eval_loss"] == pytest.approx(found, abs=1e-6)
+    assert rows[0]["eval_loss"] != pytest.approx(last, abs=1e-3)
+    other = [row["eval_loss"] for row in read_metrics(tmp_path / "parts")]
+    assert [row["eval_loss"] for row in rows] == pytest.approx(other, abs=1e-5)
+    outputs = [predict(options, tmp_path / "run", Layout.parse("single"), averages=each) for each in (False, True)]
+    assert outputs[0]["step"] == outputs[1]["step"] == 3
+    begun = config(weights=str(tmp_path / "run"), averages=True, **{**names, "lr": 0.0, "eval_batches": 0})
+    train(begun, tmp_path / "begun", ranks="threads")
+    assert read_metrics(tmp_path / "begun")[-1]["eval_loss"] == pytest.approx(found, abs=1e-5)
+
+
+def test_averages_are_those_of_weights_that_are_named():
+    with pytest.raises(PlanError, match="averages without weights"):
+        config(averages=True)
+
+
+def test_a_stop_signal_ends_an_evaluation_before_its_next_batch(tmp_path, monkeypatch):
+    read, plain = [], loop.global_batch
+
+    def noted(dataset, indices):
+        read.append(len(indices))
+        return plain(dataset, indices)
+
+    names = {"model": "mine:language_model", "data": "mine:tokens", "eval_every": 1, "batch": 1}
+    monkeypatch.setattr(loop, "global_batch", noted)
+    stop = loop.Stop()
+    stop.request()
+    summary = train(config(layout="single", **names), tmp_path / "run", ranks="threads", stop=stop)
+    (row,) = read_metrics(tmp_path / "run")
+    assert summary["stopped"]
+    assert "eval_loss" not in row
+    assert len(read) == 3, "the batch of the step, the first one to evaluate, and what is read for the next step"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_predicted(tmp_path):

@@ -259,14 +259,39 @@ def test_weights_of_another_program_are_not_replaced_but_by_force(tmp_path, kind
     sw.save_weights(tmp_path / "a.pt", folder, **options)  # now it is this library's own
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.bin"])
+def test_a_single_file_of_another_program_is_not_replaced_but_by_force(tmp_path, name):
+    torch.save({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, tmp_path / "a.pt")
+    file, theirs = tmp_path / name, {"weight": torch.zeros(2)}
+    if file.suffix == ".safetensors":
+        save_file(theirs, file, {"format": "pt"})
+    else:
+        torch.save(theirs, file)
+    before = file.read_bytes()
+    with pytest.raises(CheckpointError, match=r"would be replaced[\s\S]*which shardwright has not written"):
+        sw.save_weights(tmp_path / "a.pt", file)
+    sw.launch(_refused, 2, file, "which shardwright has not written", {}, ranks="threads")
+    assert file.read_bytes() == before
+    sw.save_weights(tmp_path / "a.pt", file, force=True)
+    sw.save_weights(tmp_path / "a.pt", file)  # now it is this library's own
+    if file.suffix != ".safetensors":
+        for options in ({}, {"mmap": True}):
+            found = torch.load(file, weights_only=True, **options)
+            assert [*found] == ["weight", "bias"]
+            assert torch.equal(found["weight"], torch.ones(4, 4))
+    file.write_bytes(b"")
+    sw.save_weights(tmp_path / "a.pt", file)  # an empty file has nothing to lose
+
+
 def test_what_a_run_was_filled_from_is_not_replaced_but_by_force(tmp_path):
     torch.save({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, tmp_path / "a.pt")
-    sw.save_weights(tmp_path / "a.pt", tmp_path / "first")
+    for first in ("first", "first.pt"):
+        sw.save_weights(tmp_path / "a.pt", tmp_path / first)
     plain = nn.Linear(4, 4)
 
     def work(world):
         run = sw.parallelize(plain, "dp2", world)
-        for source in (tmp_path / "first", tmp_path / "a.pt"):
+        for source in (tmp_path / "first", tmp_path / "first.pt"):
             sw.load_weights(run, source)
             with pytest.raises(CheckpointError, match="what was read from there"):
                 sw.save_weights(run, source)

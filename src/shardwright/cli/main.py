@@ -86,7 +86,16 @@ def train(
         typer.Option("--save-async/--no-save-async", help="Write checkpoints beside training.", show_default=False),
     ] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 0 for all.", show_default="3")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations of a few batches; 0: none.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between evaluations of the held-out data; 0: none.", show_default="0")
+    ] = None,
+    eval_batches: Annotated[
+        int | None, typer.Option(help="Evaluate this many batches only, the first ones; 0: all.", show_default="0")
+    ] = None,
+    ema: Annotated[
+        float | None,
+        typer.Option(help="Average the parameters with this decay, as 0.999, and evaluate these averages; 0: do not."),
+    ] = None,
     check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
     logger: Annotated[
@@ -118,6 +127,9 @@ def train(
     weights_prefix: Annotated[
         str | None, typer.Option(help="What names in --weights have before those of the model, such as 'model.'.")
     ] = None,
+    averages: Annotated[
+        bool | None, typer.Option("--averages", help="Of --weights, a run, take the averages (EMA).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
     changed_data: Annotated[
         bool, typer.Option("--changed-data", help="Resume even if the data have changed since the run was started.")
@@ -137,7 +149,7 @@ def train(
     config = config_of(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
-        eval_every=eval_every, check_every=check_every,
+        eval_every=eval_every, eval_batches=eval_batches, ema=ema, averages=averages, check_every=check_every,
         tensorboard=tensorboard, logger=logger, profile=profile, deterministic=deterministic, debug=debug,
         timeout_s=timeout_s, bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, weights=weights,
         weights_prefix=weights_prefix, cluster=cluster, fits=out,
@@ -224,6 +236,7 @@ def verify(
     ranks: Annotated[str, opt.RANKS] = "threads",
     weights: Annotated[str, typer.Option(help="Compare with these weights, as train takes them.")] = "",
     weights_prefix: Annotated[str, typer.Option(help="What names in --weights begin with, such as 'model.'.")] = "",
+    averages: Annotated[bool, typer.Option("--averages", help="Of --weights, a run, take the averages (EMA).")] = False,
     as_json: Json = False,
 ) -> None:
     """Compares a layout with one device: the loss, every gradient, the parameters after some steps.
@@ -240,7 +253,8 @@ def verify(
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
-    config = config_of(shared, {"seq": 64}, steps=steps, weights=weights, weights_prefix=weights_prefix)
+    from_weights: dict[str, Any] = {"weights": weights, "weights_prefix": weights_prefix, "averages": averages}
+    config = config_of(shared, {"seq": 64}, steps=steps, **from_weights)
     opt.check_one_process(config)
     num_ranks = Layout.parse(config.layout).num_ranks
     check_can_start(num_ranks, backend)
@@ -369,6 +383,7 @@ def sample(
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
     num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the most likely token.")] = 0.8,
+    averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
@@ -381,7 +396,7 @@ def sample(
     trained = TrainConfig(**read_run(run, model=shared.get("model"), data=shared.get("data")))
     text = draw(
         trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
-        ranks=opt.ranks_of(ranks),
+        averages=averages, ranks=opt.ranks_of(ranks),
     )  # fmt: skip
     emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
 

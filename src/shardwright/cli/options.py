@@ -90,6 +90,7 @@ def run_folder(place: Path | None, named: Path | None) -> Path:
     return place or named or Path("runs/train")
 
 
+AVERAGES = typer.Option("--averages", help="The averages (EMA) of the checkpoint in place of its parameters.")
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")
 

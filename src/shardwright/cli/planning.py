@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.cli import options as opt
-from shardwright.cli.options import emit, report_errors, with_shared
+from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from shardwright.planner.explain import PriceDifference
     from shardwright.planner.plans import Plans
     from shardwright.train.config import TrainConfig
+
+
+_QUIET_S = 3.0
+"""Seconds of a search after which it is said what was priced."""
 
 
 def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
@@ -120,10 +127,11 @@ def plan(
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
     )  # fmt: skip
     words = [word.strip() for word in without.split(",") if word.strip()]
-    found = [
-        price(cluster=each, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
-        for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
-    ]
+    with _says_what_it_does():
+        found = [
+            price(cluster=each, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
+            for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
+        ]
     said = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
     texts = [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
     compared: list[PriceDifference] = []
@@ -135,6 +143,33 @@ def plan(
     _draw(found[0], compared, png, html, title=f"Plan for {config.model}")
     if not any(plans.fits(plans.best) for plans in found):
         raise typer.Exit(opt.BAD_INPUT)
+
+
+class _SearchLog(logging.Handler):
+    """Prints what a search has priced on standard error, once it has taken a few seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._start_s = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints the message of a record."""
+        if (seconds := time.monotonic() - self._start_s) > _QUIET_S:
+            warn(f"{record.getMessage()} ({seconds:.0f} s)")
+
+
+@contextmanager
+def _says_what_it_does() -> Iterator[None]:
+    """Returns a context in which a search prints what it has priced."""
+    log, handler = logging.getLogger("shardwright.planner"), _SearchLog()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _draw(

@@ -47,6 +47,7 @@ def evaluate(
     from_: From = None,
     num: Annotated[int, typer.Option(help="Samples to read; 0 for all of the split.")] = 0,
     split: Split = "eval",
+    averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Annotated[bool, opt.JSON] = False,
 ) -> None:
@@ -57,11 +58,12 @@ def evaluate(
     config, layout = _trained(run, shared)
     if num < 0:
         raise PlanError("'num' is out of range", given=num, allowed="0 or more", fix="--num 0")
-    found = of_run(config, run, layout, num=num, split=_split_of(split), ranks=opt.ranks_of(ranks))
+    options: dict[str, Any] = {"split": _split_of(split), "averages": averages, "ranks": opt.ranks_of(ranks)}
+    found = of_run(config, run, layout, num=num, **options)
     right = "" if found["accuracy"] is None else f", {found['accuracy']:.1%} right"
     text = (
         f"loss {found['loss']:.4f}{right}: {found['samples']} samples of {split}, step {found['step']}, "
-        f"under {found['layout']}"
+        f"under {found['layout']}{', averages' if averages else ''}"
     )
     emit(found, text, as_json=as_json)
 
@@ -75,6 +77,7 @@ def predict(
     num: Annotated[int, typer.Option(help="Samples to predict, from the first on.")] = 10,
     split: Split = "eval",
     to: Annotated[Path | None, typer.Option(help="Write all outputs and targets into this .safetensors file.")] = None,
+    averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Annotated[bool, opt.JSON] = False,
 ) -> None:
@@ -83,7 +86,8 @@ def predict(
 
     run = opt.run_folder(run, from_)
     config, layout = _trained(run, shared)
-    found = of_run(config, run, layout, num=num, split=_split_of(split), to=to, ranks=opt.ranks_of(ranks))
+    options: dict[str, Any] = {"split": _split_of(split), "averages": averages, "ranks": opt.ranks_of(ranks)}
+    found = of_run(config, run, layout, num=num, to=to, **options)
     pairs = found["texts"] or list(zip(found["predictions"], found["targets"], strict=True))
     lines = [f"{i}: {_shown(value)} (is {_shown(target)})" for i, (value, target) in enumerate(pairs)]
     if found["texts"] is None and any(isinstance(value, list) and isinstance(value[0], int) for value, _ in pairs):

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from shardwright.cli.options import JSON, emit, report_errors
+from shardwright.cli.options import AVERAGES, JSON, emit, report_errors
 from shardwright.comm.launch import launch
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
@@ -47,9 +47,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="as stored")] = None,
     prefix: Annotated[str, typer.Option(help="What each name gets before it, such as 'model.'.")] = "",
     max_file_gb: Annotated[float, typer.Option(help="GB of tensors in one file of a folder.")] = MOST_FILE_BYTES / 1e9,
-    averages: Annotated[
-        bool, typer.Option("--averages", help="The averages (EMA) of run.average in place of the parameters.")
-    ] = False,
+    averages: Annotated[bool, AVERAGES] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replaces what is there, also weights of others, such as pretrained ones.")
     ] = False,
@@ -115,7 +113,7 @@ def opened_with_weights(config: TrainConfig) -> TrainingJob:
 
     def loaded(world: World) -> dict[str, Tensor]:
         run = parallelize(job.model, "single", world, loss=job.loss)
-        load_weights(run, config.weights, names=config.weights_prefix)
+        load_weights(run, config.weights, names=config.weights_prefix, averages=config.averages)
         return run.state_dict()
 
     (state,) = launch(loaded, 1, ranks="threads")

@@ -54,7 +54,8 @@ def launch(
     ``ranks_or_layout`` is the number of ranks, or a layout, which may be text such as "dp2 tp2", that fixes the number.
 
     ``ranks="threads"`` runs the ranks as threads of this process. ``"processes"`` starts them on this machine, without
-    a socket that another machine could connect to, and pickles ``work``, its arguments and its results. Functions of a
+    a socket that another machine could connect to, and pickles ``work``, its arguments and its results: a model among
+    these is copied, and the caller's keeps its values, of which it is warned where ranks have trained. Functions of a
     notebook or an interactive session, and functions inside of functions of a script, then need the package
     cloudpickle. But in a process that is already a rank (of ``torchrun``, ``srun`` or ``mpirun``) it joins that run and
     returns a list with this rank's result alone.

@@ -182,6 +182,9 @@ def check_tensors(output: object, targets: object, loss: str) -> None:
         ]
         fix = "return it alone, or give a loss of your own: loss=lambda output, targets:\n           "
         fix += f"{loss}({', '.join(taken)})"
+        if value is output and part.strip("[].'") == "logits" and isinstance(targets, Tensor) and targets.dim() > 1:
+            fix += ".\n           Labels of causal language models are the tokens themselves, which the model shifts:"
+            fix += f"\n           loss=sw.ModelLoss(), or {loss}(output{part}[:, :-1], targets[:, 1:])"
         if what == "the targets" and value is None:
             fix = "give batches of pairs (inputs, targets)"
         raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

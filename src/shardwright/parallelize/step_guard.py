@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwright.comm.trained_copies import ON_RETURN, note_trained
 from shardwright.errors import PlanError, explain
 from shardwright.parallelize.optimizer_groups import check_groups
 from shardwright.parallelize.update_log import UpdateLog
@@ -285,10 +286,10 @@ def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         guard.after_update(optimizer)
 
 
-_UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...]]] = {}
+_UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...], bool]] = {}
 """Plain models whose runs have taken an update, by id, each with the versions of its parameters when the run was made.
 
-Ranks that are threads share it.
+The last is whether ranks that are processes have trained copies of it. Ranks that are threads share the dict.
 """
 
 
@@ -297,30 +298,41 @@ def _version_of(model: nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((id(p), 0 if p.is_inference() else p._version) for p in model.parameters())
 
 
-def _has_trained(plain: ReferenceType[nn.Module], version: tuple[tuple[int, int], ...]) -> None:
-    """Remembers that a run has updated its parameters, so that the plain model it was made of holds older values."""
+def _has_trained(
+    plain: ReferenceType[nn.Module], version: tuple[tuple[int, int], ...], *, elsewhere: bool = False
+) -> None:
+    """Remembers that a run has updated its parameters, so that the plain model it was made of holds older values.
+
+    ``elsewhere`` says that it was a run of ranks which are processes, of a copy of the model.
+    """
     if (model := plain()) is None:
         return
+    note_trained(model)
     if nn.Module.eval is _EVAL:  # the first one of this process
         _look_before_reading()
     key = id(model)
-    _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version
+    _UNTRAINED[key] = ref(model, lambda _: _UNTRAINED.pop(key, None)), version, elsewhere
     if not isinstance(model._compiled_call_impl, _ReadGuard):
         vars(model)[_CALL] = _ReadGuard(model)
 
 
 def _warn_of_old_values(model: nn.Module, call: str, fix: str, stacklevel: int = 3) -> None:
     """Warns, once a model, if its run has trained and it still has the values of before."""
-    plain, version = _UNTRAINED.get(id(model), (None, ()))
+    plain, version, elsewhere = _UNTRAINED.get(id(model), (None, (), False))
     if plain is None or plain() is not model or _UNTRAINED.pop(id(model), None) is None:  # another rank has warned
         return
     if version == _version_of(model):
         warnings.warn(
             explain(
                 f"{call} is of the plain model, which still has the values of before training",
-                given="a model that sw.parallelize was given: a run trains a copy of it",
+                given="a model of the process that called sw.launch: ranks that are processes trained copies of it"
+                if elsewhere
+                else "a model that sw.parallelize was given: a run trains a copy of it",
                 allowed="the run, or the plain model after model.load_state_dict(run.state_dict())",
-                fix=fix,
+                fix="return run.state_dict() from the function that ranks run, and write "
+                "model.load_state_dict(sw.launch(...)[0]); or call it there: run.evaluate(batch), run.predict(inputs)"
+                if elsewhere
+                else fix,
             ),
             stacklevel=stacklevel,
         )
@@ -440,6 +452,7 @@ def _look_before_clipping() -> None:
     convert_parameters._check_param_device = check_with_look  # type: ignore[assignment]
 
 
+ON_RETURN.append(lambda model: _has_trained(ref(model), _version_of(model), elsewhere=True))
 register_optimizer_step_pre_hook(_before_update)
 register_optimizer_step_post_hook(_after_update)
 _look_before_clipping()

@@ -266,7 +266,11 @@ class Plans:
         The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
         stages with several chunks, and activations that are offloaded, of which the time is not priced.
         """
-        notes = [each.records.note for each in self.layouts if each.records.note]
+        whole: dict[str, list[Layout]] = {}
+        for each in self.layouts:
+            if each.records.note:
+                whole.setdefault(each.records.note, []).append(each.layout)
+        notes = [f"{', '.join(map(str, layouts))}: {said}" for said, layouts in whole.items()]
         chunked = [e.layout for e in self.layouts if e.records.schedule.num_chunks > e.records.schedule.num_stages]
         offloading = [e.layout for e in self.layouts if (e.layout.recompute or "").startswith("offload")]
         for layouts, said in (

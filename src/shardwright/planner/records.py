@@ -301,7 +301,7 @@ def _from_all(shape: _Shape, why: str) -> LayoutRecords:
     planned = planned or shape.planned(shape.job, shape.layout)
     records = _stage_records(shape.rehearsed(planned), planned.schedule, ())
     stages = tuple(StageRecords(each, None) for each in records)
-    note, narrow = f"rehearsed whole: {why}", _sums_narrow(planned.plan.plan, stages)
+    note, narrow = f"rehearsed whole, which takes longer: {why}", _sums_narrow(planned.plan.plan, stages)
     unlike = tuple(() for _ in stages)
     return LayoutRecords(shape.layout, shape.schedule, stages, unlike, shape.counts["rehearsals"], narrow, note)
 

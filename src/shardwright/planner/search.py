@@ -9,6 +9,7 @@ promises more. If none of them fits the memory, a few that are estimated to take
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,9 @@ from shardwright.planner.price import Price, Pricing
 from shardwright.planner.records import LayoutRecords
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import STRATEGIES, choose
+
+LOG = logging.getLogger("shardwright.planner")
+"""Where a search says what it has priced, at level INFO, since it may take minutes."""
 
 MOST_PRICED = 6
 """The layouts that a search prices by default; each takes seconds of rehearsals."""
@@ -333,6 +337,7 @@ class _Search:
         is_held = host_fits(priced, self.estimator.pricing.cluster) is not False
         fits = priced.memory_bytes <= self.wanted.limit_bytes and is_held
         (self.found.fit if fits else self.found.misfits).append(priced)
+        LOG.info("priced %s: %.3g GB, %s", layout, priced.memory_bytes / 1e9, "fits" if fits else "does not fit")
 
 
 def _kind(layout: Layout) -> tuple[object, ...]:

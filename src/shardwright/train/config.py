@@ -43,9 +43,11 @@ class TrainConfig:
     ``shardwright train --help`` explains each option; ``settings`` and ``roles`` are ``--set`` and ``--role`` there.
     ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
     offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder. A run starts from the
-    values in ``weights``, a file or folder, unless it is resumed; names there begin with ``weights_prefix``. ``layout``
-    is stored as the canonical text of the layout line. ``cluster`` is the cluster by which steps are predicted, as in
-    ``shardwright plan``; "" for the one that is found here (:func:`~shardwright.planner.predicted.cluster_here`).
+    values in ``weights``, a file or folder, unless it is resumed; names there begin with ``weights_prefix``, and with
+    ``averages`` they are the averages in a checkpoint. ``ema`` > 0 is the decay of averages that the run itself keeps.
+    ``eval_batches`` > 0 evaluates so many batches only. ``layout`` is stored as the canonical text of the layout line.
+    ``cluster`` is the cluster by which steps are predicted, as in ``shardwright plan``; "" for the one that is found
+    here (:func:`~shardwright.planner.predicted.cluster_here`).
 
     Raises: LayoutError: ``layout`` is not a layout line; PlanError: another option is out of range.
 
@@ -72,7 +74,8 @@ class TrainConfig:
     save_async: bool = False
     keep: int = 3
     eval_every: int = 0
-    eval_batches: int = 4
+    eval_batches: int = 0
+    ema: float = 0.0
     check_every: int = CHECK_EVERY
     measured_costs: bool = False
     cluster: str = ""
@@ -85,17 +88,26 @@ class TrainConfig:
     offload_folder: str = ""
     weights: str = ""
     weights_prefix: str = ""
+    averages: bool = False
     logger: str = ""
     profile: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):
+        for name in ("lr", "weight_decay", "clip", "ema", "timeout_s", "grace_s"):
             check_finite(name, getattr(self, name))
-        check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
+        check_sizes(self, 1, "batch", "seq", "steps")
         check_seed(self.seed)
-        counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "check_every", "profile"
+        counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "eval_batches", "check_every", "profile"
         check_sizes(self, 0, *counts, "clip", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
+        check_fraction("ema", self.ema)
+        if self.averages and not self.weights:
+            raise PlanError(
+                "averages are read in place of the parameters of a checkpoint",
+                given="averages without weights",
+                allowed="both, or neither; a run's own averages are kept by ema",
+                fix="add --weights RUN, or leave out --averages",
+            )
         if not LEAST_TIMEOUT_S <= self.timeout_s <= MOST_TIMEOUT_S:
             raise PlanError(
                 "'timeout_s' is out of range",

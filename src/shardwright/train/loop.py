@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
@@ -49,7 +49,7 @@ from shardwright.train.out_folder import (
     remove_remains,
     writing,
 )
-from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, say
+from shardwright.train.progress import METRICS_FILE, Log, StatusLog, cut_metrics, say
 from shardwright.train.run_figures import check_cluster, note_figures, note_predicted, settled_by_price
 from shardwright.train.run_file import (
     RUN_FILE,
@@ -146,7 +146,9 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved, again = bool(steps_in(out / CHECKPOINTS)), started_again(out)
     if config.weights and not (resume or (again and saved)):
-        open_store(Path(config.weights))  # raises before ranks start; each rank opens it again
+        open_store(
+            Path(config.weights), averages=config.averages
+        )  # raises before ranks start; each rank opens it again
     if again and not saved:
         return
     if resume and not saved and (out / METRICS_FILE).exists():
@@ -224,6 +226,7 @@ class _Training:
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
+        self.averages = self.run.average(self.optimizer, config.ema) if config.ema else None
         self.everyone = world.everyone()
         self.saved: Path | None = None
         self.series = {key: SpacedValues() for key in ("step_ms", "samples_per_s", "tokens_per_s")}
@@ -235,7 +238,7 @@ class _Training:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         elif config.weights:
-            load_weights(self.run, config.weights, names=config.weights_prefix)
+            load_weights(self.run, config.weights, names=config.weights_prefix, averages=config.averages)
         self.first_step = self.run.num_steps
         self._ahead: Microbatch
         self._failure: Exception | None = None
@@ -381,14 +384,34 @@ class _Training:
         memory, bubble = step_usage(self.run, self.everyone)
         row |= {"memory_bytes": memory.peak, "held_bytes": memory.held, "bubble": bubble}
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
-            row["eval_loss"] = self._evaluate()
+            row |= self._evaluate()
         return row
 
-    def _evaluate(self) -> float:
-        size = self.config.batch
-        last = min(self.config.eval_batches, max(len(self.eval_data) // size, 1))
-        batches = [range(i * size, min((i + 1) * size, len(self.eval_data))) for i in range(last)]
-        return self.run.evaluate_all(self._part(self.eval_data, batch) for batch in batches).item()
+    def _evaluate(self) -> dict[str, float]:
+        """Returns the loss on the held-out data, those of the averages if there are some; none if the run is stopped.
+
+        Batches are as equal as they can be: one of few samples would leave ranks and microbatches without any.
+        """
+        most, size = self.config.eval_batches, self.config.batch
+        num = min(most * size, len(self.eval_data)) if most else len(self.eval_data)
+        count = -(-num // size)
+        waited = StatusLog("evaluated" * (self.world.rank == 0), num, "samples")
+        is_stopped = False
+
+        def parts() -> Iterator[Microbatch]:
+            nonlocal is_stopped
+            for i in range(count):
+                start, stop = (num * each // count for each in (i, i + 1))
+                # a stop signal has only so long until ranks are killed, and the step is not saved yet
+                is_stopped = i > 0 and any(self._on_any_rank(self.stop.requested))
+                if is_stopped:
+                    return
+                yield self._part(self.eval_data, range(start, stop))
+                waited.show(stop)
+
+        with self.averages.applied() if self.averages is not None else contextlib.nullcontext():
+            loss = self.run.evaluate_all(parts()).item()
+        return {} if is_stopped else {"eval_loss": loss}
 
     def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
         """Returns this rank's part of the global batch of these samples; other samples are not read."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, read
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
@@ -26,6 +25,7 @@ from shardwright.train.given_data import MapDataset
 from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
 from shardwright.train.progress import StatusLog
+from shardwright.weights.loading import load_weights
 from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
@@ -33,30 +33,32 @@ MOST_SAMPLES = 2**20
 
 
 def evaluate(
-    config: TrainConfig, run: Path, layout: Layout, *, num: int = 0, split: Split = "eval", ranks: Ranks = "threads"
-) -> dict[str, Any]:
+    config: TrainConfig, run: Path, layout: Layout, *, num: int = 0, split: Split = "eval", averages: bool = False,
+    ranks: Ranks = "threads",
+) -> dict[str, Any]:  # fmt: skip
     """Returns the mean loss of the newest checkpoint of ``run`` on a split of its data, as plain data for JSON.
 
     ``config`` is that of the run, and ``layout`` the layout to evaluate under. ``num`` samples are read, or all for 0,
-    in batches of ``config.batch``. The result has the loss, the share of right predictions if targets are classes (else
-    None), the number of samples, the step and the layout. Loss and share are those of all targets, each of which counts
-    the same; targets that the loss ignores do not count.
+    in batches of ``config.batch``. With ``averages``, the parameters are the averages in the checkpoint. The result has
+    the loss, the share of right predictions if targets are classes (else None), the number of samples, the step and the
+    layout. Loss and share are those of all targets, each of which counts the same; targets that the loss ignores do not
+    count.
 
     Raises: PlanError: an option is out of range; LayoutError: the layout does not fit the model or the ranks;
         CheckpointError: ``run`` has no checkpoint that fits; RankFailedError: a rank failed in another way.
     """
-    return launch(_evaluate, layout, config, run, layout, num, split, ranks=ranks)[0]
+    return launch(_evaluate, layout, config, run, layout, num, split, averages, ranks=ranks)[0]
 
 
 def predict(
     config: TrainConfig, run: Path, layout: Layout, *, num: int = 10, split: Split = "eval", to: Path | None = None,
-    ranks: Ranks = "threads",
+    averages: bool = False, ranks: Ranks = "threads",
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what the newest checkpoint of ``run`` predicts for the first ``num`` samples of a split of its data.
 
     If the targets are classes, the result has the likeliest class of each sample, or of each token of it, beside the
     targets; else the outputs. ``texts`` has both as text where the data can turn tokens into it, else it is None. With
-    ``to``, a ``.safetensors`` file, all outputs and targets are written there.
+    ``to``, a ``.safetensors`` file, all outputs and targets are written there. ``averages`` as in :func:`evaluate`.
 
     Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. CheckpointError: it cannot be written,
         which is known before anything is predicted unless the disk is full.
@@ -68,11 +70,11 @@ def predict(
         raise PlanError("outputs are written as safetensors", given=to, allowed="a .safetensors file", fix=fix)
     if to is not None:
         prepare_file(to)
-    return launch(_predict, layout, config, run, layout, num, split, to, ranks=ranks)[0]
+    return launch(_predict, layout, config, run, layout, num, split, averages, to, ranks=ranks)[0]
 
 
 def _opened(
-    world: World, config: TrainConfig, folder: Path, layout: Layout, split: Split
+    world: World, config: TrainConfig, folder: Path, layout: Layout, split: Split, *, averages: bool
 ) -> tuple[Run, Dataset, dict[str, Any]]:
     """Returns the run with the values of its newest checkpoint, the split of its data, and what results begin with."""
     plain, loss, _, data = opened(config, split)
@@ -80,7 +82,7 @@ def _opened(
         plain, layout, world, loss=loss, seed=config.seed, roles=config.roles, example=inputs_of(data, config.batch),
         check_every=0,
     )  # fmt: skip
-    load(folder / CHECKPOINTS, run)
+    load_weights(run, folder / CHECKPOINTS, averages=averages)
     step = read(find(folder / CHECKPOINTS)).step
     return run, data, {"step": step, "layout": str(layout), "split": split}
 
@@ -117,9 +119,9 @@ def _is_shifted(run: Run, data: Dataset) -> bool:
 
 
 def _evaluate(
-    world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split
+    world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split, averages: bool
 ) -> dict[str, Any]:
-    run, data, found = _opened(world, config, folder, layout, split)
+    run, data, found = _opened(world, config, folder, layout, split, averages=averages)
     num = min(num or len(data), len(data))
     right, count = 0, 0
     ignored = getattr(run.loss, "ignore_index", None)
@@ -140,9 +142,10 @@ def _evaluate(
 
 
 def _predict(
-    world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split, to: Path | None
-) -> dict[str, Any]:
-    run, data, found = _opened(world, config, folder, layout, split)
+    world: World, config: TrainConfig, folder: Path, layout: Layout, num: int, split: Split, averages: bool,
+    to: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    run, data, found = _opened(world, config, folder, layout, split, averages=averages)
     num = min(num, len(data))
     outputs, wanted = [], []
     for inputs, targets in _batches(data, num, config.batch, says=f"predicted of {split}" * (world.rank == 0)):

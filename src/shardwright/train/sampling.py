@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.loading import load
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
 from shardwright.comm.world import World
@@ -22,6 +21,7 @@ from shardwright.train.data import global_batch, open_data
 from shardwright.train.opening import inputs_of, opened, other_split
 from shardwright.train.out_folder import CHECKPOINTS
 from shardwright.train.predicting import scores_of
+from shardwright.weights.loading import load_weights
 
 LEAST_TEMPERATURE = 1e-6
 """The temperature below which the most likely token is taken, because logits divided by less may overflow."""
@@ -32,15 +32,15 @@ MOST_SAMPLES = 2**20
 
 def sample(
     config: TrainConfig, run: Path, layout: Layout, *, prompt: str, num: int, temperature: float, seed: int,
-    ranks: Ranks,
+    averages: bool = False, ranks: Ranks,
 ) -> str:  # fmt: skip
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
     ``config`` is the config of that run, and ``layout`` the layout to sample under, whose ranks are threads or
-    processes as ``ranks`` says. For a language model the result is ``prompt`` and ``num`` more bytes, drawn at
-    ``temperature`` with ``seed``; at temperature 0 the likeliest byte is taken. For pictures the result has a line for
-    each of the first ``num`` of the eval split: the predicted class and, if that is wrong, the true class. Its last
-    line counts the right predictions.
+    processes as ``ranks`` says. With ``averages``, the parameters are the averages in the checkpoint. For a language
+    model the result is ``prompt`` and ``num`` more bytes, drawn at ``temperature`` with ``seed``; at temperature 0 the
+    likeliest byte is taken. For pictures the result has a line for each of the first ``num`` of the eval split: the
+    predicted class and, if that is wrong, the true class. Its last line counts the right predictions.
 
     Raises: PlanError: an argument is out of range, the prompt is empty, or the model's targets are not classes;
         LayoutError: the layout does not fit the model or the ranks; CheckpointError: ``run`` has no checkpoint that
@@ -52,12 +52,12 @@ def sample(
     check_seed(seed)
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
-    return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, ranks=ranks)[0]
+    return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, averages, ranks=ranks)[0]
 
 
 def _rank(
     world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str, num: int, temperature: float,
-    seed: int,
+    seed: int, averages: bool,
 ) -> str:  # fmt: skip
     """Runs on each rank: loads the checkpoint, then generates text byte by byte or classifies pictures."""
     with without_values():
@@ -71,7 +71,7 @@ def _rank(
         plain, layout, world, loss=loss, seed=config.seed, roles=config.roles,
         example=example,
     )  # fmt: skip
-    load(run_folder / CHECKPOINTS, run)
+    load_weights(run, run_folder / CHECKPOINTS, averages=averages)
     if isinstance(model_config, GPTConfig):
         generator = torch.Generator().manual_seed(seed)  # the same on every rank, so that all draw the same token
         tokens = torch.tensor([list(os.fsencode(prompt))])  # an argument that is no UTF-8 is taken by its bytes

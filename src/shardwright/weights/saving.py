@@ -74,7 +74,7 @@ def save_weights(
     By default ``.pt``, ``.pth`` and ``.bin`` stand for "pt", and all else for "safetensors". Files are written beside
     their place and renamed, so that an error leaves none; an earlier file, or a folder that holds weights alone, is
     replaced; a folder with a ``config.json`` or a tokenizer is replaced only where those are written anew. Without
-    ``force``, a folder whose weights another program has written is not replaced, nor is what was read: ``source``,
+    ``force``, a file or folder that another program has written is not replaced, nor is what was read: ``source``,
     what :func:`shardwright.load_weights` has filled the run from, or the folder of ``config``. In memory there is one
     tensor at a time beside a rank's own part; only "pt" needs the whole model in host memory, on rank 0.
 

@@ -48,7 +48,7 @@ A ``config.json`` or a tokenizer is replaced only by another one: it is not to b
 
 
 _OURS = "written by shardwright"
-"""The text in files of weights by which a folder that this library wrote, which may be replaced, is known again."""
+"""The text in files of weights by which what this library wrote, and may replace, is known again."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,18 @@ def write_safetensors(to: Path, table: list[WeightEntry], written: Written) -> l
 
 
 def write_torch(to: Path, table: list[WeightEntry], written: Written) -> list[str]:
-    """Writes one file by ``torch.save``: a dict of tensors, in which a tied tensor is one under each name."""
+    """Writes one file by ``torch.save``: a dict of tensors, in which a tied tensor is one under each name.
+
+    The comment of this zip file, which torch does not write and does not read, says that this library wrote it.
+    """
     with _beside(to, folder=False) as partial:
         found = {}
         for weight, values in written:
             found.update(dict.fromkeys(weight.names, values.contiguous()))
         with partial.open("wb") as file:
             _save(found, file)
+            file.seek(-2, os.SEEK_END)  # the length of a zip file's comment, which follows it
+            file.write(len(_OURS).to_bytes(2, "little") + _OURS.encode())
     return [to.name]
 
 
@@ -224,7 +229,7 @@ def check_target(to: Path, *, folder: bool, beside: Collection[str] = ()) -> Non
 
 
 def check_replaces(to: Path, sources: Iterable[Path]) -> None:
-    """Raises CheckpointError where ``to`` is what the weights came from, or a folder of weights by another program.
+    """Raises CheckpointError where ``to`` is what the weights came from, or a file or folder by another program.
 
     ``sources`` are the files and folders that were read: of the weights, and of the config.
 
@@ -241,11 +246,11 @@ def check_replaces(to: Path, sources: Iterable[Path]) -> None:
         return
     read = {each for path in sources for each in (path.resolve(), path.resolve().parent)}
     files = [to] if to.is_file() else sorted(each for each in to.iterdir() if _WEIGHTS.fullmatch(each.name))
-    others = [] if to.is_file() else [each for each in files if not _is_ours(each)]
+    others = [each for each in files if not _is_ours(each)]
     if others or (files and to.resolve() in read):
         why = f"'{others[0].name}' there, which shardwright has not written" if others else "what was read from there"
         raise CheckpointError(
-            f"the weights in '{to}' would be replaced",
+            f"{'the file' if to.is_file() else 'the weights in'} '{to}' would be replaced",
             given=why,
             allowed="a new place, or one that shardwright wrote and did not read",
             fix=f"give another {'file' if to.is_file() else 'folder'}; or, to lose the weights there, force=True "
@@ -255,13 +260,19 @@ def check_replaces(to: Path, sources: Iterable[Path]) -> None:
 
 def _is_ours(file: Path) -> bool:
     try:
+        if not file.stat().st_size:
+            return True  # nothing would be lost
         if file.suffix == ".safetensors":
             return TensorFile(file).metadata.get("note") == _OURS
         if file.name == METADATA:
             return file.stat().st_size <= MOST_METADATA_BYTES and _OURS.encode() in file.read_bytes()
+        if file.name != INDEX and file.suffix != ".distcp":  # which say nothing without the others
+            with file.open("rb") as opened:
+                opened.seek(max(0, file.stat().st_size - len(_OURS)))
+                return opened.read() == _OURS.encode()
     except (CheckpointError, OSError):
         return False
-    return True  # an index or chunks, which say nothing without the others
+    return True
 
 
 def prepare_file(to: Path) -> None:

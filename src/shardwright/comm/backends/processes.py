@@ -35,6 +35,7 @@ from shardwright.comm.cpu_affinity import bind
 from shardwright.comm.current_world import enter
 from shardwright.comm.failures import LostPartnerError, StopRequested
 from shardwright.comm.recorder import Recorder
+from shardwright.comm.trained_copies import objects_of, tell_trained, trained_among
 from shardwright.comm.world import World
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
@@ -208,7 +209,9 @@ def run_processes(
                     (folder / f"{rank}.pid").write_text(str(pid))
                 task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
                 started.add(RankProcess.started(rank, pipes, pid, task))
-            return [pickle.loads(result) for result in started.wait()]
+            answers = [pickle.loads(result) for result in started.wait()]
+    tell_trained(objects_of(work, args), (place for _, places in answers for place in places))
+    return [result for result, _ in answers]
 
 
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
@@ -241,8 +244,9 @@ def rank_main(task: int, answer: int) -> None:
         del process.current_process()._inheriting  # type: ignore[attr-defined]
         work, args, options = pickle.loads(work_pickled)
         report = partial(_report_and_end, rank, answer)
+        objects = objects_of(work, args)
         result = run_here(work, args, folder=folder, report=report, **options)
-        found = answer_of(RESULT, dumps(result, main=is_importable(program)))
+        found = answer_of(RESULT, dumps((result, trained_among(objects)), main=is_importable(program)))
         code = 0
     except BaseException as failure:  # whatever it is, the launcher reports it
         found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
