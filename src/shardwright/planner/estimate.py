@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -24,11 +25,12 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.schedule import Schedule
 from shardwright.planner.extended import extended
 from shardwright.planner.memory import held_at_rest, kept_bytes
 from shardwright.planner.price import Price, Pricing
 from shardwright.strategies import STRATEGIES
-from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
+from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 
 MOMENTS_BYTES = 8
 """The bytes of optimizer state that estimates count for each trained element: two moments in fp32."""
@@ -93,13 +95,17 @@ class ScheduleCost(NamedTuple):
     """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
 
     A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. The fullest stage
-    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches. A step waits for
+    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches, and that with the most weight
+    gradients still to compute those of ``late_by_stage * p + late_by_microbatch * m`` microbatches. A step waits for
     ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages.
     """
 
     idle: float = 1.0
     held_by_stage: float = 1.0
     held_by_microbatch: float = 0.0
+    late_by_stage: float = 0.0
+    """The microbatches on a stage, for each stage, whose gradients of inputs are computed and not those of weights."""
+    late_by_microbatch: float = 0.0
     waits_by_stage: float = 2.0
     """The transfers between stages that a step waits for, for each stage but one."""
     waits_by_microbatch: float = 0.0
@@ -112,6 +118,15 @@ class ScheduleCost(NamedTuple):
         """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
         held = self.held_by_stage * num_stages + self.held_by_microbatch * num_microbatches
         return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
+
+    def late(self, num_stages: int, num_microbatches: int) -> float:
+        """Returns the most microbatches on a stage of which only the gradients of weights are still to be computed.
+
+        What they need, the inputs of layers and the gradients of outputs, takes as much as the activations before. A
+        stage has computed them by then even if it recomputes its blocks.
+        """
+        late = self.late_by_stage * num_stages + self.late_by_microbatch * num_microbatches
+        return min(late, self.held(num_stages, num_microbatches)) if num_stages > 1 else 0.0
 
 
 def state_of(plan: Plan) -> StateShares:
@@ -181,7 +196,7 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(TOY_STAGES * 8)))
-    idle, held, waits, chunks, scatters = list[float](), list[float](), list[float](), TOY_STAGES, False
+    idle, counts, chunks, scatters = list[float](), list[tuple[float, ...]](), TOY_STAGES, False
     for number in TOY_MICROBATCHES:
         try:
             layout = Layout((Factor(axis, (TOY_STAGES,), options),), number)
@@ -190,19 +205,29 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
             scatters = plan.scatters
             chunks, share = plan.schedule.num_chunks, TOY_STAGES / plan.schedule.num_chunks
             times = ChunkTimes.equal(chunks, share, share, share)
-            # half of what is kept is needed until the gradients of weights are computed
-            found = simulate(plan.schedule, times, ChunkMemory.equal(chunks, 1, 1))
-            later = simulate(plan.schedule, replace(times, transfer_s=TOY_TRANSFER_S))
+            ends = ends_of(plan.schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
         except (LayoutError, PlanError):
             return None
-        idle.append((found.makespan_s - 3 * number) / 3 / (TOY_STAGES - 1))
-        held.append(max(found.peak_bytes(stage) for stage in range(TOY_STAGES)) * share / 2)
-        waits.append((later.makespan_s - found.makespan_s) / TOY_TRANSFER_S)
+        took_s, longer_s = (max(each.ends_s) for each in ends)
+        idle.append((took_s - 3 * number) / 3 / (TOY_STAGES - 1))
+        held = (most * share for most in _most_held(plan.schedule))
+        counts.append((*held, (longer_s - took_s) / TOY_TRANSFER_S))
     few, more = TOY_MICROBATCHES
-    growth = [(each[1] - each[0]) / (more - few) for each in (held, waits)]
-    rest = [each[0] - part * few for each, part in zip((held, waits), growth, strict=True)]
-    by_stage = rest[0] / TOY_STAGES, rest[1] / (TOY_STAGES - 1)
-    return ScheduleCost(idle[-1], by_stage[0], growth[0], by_stage[1], growth[1], chunks // TOY_STAGES, scatters)
+    found = list[float]()
+    for at_few, at_more, stages in zip(*counts, (TOY_STAGES, TOY_STAGES, TOY_STAGES - 1), strict=True):
+        growth = (at_more - at_few) / (more - few)
+        found += [(at_few - growth * few) / stages, growth]
+    return ScheduleCost(idle[-1], *found, chunks // TOY_STAGES, scatters)
+
+
+def _most_held(schedule: Schedule) -> tuple[int, int]:
+    """Returns the most microbatches that a chunk's stage holds anything of, and of which only W is left to compute."""
+    held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
+    most = (
+        max(max(accumulate(each.get(action.kind, 0) for action in actions)) for actions in schedule.actions)
+        for each in (held, late)
+    )
+    return next(most), next(most)
 
 
 @dataclass
@@ -328,9 +353,9 @@ class Estimator:
         under_way, held = schedule.held(stages, number), known.kept_bytes * samples / sizes[0] / stages
         activations = held * under_way
         if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
-            blocks = max(1, self.num_blocks)
+            blocks, late = max(1, self.num_blocks), schedule.late(stages, number)
             pass_s, inputs = pass_s * 4 / 3, self.sent_bytes * samples * blocks / stages
-            activations = min(held, inputs) * under_way + held * stages / blocks
+            activations = min(held, inputs) * (under_way - late) + held * (late + stages / blocks)
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
         alike = self._num_alike(alone.layout.factors) if schedule.scatters and stages > 1 else 1
         gather_s = cluster.message_s("all_gather", self.sent_bytes * samples, range(alike))
