@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from shardwright.plan.schedule import Schedule
 from shardwright.planner.extended import extended
 from shardwright.planner.memory import held_at_rest, kept_bytes
 from shardwright.planner.price import Price, Pricing
+from shardwright.planner.records_file import RecordsFile
 from shardwright.strategies import STRATEGIES
 from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 
@@ -213,11 +215,14 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
         held = (most * share for most in _most_held(plan.schedule))
         counts.append((*held, (longer_s - took_s) / TOY_TRANSFER_S))
     few, more = TOY_MICROBATCHES
-    found = list[float]()
-    for at_few, at_more, stages in zip(*counts, (TOY_STAGES, TOY_STAGES, TOY_STAGES - 1), strict=True):
-        growth = (at_more - at_few) / (more - few)
-        found += [(at_few - growth * few) / stages, growth]
-    return ScheduleCost(idle[-1], *found, chunks // TOY_STAGES, scatters)
+    at_few, at_more = counts
+    growth = [(b - a) / (more - few) for a, b in zip(at_few, at_more, strict=True)]
+    held, late, waits = (a - part * few for a, part in zip(at_few, growth, strict=True))
+    per_stage = held / TOY_STAGES, late / TOY_STAGES, waits / (TOY_STAGES - 1)
+    return ScheduleCost(
+        idle[-1], per_stage[0], growth[0], per_stage[1], growth[1], per_stage[2], growth[2],
+        chunks // TOY_STAGES, scatters,
+    )  # fmt: skip
 
 
 def _most_held(schedule: Schedule) -> tuple[int, int]:
@@ -245,6 +250,7 @@ class Estimator:
         most_chunks: the most pipeline chunks (stages times chunks on each) that the model can be cut into; 0: unknown.
         summed_bytes: returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
         num_blocks: the number of alike blocks of the model.
+        kept: what was found of the model before, and what is to be kept for later searches.
     """
 
     pricing: Pricing
@@ -256,6 +262,7 @@ class Estimator:
     most_chunks: int = 0
     summed_bytes: Callable[[Layout], int] = lambda _: 0
     num_blocks: int = 0
+    kept: RecordsFile = field(default_factory=RecordsFile)
     _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
     _alone: dict[tuple[tuple[Factor, ...], int], _Alone | None] = field(default_factory=dict)
     _paces: dict[tuple[Factor, ...], tuple[float, float]] = field(default_factory=dict)
@@ -264,6 +271,7 @@ class Estimator:
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
     _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
+    _defaults: dict[str, tuple[Option, ...]] = field(default_factory=dict)
 
     def estimate(self, layout: Layout) -> Estimate | None:
         """Returns the estimated step time and memory of a layout, or None if it cannot be estimated.
@@ -315,8 +323,10 @@ class Estimator:
 
         The tuple is empty if no declared option does, or if no plans can be made.
         """
-        found = (each for each in declared_options(axis) if self._is_default(axis, each))
-        return tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
+        if axis not in self._defaults:
+            found = (each for each in declared_options(axis) if self._is_default(axis, each))
+            self._defaults[axis] = tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
+        return self._defaults[axis]
 
     def _is_default(self, axis: str, option: Option) -> bool:
         """Whether stages have their default schedule under an option, which may change what they send each other."""
@@ -384,11 +394,16 @@ class Estimator:
         if self.plan is None or not operators:
             return 1
         if operators not in self._alike:
-            self._alike[operators] = 1
-            with suppress(LayoutError, PlanError):
-                plan = self.plan(Layout(operators, 1, self.precision))
-                self._alike[operators] = prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
+            layout = Layout(operators, 1, self.precision)
+            self._alike[operators] = self.kept.find(("alike", str(layout)), partial(self._count_alike, layout))
         return self._alike[operators]
+
+    def _count_alike(self, layout: Layout) -> int:
+        assert self.plan is not None, "asked for plans alone"
+        with suppress(LayoutError, PlanError):
+            plan = self.plan(layout)
+            return prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
+        return 1
 
     def _offloaded_s(self, moments_bytes: float) -> float:
         """Returns the seconds in which the host updates state whose moments take so many bytes, copies included."""
@@ -446,7 +461,8 @@ class Estimator:
             return ScheduleCost()
         key = factors[0].axis, factors[0].options
         if key not in self._schedules:
-            self._schedules[key] = schedule_cost(*key)
+            name = str(Factor(key[0], (TOY_STAGES,), key[1]))
+            self._schedules[key] = self.kept.find(("schedule", name), partial(schedule_cost, *key))
         return self._schedules[key]
 
     def _share(self, factor: Factor) -> StateShares | None:
@@ -455,7 +471,8 @@ class Estimator:
             return StateShares()
         key = factor.axis, factor.options
         if key not in self._shares:
-            self._shares[key] = self._shares_of_few(factor)
+            name = str(Layout((replace(factor, sizes=FEW_RANKS[:1]),), 1, self.precision))
+            self._shares[key] = self.kept.find(("shares", name), partial(self._shares_of_few, factor))
         known = self._shares[key]
         if known is None:
             return None
