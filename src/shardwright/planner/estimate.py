@@ -212,8 +212,8 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
             return None
         took_s, longer_s = (max(each.ends_s) for each in ends)
         idle.append((took_s - 3 * number) / 3 / (TOY_STAGES - 1))
-        held = (most * share for most in _most_held(plan.schedule))
-        counts.append((*held, (longer_s - took_s) / TOY_TRANSFER_S))
+        most_held = (most * share for most in _most_held(plan.schedule))
+        counts.append((*most_held, (longer_s - took_s) / TOY_TRANSFER_S))
     few, more = TOY_MICROBATCHES
     at_few, at_more = counts
     growth = [(b - a) / (more - few) for a, b in zip(at_few, at_more, strict=True)]
