@@ -41,7 +41,7 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "plans"
 
 
-class _Refused(NamedTuple):
+class _StoredMisfit(NamedTuple):
     """An error in place of a result, by its class and parts."""
 
     kind: type[ExplainedError]
@@ -75,7 +75,7 @@ class RecordsFile:
         path = Path(folder) / f"{name}.pickle"
         found: dict[Hashable, Any] = {}
         with suppress(OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError):
-            found = _Reader(io.BytesIO(path.read_bytes())).load()
+            found = _RecordsUnpickler(io.BytesIO(path.read_bytes())).load()
         return cls(path, found if isinstance(found, dict) else {})
 
     def find(self, key: Hashable, compute: Callable[[], _T]) -> _T:
@@ -91,10 +91,10 @@ class RecordsFile:
                 self._found[key] = compute()
             except (LayoutError, PlanError) as error:
                 parts = error.what, str(error.given), str(error.allowed), str(error.fix)
-                self._found[key] = _Refused(type(error), parts)
+                self._found[key] = _StoredMisfit(type(error), parts)
                 raise
         found = self._found[key]
-        if isinstance(found, _Refused):
+        if isinstance(found, _StoredMisfit):
             what, given, allowed, fix = found.parts
             raise found.kind(what, given=given, allowed=allowed, fix=fix)
         kept: _T = found
@@ -114,7 +114,7 @@ class RecordsFile:
                 old.unlink()
 
 
-class _Reader(pickle.Unpickler):
+class _RecordsUnpickler(pickle.Unpickler):
     """Unpickles what this library has found, of its own classes and plain containers; no other name is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -123,7 +123,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of what is kept")
 
 
-class _Writer(pickle.Pickler):
+class _ModelSnapshot(pickle.Pickler):
     """Pickles modules with shapes in place of tensors; a tensor that occurs again is named by its number."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -147,7 +147,7 @@ def _values_of(tensor: Tensor) -> bytes:
 
 def _described(*values: Any) -> bytes:
     file = io.BytesIO()
-    _Writer(file).dump(values)
+    _ModelSnapshot(file).dump(values)
     return file.getvalue()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,6 +132,7 @@ class _Follower(DispatchMode):
         super().__init__()
         self._by_action = by_action
         self._now = by_action.setdefault("begin", ActionRecord())
+        self._records: dict[Hashable, OperatorRecord | None] = {}
         self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}
 
     def begin(self, action: Action) -> None:
@@ -151,8 +152,13 @@ class _Follower(DispatchMode):
             action.records.append(WaitRecord(number))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_on_meta(function, args, kwargs or {})  # of equal calls the meta kernel runs once: it is slow
-        record = operator_record(function, args, kwargs or {}, out)
+        seen: list[Hashable] = []
+        out = run_on_meta(function, args, kwargs or {}, seen)  # of equal calls the meta kernel runs once: it is slow
+        if seen and seen[0] in self._records:
+            record = self._records[seen[0]]
+        else:
+            record = operator_record(function, args, kwargs or {}, out)
+            self._records.update((each, record) for each in seen)
         if record is not None:
             self._now.records.append(record)
         return out
