@@ -46,6 +46,14 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_caches(tmp_path_factory):
+    """What the command keeps of plans is kept in a folder of the tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _over_nccl(request):
     """The contract's ranks talk over NCCL's rules."""

@@ -44,7 +44,7 @@ PARAMETERS = {
     "parallelize": "model layout world loss= seed= num_tokens= strategies= roles= example= seconds= stop_at_nan= "
     "offload_folder= check_every=",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
-    "roles=",
+    "roles= keep_in=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
     "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
@@ -150,7 +150,7 @@ FLAGS = {
     | {"--cluster", "--data"},
     "plan": {"--layout", "--model", "--set", "--role", "--data", "--batch", "--seq", "--config", "--json"}
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
-    | {"--explain", "--png", "--html", "--replay"},
+    | {"--explain", "--png", "--html", "--replay", "--fresh"},
     "report": {"RUNS", "--from", "--compare", "--model", "--data", "--out", "--json"},
     "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--num", "--split"}
     | {"--averages", "--ranks", "--json"},

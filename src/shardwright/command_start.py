@@ -29,23 +29,26 @@ _OF_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 def imported() -> None:
     """Ends what is only for the time of imports; ``cli.main`` calls it once all modules are imported.
 
-    SIGINT is handled as before this library was imported. Garbage is collected again, but not among what was imported.
-    In a program that is not the ``shardwright`` command there is nothing to end.
+    SIGINT is handled as before this library was imported. Garbage is collected again, but not among what was imported,
+    and not in a ``plan`` of one number of ranks, which ends soon after its search. In a program that is not the
+    ``shardwright`` command there is nothing to end.
     """
     if command_signals.IS_COMMAND:
         gc.freeze()
-        gc.enable()
+        if not ("plan" in sys.argv[1:2] and "--ranks" not in sys.argv):
+            gc.enable()
     command_signals.imported()
 
 
 def ending() -> None:
     """Ends what holds for the time of a command; the command calls it last.
 
-    SIGUSR1 is ignored from now on. Beside triton, what was imported may be collected again, which takes a third of a
-    second: its extensions, built with nanobind, would else name on stderr each function that outlived the interpreter.
+    SIGUSR1 is ignored from now on, and the interpreter ends without a search for garbage. Beside triton it is searched
+    for, in what was imported too, which takes a third of a second: triton's extensions, built with nanobind, would else
+    name on stderr each function that outlived the interpreter.
     """
-    if command_signals.IS_COMMAND and "triton" in sys.modules:
-        gc.unfreeze()
+    if command_signals.IS_COMMAND:
+        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
     command_signals.ending()
 
 

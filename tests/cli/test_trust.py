@@ -401,16 +401,26 @@ def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
-@pytest.mark.parametrize("name", ["module", "script"])
-def test_the_command_collects_garbage_once_all_is_imported_however_it_is_started(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "words", "collects"),
+    [
+        ("module", "--version", True),
+        ("script", "--version", True),
+        ("module", "plan --help", False),
+        ("module", "plan --ranks 2 --help", True),
+    ],
+)
+def test_the_command_collects_garbage_once_all_is_imported_but_for_a_plan_of_one_number_of_ranks(
+    tmp_path, name, words, collects
+):
     (tmp_path / "shardwright").write_text("from shardwright.cli import main\nmain()\n")
     told = f"open({str(tmp_path / 'found')!r}, 'w').write(f'{{gc.isenabled()}} {{gc.get_freeze_count() > 1e5}}')"
     (tmp_path / "sitecustomize.py").write_text(f"import atexit, gc\natexit.register(lambda: {told})\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
     command = ["-m", "shardwright.cli"] if name == "module" else [str(tmp_path / "shardwright")]
-    done = subprocess.run([sys.executable, *command, "--version"], env=environment, capture_output=True, check=True)
-    assert done.stdout.startswith(b"shardwright ")
-    assert (tmp_path / "found").read_text() == "True True"
+    done = subprocess.run([sys.executable, *command, *words.split()], env=environment, capture_output=True, check=True)
+    assert b"shardwright " in done.stdout
+    assert (tmp_path / "found").read_text() == f"{collects} True"
 
 
 def test_signals_that_the_command_is_started_to_ignore_stay_ignored(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.planner.anchors import UNKNOWN, UNMEASURED, TimeScale, parse_anchor, scale_of
 from shardwright.planner.plans import plan_layouts
@@ -95,3 +97,12 @@ def test_the_error_where_nothing_was_measured_is_that_of_the_newest_rows():
 def test_an_anchor_that_cannot_be_on_the_cluster_is_refused():
     with pytest.raises(LayoutError, match="another number of ranks"):
         plans(anchors={"dp4": 1.0})
+
+
+@pytest.mark.parametrize(("value", "said"), [(1.0, True), (0.7, False)])
+def test_a_fitted_constant_at_its_bound_is_warned_of(value, said):
+    cluster = Cluster.parse("a100-80gb:1x2")
+    cluster = replace(cluster, constants=cluster.constants.with_values("fitted", matmul_efficiency=value))
+    found = plan_layouts(model(), cluster, BATCH, layout="dp2")
+    assert said == any("matmul_efficiency is at its bound" in each for each in found.warnings())
+    assert said == ("warning: the constant matmul_efficiency" in found.text())

@@ -13,10 +13,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from contract.test_a_toy_axis import XP, Samples
+from shardwright import launch, parallelize
 from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout, Option
+from shardwright.ledger.account import measure_memory
 from shardwright.models import GPT, GPTConfig
 from shardwright.models.losses import CrossEntropy
 from shardwright.planner.estimate import Estimator, declared_options, schedule_cost
@@ -196,22 +198,42 @@ def test_a_schedule_that_rehearsals_with_few_microbatches_do_not_show_is_rehears
     assert plans.best.step_s > 0
 
 
-def estimator_of(blocks, batch, ranks):
-    short = ShortModel(blocks, CrossEntropy(), batch, "cuda", {}, ModelPlans(blocks))
-    given = short.plan, short.sent_bytes, len(blocks), short.summed_bytes, len(blocks)
+def estimator_of(model, batch, ranks, blocks=0, precision="bf16"):
+    short = ShortModel(model, CrossEntropy(), batch, "cuda", {}, ModelPlans(model))
+    blocks = blocks or len(model)
+    given = short.plan, short.sent_bytes, blocks, short.summed_bytes, blocks
     pricing = Pricing(Cluster.parse(f"a100-80gb:1x{ranks}"))
 
     def alone(operators, samples):
-        layout = Layout(operators, 1, "bf16")
+        layout = Layout(operators, 1, precision)
         return pricing.price(layout, short.record(layout, samples))
 
-    return Estimator(pricing, len(batch[0]), "bf16", alone, *given)
+    return Estimator(pricing, len(batch[0]), precision, alone, *given)
 
 
 def test_estimates_sum_gradients_in_each_microbatch_only_where_the_strategy_does():
     estimator = estimator_of(model(), BATCH, 2)
     for name, repeated in (("zero1", 0.0), ("zero2", 1.0), ("zero3", 1.0)):
         assert estimator._share(Layout.parse(f"dp2/{name}").factors[0]).repeated == pytest.approx(repeated), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_the_memory_of_recomputed_blocks_is_estimated_near_the_measured_peak_where_backwards_are_split(schedule):
+    """A recomputed block's activations stay until the gradients of its weights are computed, which W puts off."""
+    layout = Layout.parse(f"pp2/{schedule} mb6 recompute:full")
+    gpt = GPT(GPTConfig(num_layers=8, width=32, vocabulary=40, max_tokens=64))
+    tokens = torch.zeros(12, 64, dtype=torch.long)
+
+    def peak(world):
+        run = parallelize(gpt, layout, world, loss=CrossEntropy(), example=tokens)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        for batch in run.shard([(tokens, tokens)] * 2):
+            account = measure_memory(run, batch, optimizer)
+        return account.peak_bytes
+
+    measured = max(launch(peak, 2, ranks="threads"))
+    estimate = estimator_of(gpt, (tokens, tokens), 2, blocks=8, precision="fp32").estimate(layout)
+    assert 0.85 * measured < estimate.memory_bytes < 1.2 * measured
 
 
 def test_an_estimate_knows_that_stages_hold_whole_blocks():

@@ -76,6 +76,8 @@ def find_convolution_chains(
     >>> chain.firsts, chain.middles, chain.between, chain.last, chain.units
     (('0',), ('1',), (), '3', 8)
     """
+    if not any(map(_is_convolution, model.modules())):
+        return ()
     used = set(taken)
     twice = registered_twice(model)
     names = {path for path, _ in model.named_modules()}

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +18,8 @@ MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cud
 """The tensor methods that move a tensor to a device, by name. A ``to`` that also changes the dtype keeps that part."""
 
 _MOVES = frozenset(MOVES.values())
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 TAKES_GRADIENT = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """The functions by which a forward takes a gradient itself. They want the tensors that it computed with, not copies."""
@@ -127,14 +129,13 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # also x.shape and the like: most of all calls
-        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and func not in _MOVES:
+        if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES:
             return func(*args)
         named = dict(kwargs or {})
         if func not in _MOVES:
             func = self._instead.get(func, func)
-            found = tensors_of((args, named))
-            devices = {each.device.type for each in found} if len(found) > 1 else ()
-            if len(devices) > 1 and self._device.type in devices and func not in TAKES_GRADIENT:
+            found = tensors_of((args, named) if named else args)
+            if self._are_mixed(found) and func not in TAKES_GRADIENT:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):
@@ -142,6 +143,16 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None
         moved = args[0].to(self._device)
         return moved if rest is None else moved.to(*rest[0], **rest[1])
+
+    def _are_mixed(self, tensors: list[Tensor]) -> bool:
+        """Returns whether some of the tensors are on ``device`` and some are not."""
+        if len(tensors) < 2:
+            return False
+        if self._device.type == "meta":  # asked for by most calls of a rehearsal: is_meta is read faster than a device
+            on_meta = [each.is_meta for each in tensors]
+            return not all(on_meta) and any(on_meta)
+        devices = {each.device.type for each in tensors}
+        return len(devices) > 1 and self._device.type in devices
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         # one meta tensor per tensor, or the ledger would count a copy at each use

@@ -6,7 +6,7 @@ repeat each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -105,12 +105,15 @@ MOST_CONDITIONS = 10_000
 """The most conditions on values that a forward may read without values, after which it is stopped."""
 
 
-def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def run_on_meta(
+    function: Any, args: Sequence[Any], named: Mapping[str, Any], seen: list[Hashable] | None = None
+) -> Any:
     """Runs an operator on meta tensors and returns its results.
 
     A repeated call with equal shapes, strides, dtypes and other arguments skips the meta kernel, if the operator is one
     of torch's own and returns new tensors, not views, or only writes to its first argument, as ``add_``. A condition on
-    values, which meta tensors lack, is true: code that asks whether a mask is all ones goes on as without padding.
+    values, which meta tensors lack, is true: code that asks whether a mask is all ones goes on as without padding. A
+    key of the operator and its arguments' shapes, strides, dtypes and values is appended to ``seen`` where one is made.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
@@ -128,9 +131,10 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     is_new = _makes_new(function)
     if is_new or _writes_in_place(function):
         try:
-            found = _results(
-                function, _specs(args), tuple((k, _specs(v)) for k, v in named.items()), torch.get_default_dtype()
-            )
+            key = function, _specs(args), tuple([(k, _specs(v)) for k, v in named.items()])
+            found = _results(*key, torch.get_default_dtype())
+            if seen is not None:
+                seen.append(key)
         except _NoKeyError:
             return function(*args, **named)
         if is_new:

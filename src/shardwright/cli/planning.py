@@ -83,6 +83,9 @@ def plan(
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the priced layouts to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with all of it to this file.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Rehearse all anew; read and keep nothing of plans of the same model.")
+    ] = False,
     as_json: Annotated[bool, opt.JSON] = False,
 ) -> None:
     """Predicts what layouts cost on a cluster, and which is best: seconds part by part, memory by stage, traffic.
@@ -94,6 +97,7 @@ def plan(
     from shardwright.cost.cluster import Cluster
     from shardwright.planner.anchors import parse_anchor
     from shardwright.planner.plans import plan_layouts
+    from shardwright.planner.records_file import default_folder
 
     if replay is not None:
         from shardwright.cli.replaying import replayed
@@ -125,6 +129,7 @@ def plan(
     price = partial(
         plan_layouts, model, batch=batch, loss=loss, memory_limit=memory_limit, roles=config.roles,
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
+        keep_in=None if fresh else default_folder(),
     )  # fmt: skip
     words = [word.strip() for word in without.split(",") if word.strip()]
     with _says_what_it_does():

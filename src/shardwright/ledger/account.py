@@ -29,7 +29,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
-from shardwright.ledger.tracking import MemoryAccount, Tracker
+from shardwright.ledger.tracking import MemoryAccount, RehearsalTracker, Tracker
 from shardwright.parallelize import parallelize, under_plan
 from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
 from shardwright.parallelize.rehearsal import values_crossing
@@ -110,7 +110,8 @@ def memory_tracked(
     """
     run.axes["world"].for_strategy("core").barrier()  # so that no rank still reads the previous step's messages
     kind = device or run.world.device.type
-    tracker = Tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
+    kind_of_tracker = RehearsalTracker if run.world.device.type == "meta" else Tracker
+    tracker = kind_of_tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
     tracker.hold("gradients", _gradients(_trainable(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))

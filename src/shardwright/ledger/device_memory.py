@@ -56,7 +56,7 @@ class DeviceMemory:
     def __init__(self) -> None:
         self.most_bytes = 0  # in blocks
         self._exact, self._most_exact = 0, 0
-        self._now, self._most = Counter[str](), Counter[str]()
+        self._now, self._most, self._total = Counter[str](), Counter[str](), 0
 
     def count(self, num_bytes: int, *, freed: bool = False) -> None:
         """Counts the storage of a tensor of ``num_bytes`` as allocated, or with ``freed`` as freed."""
@@ -65,10 +65,16 @@ class DeviceMemory:
         if kind == "large":  # what is left of its segment is cut off only if it is more than a small tensor
             segment = _rounded(size, SEGMENT_BYTES[kind])
             size = segment if segment - size <= SMALL_BYTES else size
-        self._exact += -num_bytes if freed else num_bytes
-        self._now[kind] += -size if freed else size
+        if freed:
+            self._exact -= num_bytes
+            self._now[kind] -= size
+            self._total -= size
+            return
+        self._exact += num_bytes
+        self._now[kind] += size
+        self._total += size
         self._most[kind] = max(self._most[kind], self._now[kind])
-        self.most_bytes = max(self.most_bytes, self._now.total())
+        self.most_bytes = max(self.most_bytes, self._total)
         self._most_exact = max(self._most_exact, self._exact)
 
     @property

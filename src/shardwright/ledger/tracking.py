@@ -185,9 +185,12 @@ class Tracker(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named: Mapping[str, Any] = kwargs or {}
+        return self.run(function, args, kwargs or {})
+
+    def run(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
+        """Runs an operator, tracks the storages that it allocates or resizes, and returns its results."""
         self._remove_freed()
-        given = tensors_of((args, named))
+        given = tensors_of((args, named) if named else args)
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._entries:
@@ -246,6 +249,17 @@ class Tracker(TorchDispatchMode):
     def _remove_freed(self) -> None:
         while self._freed:
             self._count(self._entries.pop(self._freed.popleft()), -1)
+
+
+class RehearsalTracker(Tracker):
+    """A :class:`Tracker` for steps on the meta device, in which no compiled code runs: see :class:`DispatchMode`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(function, args, kwargs or {})
 
 
 def _calling_module() -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -24,11 +26,13 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.schedule import Schedule
 from shardwright.planner.extended import extended
 from shardwright.planner.memory import held_at_rest, kept_bytes
 from shardwright.planner.price import Price, Pricing
+from shardwright.planner.records_file import RecordsFile
 from shardwright.strategies import STRATEGIES
-from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
+from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 
 MOMENTS_BYTES = 8
 """The bytes of optimizer state that estimates count for each trained element: two moments in fp32."""
@@ -93,13 +97,17 @@ class ScheduleCost(NamedTuple):
     """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
 
     A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. The fullest stage
-    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches. A step waits for
+    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches, and that with the most weight
+    gradients still to compute those of ``late_by_stage * p + late_by_microbatch * m`` microbatches. A step waits for
     ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages.
     """
 
     idle: float = 1.0
     held_by_stage: float = 1.0
     held_by_microbatch: float = 0.0
+    late_by_stage: float = 0.0
+    """The microbatches on a stage, for each stage, whose gradients of inputs are computed and not those of weights."""
+    late_by_microbatch: float = 0.0
     waits_by_stage: float = 2.0
     """The transfers between stages that a step waits for, for each stage but one."""
     waits_by_microbatch: float = 0.0
@@ -112,6 +120,15 @@ class ScheduleCost(NamedTuple):
         """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
         held = self.held_by_stage * num_stages + self.held_by_microbatch * num_microbatches
         return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
+
+    def late(self, num_stages: int, num_microbatches: int) -> float:
+        """Returns the most microbatches on a stage of which only the gradients of weights are still to be computed.
+
+        What they need, the inputs of layers and the gradients of outputs, takes as much as the activations before. A
+        stage has computed them by then even if it recomputes its blocks.
+        """
+        late = self.late_by_stage * num_stages + self.late_by_microbatch * num_microbatches
+        return min(late, self.held(num_stages, num_microbatches)) if num_stages > 1 else 0.0
 
 
 def state_of(plan: Plan) -> StateShares:
@@ -181,7 +198,7 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(TOY_STAGES * 8)))
-    idle, held, waits, chunks, scatters = list[float](), list[float](), list[float](), TOY_STAGES, False
+    idle, counts, chunks, scatters = list[float](), list[tuple[float, ...]](), TOY_STAGES, False
     for number in TOY_MICROBATCHES:
         try:
             layout = Layout((Factor(axis, (TOY_STAGES,), options),), number)
@@ -190,19 +207,32 @@ def schedule_cost(axis: str, options: tuple[Option, ...]) -> ScheduleCost | None
             scatters = plan.scatters
             chunks, share = plan.schedule.num_chunks, TOY_STAGES / plan.schedule.num_chunks
             times = ChunkTimes.equal(chunks, share, share, share)
-            # half of what is kept is needed until the gradients of weights are computed
-            found = simulate(plan.schedule, times, ChunkMemory.equal(chunks, 1, 1))
-            later = simulate(plan.schedule, replace(times, transfer_s=TOY_TRANSFER_S))
+            ends = ends_of(plan.schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
         except (LayoutError, PlanError):
             return None
-        idle.append((found.makespan_s - 3 * number) / 3 / (TOY_STAGES - 1))
-        held.append(max(found.peak_bytes(stage) for stage in range(TOY_STAGES)) * share / 2)
-        waits.append((later.makespan_s - found.makespan_s) / TOY_TRANSFER_S)
+        took_s, longer_s = (max(each.ends_s) for each in ends)
+        idle.append((took_s - 3 * number) / 3 / (TOY_STAGES - 1))
+        most_held = (most * share for most in _most_held(plan.schedule))
+        counts.append((*most_held, (longer_s - took_s) / TOY_TRANSFER_S))
     few, more = TOY_MICROBATCHES
-    growth = [(each[1] - each[0]) / (more - few) for each in (held, waits)]
-    rest = [each[0] - part * few for each, part in zip((held, waits), growth, strict=True)]
-    by_stage = rest[0] / TOY_STAGES, rest[1] / (TOY_STAGES - 1)
-    return ScheduleCost(idle[-1], by_stage[0], growth[0], by_stage[1], growth[1], chunks // TOY_STAGES, scatters)
+    at_few, at_more = counts
+    growth = [(b - a) / (more - few) for a, b in zip(at_few, at_more, strict=True)]
+    held, late, waits = (a - part * few for a, part in zip(at_few, growth, strict=True))
+    per_stage = held / TOY_STAGES, late / TOY_STAGES, waits / (TOY_STAGES - 1)
+    return ScheduleCost(
+        idle[-1], per_stage[0], growth[0], per_stage[1], growth[1], per_stage[2], growth[2],
+        chunks // TOY_STAGES, scatters,
+    )  # fmt: skip
+
+
+def _most_held(schedule: Schedule) -> tuple[int, int]:
+    """Returns the most microbatches that a chunk's stage holds anything of, and of which only W is left to compute."""
+    held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
+    most = (
+        max(max(accumulate(each.get(action.kind, 0) for action in actions)) for actions in schedule.actions)
+        for each in (held, late)
+    )
+    return next(most), next(most)
 
 
 @dataclass
@@ -220,6 +250,7 @@ class Estimator:
         most_chunks: the most pipeline chunks (stages times chunks on each) that the model can be cut into; 0: unknown.
         summed_bytes: returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
         num_blocks: the number of alike blocks of the model.
+        kept: what was found of the model before, and what is to be kept for later searches.
     """
 
     pricing: Pricing
@@ -231,6 +262,7 @@ class Estimator:
     most_chunks: int = 0
     summed_bytes: Callable[[Layout], int] = lambda _: 0
     num_blocks: int = 0
+    kept: RecordsFile = field(default_factory=RecordsFile)
     _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
     _alone: dict[tuple[tuple[Factor, ...], int], _Alone | None] = field(default_factory=dict)
     _paces: dict[tuple[Factor, ...], tuple[float, float]] = field(default_factory=dict)
@@ -239,6 +271,7 @@ class Estimator:
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[str, tuple[Option, ...]], ScheduleCost | None] = field(default_factory=dict)
     _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
+    _defaults: dict[str, tuple[Option, ...]] = field(default_factory=dict)
 
     def estimate(self, layout: Layout) -> Estimate | None:
         """Returns the estimated step time and memory of a layout, or None if it cannot be estimated.
@@ -290,8 +323,10 @@ class Estimator:
 
         The tuple is empty if no declared option does, or if no plans can be made.
         """
-        found = (each for each in declared_options(axis) if self._is_default(axis, each))
-        return tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
+        if axis not in self._defaults:
+            found = (each for each in declared_options(axis) if self._is_default(axis, each))
+            self._defaults[axis] = tuple(each for each in found if self._of_toy(axis, each) == self._of_toy(axis))[:1]
+        return self._defaults[axis]
 
     def _is_default(self, axis: str, option: Option) -> bool:
         """Whether stages have their default schedule under an option, which may change what they send each other."""
@@ -328,9 +363,9 @@ class Estimator:
         under_way, held = schedule.held(stages, number), known.kept_bytes * samples / sizes[0] / stages
         activations = held * under_way
         if layout.recompute is not None:  # what enters the blocks is kept of each microbatch, and one block's own
-            blocks = max(1, self.num_blocks)
+            blocks, late = max(1, self.num_blocks), schedule.late(stages, number)
             pass_s, inputs = pass_s * 4 / 3, self.sent_bytes * samples * blocks / stages
-            activations = min(held, inputs) * under_way + held * stages / blocks
+            activations = min(held, inputs) * (under_way - late) + held * (late + stages / blocks)
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
         alike = self._num_alike(alone.layout.factors) if schedule.scatters and stages > 1 else 1
         gather_s = cluster.message_s("all_gather", self.sent_bytes * samples, range(alike))
@@ -359,11 +394,16 @@ class Estimator:
         if self.plan is None or not operators:
             return 1
         if operators not in self._alike:
-            self._alike[operators] = 1
-            with suppress(LayoutError, PlanError):
-                plan = self.plan(Layout(operators, 1, self.precision))
-                self._alike[operators] = prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
+            layout = Layout(operators, 1, self.precision)
+            self._alike[operators] = self.kept.find(("alike", str(layout)), partial(self._count_alike, layout))
         return self._alike[operators]
+
+    def _count_alike(self, layout: Layout) -> int:
+        assert self.plan is not None, "asked for plans alone"
+        with suppress(LayoutError, PlanError):
+            plan = self.plan(layout)
+            return prod(plan.mesh[axis] for axis in plan.mesh.axes if axis not in plan.inputs)
+        return 1
 
     def _offloaded_s(self, moments_bytes: float) -> float:
         """Returns the seconds in which the host updates state whose moments take so many bytes, copies included."""
@@ -421,7 +461,8 @@ class Estimator:
             return ScheduleCost()
         key = factors[0].axis, factors[0].options
         if key not in self._schedules:
-            self._schedules[key] = schedule_cost(*key)
+            name = str(Factor(key[0], (TOY_STAGES,), key[1]))
+            self._schedules[key] = self.kept.find(("schedule", name), partial(schedule_cost, *key))
         return self._schedules[key]
 
     def _share(self, factor: Factor) -> StateShares | None:
@@ -430,7 +471,8 @@ class Estimator:
             return StateShares()
         key = factor.axis, factor.options
         if key not in self._shares:
-            self._shares[key] = self._shares_of_few(factor)
+            name = str(Layout((replace(factor, sizes=FEW_RANKS[:1]),), 1, self.precision))
+            self._shares[key] = self.kept.find(("shares", name), partial(self._shares_of_few, factor))
         known = self._shares[key]
         if known is None:
             return None

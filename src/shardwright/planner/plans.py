@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from time import process_time
 from types import MappingProxyType
 from typing import Any, get_args
@@ -33,6 +34,7 @@ from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
+from shardwright.planner.records_file import RecordsFile
 from shardwright.planner.search import (
     MOST_PRICED,
     Recorder,
@@ -409,7 +411,7 @@ def plan_layouts(
     layout: Layout | str | None = None, fix: str = "", without: Sequence[str] = (), top: int = 10,
     most_priced: int = MOST_PRICED, anchors: Mapping[str, float] = MappingProxyType({}), tokens: int = 0,
     memory_limit: float = LEFT,
-    roles: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, str] = MappingProxyType({}), keep_in: Path | str | None = None,
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
@@ -422,7 +424,8 @@ def plan_layouts(
     rehearsed. ``memory_limit`` is the share of a device's memory that a layout may take; layouts above it come last.
     ``anchors`` are runs on this cluster with this batch, as seconds of a step by layout line: they correct all prices.
     ``top`` is how many layouts tables list, and ``tokens`` is the number of tokens of the batch, for tokens per second:
-    by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples.
+    by default the elements of the inputs' first tensor if that is 2-D and of integers, else the samples. ``keep_in`` is
+    a folder for what rehearsals find: a later plan of the same model, code and samples, on any cluster, finds it there.
 
     Raises: LayoutError: ``layout`` or an anchor's is no layout line, is for another number of ranks than the cluster,
         or does not fit the model or the batch; or a search finds no layout. PlanError: the batch is neither a pair nor
@@ -443,12 +446,18 @@ def plan_layouts(
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
+    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), cluster.device.type, dict(roles))
 
     def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
         start = process_time()
         rows = first_rows(batch if given is None else given, samples)
-        job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
-        records = record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
+
+        def rehearsed() -> LayoutRecords:
+            job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
+            return record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
+
+        # of other samples than those of the batch nothing is kept
+        records = rehearsed() if given is not None else kept.find(("layout", str(each), samples, most_whole), rehearsed)
         spent[0] += process_time() - start
         return records
 
@@ -461,7 +470,7 @@ def plan_layouts(
         records = record(layout, num_samples)
         layouts, found = [pricing.price(records.layout, records)], SearchResult()
     else:
-        short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans)
+        short = ShortModel(model, loss, batch, cluster.device.type, roles, model_plans, kept)
         precision = next((each for each in get_args(Precision) if each in fix.split()), precision_of(cluster))
         wanted = SearchConstraints(fix, tuple(without), precision, limit, most_priced, short.most_stages)
         found = search(pricing, num_samples, partial(record, most_whole=MOST_WHOLE), wanted, short)
@@ -474,6 +483,7 @@ def plan_layouts(
             lambda more: search(Pricing(more, model_plans.kind), num_samples, rehearsed, one, short),
             lambda each, given: pricing.price(each, record(each, num_samples, given=given)),
         ))  # fmt: skip
+    kept.save()
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit, cluster))
     num_tokens = tokens or _num_tokens(batch[0])

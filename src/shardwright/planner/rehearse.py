@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -115,6 +115,7 @@ class _Follower(DispatchMode):
         super().__init__()
         self._by_action, self._has_values = by_action, has_values
         self._now = by_action.setdefault("begin", ActionRecord())
+        self._records: dict[Hashable, OperatorRecord | None] = {}
         self._under_way: dict[int, tuple[CollectiveCall, ActionRecord, int]] = {}
 
     def begin(self, action: Action) -> None:
@@ -134,10 +135,14 @@ class _Follower(DispatchMode):
             action.records.append(WaitRecord(number))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
+        named, seen = kwargs or {}, list[Hashable]()
         # of equal calls the meta kernel runs once, since it is slow; a mode below that keeps values does so by itself
-        out = function(*args, **named) if self._has_values else run_on_meta(function, args, named)
-        record = operator_record(function, args, named, out)
+        out = function(*args, **named) if self._has_values else run_on_meta(function, args, named, seen)
+        if seen and seen[0] in self._records:
+            record = self._records[seen[0]]
+        else:
+            record = operator_record(function, args, named, out)
+            self._records.update((each, record) for each in seen)
         if record is not None:
             self._now.records.append(record)
         return out

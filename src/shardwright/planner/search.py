@@ -186,7 +186,9 @@ def search(
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
     known = (
-        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks) if short is not None else ()
+        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept)
+        if short is not None
+        else ()
     )
     estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
     search_from = _Search(estimator, record, wanted, found)

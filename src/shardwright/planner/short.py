@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwright.plan.plan import Job, Plan
 from shardwright.planner.blocks import AlikeBlocks, num_parameters
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.records import FEWER_AND_MORE, LayoutRecords, first_rows, record_layout
+from shardwright.planner.records_file import RecordsFile
 
 MOST_OF_MODEL = 0.8
 """The least share of a model's parameters in repeated blocks at which only these are taken to make pipeline stages."""
@@ -42,6 +43,8 @@ class ShortModel:
     device_type: str
     roles: Mapping[str, str]
     model_plans: ModelPlans
+    kept: RecordsFile = field(default_factory=RecordsFile)
+    """What was found of the model before, and what is to be kept."""
     _records: dict[tuple[Layout, int], LayoutRecords] = field(default_factory=dict)
     """The results of :meth:`record`, kept because searches on several clusters rehearse the same layouts."""
 
@@ -73,6 +76,9 @@ class ShortModel:
 
         It is 0 if no blocks are alike, or if the model does not run on the meta device.
         """
+        return self.kept.find("sent", self._sent_bytes)
+
+    def _sent_bytes(self) -> int:
         if self.blocks is None:
             return 0
         sizes: list[int] = []
@@ -92,7 +98,8 @@ class ShortModel:
         Raises: LayoutError, PlanError: the model cannot have the layout or does not run on the meta device.
         """
         if (layout, samples) not in self._records:
-            self._records[layout, samples] = self._recorded(layout, samples)
+            recorded = partial(self._recorded, layout, samples)
+            self._records[layout, samples] = self.kept.find(("short", str(layout), samples), recorded)
         return self._records[layout, samples]
 
     def _recorded(self, layout: Layout, samples: int) -> LayoutRecords:
