@@ -149,3 +149,38 @@ def test_the_command_keeps_what_it_found_unless_it_is_to_begin_afresh(tmp_path, 
     assert [each.exit_code for each in found] == [0, 0]
     assert found[0].stdout == found[1].stdout
     assert len(list(default_folder().iterdir())) == 1
+
+
+def called(module, name, argument):
+    """A pickle that calls what a module has under a dotted name with a list of texts."""
+
+    def text(value):
+        return b"\x8c" + bytes([len(value)]) + value.encode()
+
+    return b"\x80\x04" + text(module) + text(name) + b"\x93](" + b"".join(map(text, argument)) + b"e\x85R."
+
+
+@pytest.mark.parametrize("name", ["subprocess.Popen", "subprocess.run", "ForkServer"])
+def test_a_file_that_names_what_is_no_plain_data_of_this_library_runs_nothing(tmp_path, name):
+    mark = tmp_path / "ran"
+    kept = RecordsFile.of(tmp_path, model())
+    kept.path.write_bytes(called("shardwright.fork_server", name, ["touch", str(mark)]))
+    assert RecordsFile.of(tmp_path, model()).find("a", lambda: 1) == 1
+    assert not mark.exists()
+
+
+class Masked(nn.Module):
+    """Takes its path by a value of its inputs, so that it is recorded on these."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x)) if int(x[0, 0]) == 1 else self.down(x)
+
+
+def test_what_depends_on_the_values_of_a_batch_is_not_kept(tmp_path):
+    price = partial(plan_layouts, Masked(), "a100-80gb:1x2", BATCH, layout="dp2")
+    price(keep_in=tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -454,6 +454,8 @@ def plan_layouts(
 
         def rehearsed() -> LayoutRecords:
             job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
+            if job.graph is not None and job.graph.reads_values:
+                kept.forget()  # a file is that of shapes
             return record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
 
         # of other samples than those of the batch nothing is kept

@@ -11,9 +11,11 @@ import os
 import pickle
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -100,6 +102,10 @@ class RecordsFile:
         kept: _T = found
         return kept
 
+    def forget(self) -> None:
+        """Keeps nothing, now and from now on: what is found depends on more than is in the file's name."""
+        self.path, self._found = None, {}
+
     def save(self) -> None:
         """Writes the file if anything was found that it has not; a folder that cannot be written to is left alone."""
         if self.path is None or not self._is_new:
@@ -115,11 +121,22 @@ class RecordsFile:
 
 
 class _RecordsUnpickler(pickle.Unpickler):
-    """Unpickles what this library has found, of its own classes and plain containers; no other name is looked up."""
+    """Unpickles what this library has found: plain containers, and values of its own classes of plain data.
+
+    A name that is anything else, such as a function, or a class that one of its modules imports, is refused: a file
+    that somebody else has written runs no code.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "shardwright" or (module, name) == ("collections", "Counter"):
-            return super().find_class(module, name)
+        if (module, name) == ("collections", "Counter"):
+            return Counter
+        if module.partition(".")[0] == "shardwright":
+            found = super().find_class(module, name)
+            is_data = isinstance(found, type) and (
+                issubclass(found, tuple | Enum | ExplainedError) or is_dataclass(found)
+            )
+            if is_data and found.__module__.partition(".")[0] == "shardwright":
+                return found
         raise pickle.UnpicklingError(f"{module}.{name} is no class of what is kept")
 
 
