@@ -27,6 +27,8 @@ MEANINGS = {
     "accuracy": "the share of targets that the likeliest class equals; null if the targets are no classes",
     "all_reduce_s": "seconds of an all-reduce between two ranks, by its bytes",
     "allowed": "the tolerance of each tensor that is allowed more than the usual one",
+    "batch": "the samples of the best batch, where several were planned",
+    "by_batch": "of each batch its best layout, or why it has none",
     "by_ranks": "an output of plan for each number of ranks",
     "bytes": "of all files",
     "checkpoint": "the path of the last checkpoint; null if there is none",
@@ -84,6 +86,7 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield "plan", [*plan, "--layout", "dp2 bf16", "--explain", "dp2", "--explain", "dp3"]
     yield "plan", [*plan, "--layout", "dp2 bf16"]
     yield "plan", [*plan, "--most-priced", "2"]
+    yield "plan", [*plan, "--layout", "dp2", "--batch", "auto:2-4"]
     yield "plan-ranks", [*plan, "--ranks", "1,2", "--most-priced", "1"]
     yield "plan-replay", ["plan", "--replay", f"{run}2"]
     yield "plan-replay", ["plan", "--replay", f"{run}2", "--cluster", "a100-80gb"]

@@ -55,6 +55,10 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
 @with_shared(
     "layout", "model", "set_", "role", "data", "batch", "seq", "config",
     layout=Annotated[str | None, typer.Option(help="One layout to price, such as 'dp2 tp2'.", show_default="a search")],
+    batch=Annotated[str | None, typer.Option(
+        help="Samples in a step, over all ranks; auto:MIN-MAX finds the batch of the most tokens a second.",
+        show_default="8",
+    )],
 )  # fmt: skip
 def plan(
     shared: opt.Shared,
@@ -96,9 +100,14 @@ def plan(
     from shardwright.cli.run_config import config_of
     from shardwright.cost.cluster import Cluster
     from shardwright.planner.anchors import parse_anchor
+    from shardwright.planner.batches import plan_batches
     from shardwright.planner.plans import plan_layouts
     from shardwright.planner.records_file import default_folder
 
+    sizes = batches_in(shared.get("batch", ""))
+    if sizes:
+        shared = {**shared, "batch": sizes[0]}
+    _check_one(replay is not None and len(sizes) > 1, "a run has one batch", "--replay beside --batch auto:MIN-MAX")
     if replay is not None:
         from shardwright.cli.replaying import replayed
 
@@ -119,6 +128,10 @@ def plan(
     numbers = ranks_in(ranks)
     on = Cluster.parse(cluster, layout.num_ranks if layout else numbers[0] if numbers else None)
     model, loss, batch = model_and_batch(config)
+    _check_one(
+        bool(numbers) and len(sizes) > 1, "one of the two varies", f"--ranks {ranks} beside --batch auto:MIN-MAX"
+    )
+    _check_one(bool(anchor) and len(sizes) > 1, "an anchor is of one batch", "--anchor beside --batch auto:MIN-MAX")
     if numbers and (explain or png or html):
         raise PlanError(
             "a picture, a page and an explanation are of one number of ranks",
@@ -127,21 +140,30 @@ def plan(
             fix=f"write --cluster with {numbers[0]} ranks, and leave out --ranks",
         )
     price = partial(
-        plan_layouts, model, batch=batch, loss=loss, memory_limit=memory_limit, roles=config.roles,
+        plan_layouts, model, loss=loss, memory_limit=memory_limit, roles=config.roles,
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
         keep_in=None if fresh else default_folder(),
     )  # fmt: skip
     words = [word.strip() for word in without.split(",") if word.strip()]
+    wanted = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
+    texts, batches = list[str](), None
     with _says_what_it_does():
-        found = [
-            price(cluster=each, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
-            for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
-        ]
+        if len(sizes) > 1:
+            batches = plan_batches(sizes, lambda size: wanted(cluster=on, batch=_of_samples(batch, size)))
+            batch, found = _of_samples(batch, batches.best), [batches.plans[batches.best]]
+        else:
+            found = [
+                wanted(cluster=each, batch=batch)
+                for each in ([Cluster.parse(cluster, number).with_ranks(number) for number in numbers] or [on])
+            ]
     said = found[0].to_dict() if not numbers else {"by_ranks": [plans.to_dict() for plans in found]}
-    texts = [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
+    if batches is not None:
+        said = {**said, "batch": batches.best, "by_batch": batches.rows()}
+        texts.append(batches.text())
+    texts += [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
     compared: list[PriceDifference] = []
     for line in explain or []:
-        text, row = _explained(line, found[0], partial(price, cluster=on), compared)
+        text, row = _explained(line, found[0], partial(price, cluster=on, batch=batch), compared)
         texts.append(text)
         said.setdefault("explained", []).append(row)
     emit(said, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
@@ -200,6 +222,44 @@ def _explained(
         return f"{line} cannot be: {problem}", {"layout": line, "why": str(problem), "fits": False}
     compared.append(plans.compare(other))
     return compared[-1].text(), compared[-1].to_dict()
+
+
+def _of_samples(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
+    """Returns a batch that repeats the first sample of ``batch``."""
+    many: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:1].expand(number, *t.shape[1:]), batch)
+    return many
+
+
+def _check_one(are_both: bool, what: str, given: str) -> None:
+    if are_both:
+        raise PlanError(what, given=given, allowed="one of them", fix="write --batch with a number")
+
+
+def batches_in(text: str) -> tuple[int, ...]:
+    """Returns the sizes of a batch in text such as "64" or "auto:8-512": the least, its doublings and the most.
+
+    Raises: PlanError: the text is neither a number from 1 nor such a range.
+
+    >>> batches_in("64"), batches_in("auto:8-40"), batches_in("")
+    ((64,), (8, 16, 32, 40), ())
+    """
+    from shardwright.planner.batches import doublings
+
+    numbers = text.removeprefix("auto:").split("-") if text.startswith("auto:") else [text]
+    if not text:
+        return ()
+    if len(numbers) > 2 or text.startswith("auto:") != (len(numbers) == 2) or not all(map(str.isdecimal, numbers)):
+        least, most = 0, 0
+    else:
+        least, most = int(numbers[0]), int(numbers[-1])
+    if not 0 < least <= most:
+        raise PlanError(
+            "no such size of a batch",
+            given=f"--batch {text}",
+            allowed="a number of samples from 1, or auto:MIN-MAX",
+            fix="write --batch 64, or --batch auto:8-512",
+        )
+    return doublings(least, most) if len(numbers) == 2 else (least,)
 
 
 def ranks_in(text: str) -> tuple[int, ...]:

@@ -1,0 +1,98 @@
+"""Finds the global batch, among several sizes, with which a model trains the most tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.errors import LayoutError
+from shardwright.planner.plans import Plans
+
+
+@dataclass(frozen=True)
+class BatchPlans:
+    """The plans of several global batches, by their numbers of samples; of a batch without a layout, why it has none.
+
+    ``best`` is the batch whose best layout trains the most tokens a second of those that fit; of equal ones the
+    smallest. If none fits, it is the smallest that has a layout.
+    """
+
+    plans: dict[int, Plans]
+    refused: dict[int, str]
+
+    @property
+    def best(self) -> int:
+        """The number of samples of the batch to take."""
+        fit = [size for size, each in self.plans.items() if each.fits(each.best)]
+        return max(fit, key=lambda size: (self._tokens_per_s(size), -size)) if fit else min(self.plans)
+
+    def _tokens_per_s(self, size: int) -> float:
+        plans = self.plans[size]
+        return plans.tokens / plans.expected_s(plans.best.step_s)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns each batch as plain data for JSON: its best layout, expected step, memory, and whether it fits.
+
+        Of a batch without a layout only ``why`` says something.
+        """
+        found = {}
+        for size, each in self.plans.items():
+            row = each.row(each.best)
+            keys = ("layout", "step_s_expected", "tokens_per_s", "memory_bytes", "fits", "why")
+            found[size] = {"batch": size, **{key: row[key] for key in keys}}
+        for size, why in self.refused.items():
+            empty = {"layout": None, "step_s_expected": None, "tokens_per_s": None, "memory_bytes": None}
+            found[size] = {"batch": size, **empty, "fits": False, "why": why}
+        return [found[size] for size in sorted(found)]
+
+    def text(self) -> str:
+        """Returns a sentence about the best batch, and a table of all, for a terminal."""
+        best, rows = self.plans[self.best], self.rows()
+        unit = "tokens" if best.tokens > best.batch else "samples"
+        width = max(len(str(row["layout"] or "-")) for row in rows)
+        lines = [f"of these batches {self.best:,} samples train the most {unit} a second"]
+        lines += ["", f"  {'batch':>7}  {'layout':{width}}  {'expected':>8}    {unit + ' a s':>12}  {'memory':>9}"]
+        for row in rows:
+            if row["layout"] is None:
+                lines.append(f"  {row['batch']:>7,}  {'-':{width}}  {row['why'].splitlines()[0]}")
+                continue
+            lines.append(
+                f"  {row['batch']:>7,}  {row['layout']:{width}}  {row['step_s_expected']:>8.3g} s  "
+                f"{row['tokens_per_s']:>12,.0f}  {row['memory_bytes'] / 1e9:>6.3g} GB"
+                + "  does not fit"
+                * (not row["fits"])
+            )
+        return "\n".join(lines)
+
+
+def plan_batches(sizes: Sequence[int], plan: Callable[[int], Plans]) -> BatchPlans:
+    """Returns ``plan(size)`` for each size of the global batch.
+
+    Raises: LayoutError: ``plan`` does for every size.
+    """
+    plans, refused, failure = (
+        dict[int, Plans](),
+        dict[int, str](),
+        LayoutError("no batch", given="0", allowed="", fix=""),
+    )
+    for size in sizes:
+        try:
+            plans[size] = plan(size)
+        except LayoutError as error:
+            refused[size], failure = str(error), error
+    if not plans:
+        raise failure
+    return BatchPlans(plans, refused)
+
+
+def doublings(least: int, most: int) -> tuple[int, ...]:
+    """Returns ``least`` and its doublings below ``most``, and ``most``.
+
+    >>> doublings(8, 40), doublings(3, 3)
+    ((8, 16, 32, 40), (3,))
+    """
+    found = [least]
+    while 2 * found[-1] < most:
+        found.append(2 * found[-1])
+    return (*found, most) if most > least else (least,)
