@@ -61,7 +61,7 @@ def test_a_batch_of_fewer_samples_than_ranks_is_listed_with_the_reason_unless_al
 
 
 def test_the_command_plans_the_best_of_several_batches():
-    line = "plan --model mlp --layout dp2 --cluster a100-80gb:1x2 --fresh --json --batch".split()
+    line = ["plan", "--model", "mlp", "--layout", "dp2", "--cluster", "a100-80gb:1x2", "--fresh", "--json", "--batch"]
     said = json.loads(CliRunner().invoke(app, [*line, "auto:2-8"]).stdout)
     assert [row["batch"] for row in said["by_batch"]] == [2, 4, 8]
     alone = json.loads(CliRunner().invoke(app, [*line, str(said["batch"])]).stdout)
