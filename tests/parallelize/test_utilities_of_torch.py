@@ -5,6 +5,8 @@ Never NaN, one rank's part in place of the whole, or a write that is lost.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -189,6 +191,50 @@ def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, wr
     if write is clamp and when == "before an update":
         pytest.skip("the update rounds all copies anew: what is written through .data has no version")
     on_ranks(line, work)
+
+
+@pytest.mark.parametrize("mend", [lambda run: run.changed(), lambda run: run.load_state_dict(run.state_dict())])
+@pytest.mark.parametrize("is_said_before", [True, False])
+def test_a_run_goes_on_after_a_write_that_was_refused(mend, is_said_before):
+    def work(run, optimizer, *, writes=True):
+        part = next(run.shard([BATCH]))
+        if writes:
+            halve(run.model)
+            if is_said_before:
+                with pytest.raises(PlanError, match="would be lost"):
+                    run.step(part)
+            mend(run)
+        run.step(part)
+        optimizer.step()
+        return flat(run.state_dict())
+
+    expected = on_ranks("dp2 bf16", partial(work, writes=False))
+    for found, without in zip(on_ranks("dp2 bf16", work), expected, strict=True):
+        assert torch.equal(found, without)
+
+
+def test_a_file_of_a_model_with_master_weights_holds_a_plain_model(tmp_path):
+    def work(run, _):
+        run.step(next(run.shard([BATCH])))
+        file = tmp_path / f"{run.world.rank}.pt"
+        torch.save(run.model, file)
+        return torch.load(file, weights_only=False), [p.detach().clone() for p in run.model.parameters()]
+
+    for model, expected in on_ranks("dp2 bf16", work):
+        assert all(type(p) is nn.Parameter and not vars(p) for p in model.parameters())
+        assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
+        model.zero_grad()
+        assert next(model.parameters()).grad is None
+
+
+def test_a_move_of_the_model_to_where_it_is_changes_nothing():
+    def work(run, optimizer):
+        run.step(next(run.shard([BATCH])))
+        run.model.cpu().to("cpu")
+        optimizer.step()
+        run.step(next(run.shard([BATCH])))
+
+    on_ranks("dp2 bf16", work)
 
 
 def test_a_write_to_master_weights_trains_on():

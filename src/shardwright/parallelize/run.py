@@ -350,7 +350,7 @@ class Run:
         if self.world.device.type == "meta":
             return
         for each in self._applied:
-            each.check()
+            each.check(True)
         values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
         trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
         if self.world.size > 1:
@@ -637,6 +637,7 @@ class Run:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         if self.plan.layout.compile is not None:
             step_uncompiled(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._check_written())
         optimizer.register_step_post_hook(lambda *_: self.changed())
         keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)
         return optimizer
@@ -669,6 +670,10 @@ class Run:
         [True, True]
         """
         return self.averages.get(self, optimizer, decay)
+
+    def _check_written(self) -> None:
+        for each in self._applied:
+            each.check(False)
 
     def changed(self) -> None:
         """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.

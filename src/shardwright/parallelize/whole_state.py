@@ -67,6 +67,10 @@ class _ZeroGradients:
         assert module is not None, "the module is copied with it"
         return _ZeroGradients(copy.deepcopy(module, memo), ())
 
+    def __reduce__(self) -> Any:
+        """Returns how a file of the module holds it: as what any module has."""
+        return partial, (nn.Module.zero_grad, self._module())
+
 
 def refuse_loads(model: nn.Module, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
     """Makes ``load_state_dict`` of a run's model raise PlanError where the next update would undo the load.

@@ -84,8 +84,9 @@ class AppliedStrategy:
     - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
     - ``summing``: returns tensors in which gradients are summed until they are the ``.grad`` of stored parameters.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
-    - ``check``: raises PlanError if other code has written to parameters of the model where that would be lost. A run
-      calls it in the steps in which it compares its ranks.
+    - ``check(values)``: raises PlanError if other code has written to parameters of the model where that would be
+      lost. A run calls it before each update of its optimizer, and in the steps in which it compares its ranks with
+      ``values`` True: then values are read too, which shows a write that no version counter does.
     """
 
     events: Events = field(default_factory=Events)
@@ -98,4 +99,4 @@ class AppliedStrategy:
     kept: Callable[[], Iterable[Tensor]] = tuple
     summing: Callable[[], Iterable[Tensor]] = tuple
     saving: Saving | None = None
-    check: Callable[[], None] = lambda: None
+    check: Callable[[bool], None] = lambda values: None

@@ -5,9 +5,11 @@ Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,9 @@ from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.executor import Events
 
 LEAST_SCALE = 1.0
+
+BLOCK_BYTES = 2**25
+"""How many bytes of narrow gradients are scaled together on an accelerator, in a copy of twice the size: 32 MiB."""
 
 
 class MasterWeights:
@@ -50,7 +55,8 @@ class MasterWeights:
         self._dtypes = {name: plan.compute_dtypes[name] for name in self.parameters}
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(self._dtypes[name])
-        self._kinds = {name: type(parameter) for name, parameter in self.parameters.items()}
+        self._kinds = [(parameter, type(parameter)) for parameter in self.parameters.values()]
+        self._marked = copied_parameter(self)
         self._versions, self._may_be_stale = _versions_of(self.masters), False
         self._written = _versions_of(self.parameters)
 
@@ -62,17 +68,20 @@ class MasterWeights:
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
-        return AppliedStrategy(events=events, parameters=self.masters, check=self._check_values)
+        return AppliedStrategy(events=events, parameters=self.masters, check=self._check)
+
+    def path_of(self, parameter: nn.Parameter) -> str:
+        """Returns the name of a parameter of the model."""
+        return next(name for name, each in self.parameters.items() if each is parameter)
 
     def _restart(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.__class__ = self._kinds[name]
+        for parameter, kind in self._kinds:
+            parameter.__class__ = kind
             parameter.grad = None  # left by a step that failed
+        self._check_versions()
         # The user's own optimizer fires no after_optimizer; the version counters show that it has stepped.
         if self._may_be_stale or self._versions != _versions_of(self.masters):
             self._round()
-        else:
-            self._check_versions()
 
     def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
         self._move_gradients(self.fp32_sums.intersection(group.parameters))
@@ -80,8 +89,8 @@ class MasterWeights:
     def _after_sync(self) -> None:
         self._move_gradients(self.parameters.keys() - self.fp32_sums)
         self._may_be_stale = True  # an optimizer may write through .data, which no version counter shows
-        for name, parameter in self.parameters.items():
-            CopiedParameter.mark(parameter, name, self.masters[name])
+        for parameter, _ in self._kinds:
+            parameter.__class__ = self._marked
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
@@ -107,54 +116,54 @@ class MasterWeights:
     @torch.no_grad()
     def _round(self) -> None:
         """Copies the master weights into the model's parameters, rounded to the compute dtype."""
-        self._check_versions()
         if self.parameters:
             torch._foreach_copy_(list(self.parameters.values()), [self.masters[name] for name in self.parameters])
         self._versions, self._written = _versions_of(self.masters), _versions_of(self.parameters)
 
     def _check_versions(self) -> None:
-        """Raises PlanError if other code has written to a parameter of the model since it was rounded."""
-        for name, version in _versions_of(self.parameters).items():
-            if version != self._written[name]:
-                raise _lost_write(name)
+        """Raises PlanError, once, if other code has written to a parameter of the model since it was rounded."""
+        found = _versions_of(self.parameters)
+        if found == self._written:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            names = [
+                name
+                for (name, p), now, before in zip(self.parameters.items(), found, self._written, strict=True)
+                if now != before and p.dtype == self._dtypes[name]  # the step refuses another
+            ]
+        if names:
+            self._written, self._may_be_stale = found, True
+            raise _lost_write(names[0])
 
-    def _check_values(self) -> None:
-        """Raises PlanError as :meth:`_check_versions`, also for writes through ``.data``, which has no version."""
-        if self._may_be_stale or self._versions != _versions_of(self.masters):
+    @torch.no_grad()
+    def _check(self, values: bool) -> None:
+        """Raises PlanError as :meth:`_check_versions`; with ``values`` also for writes that have no version."""
+        self._check_versions()
+        if not values or self._may_be_stale or self._versions != _versions_of(self.masters):
             return  # the model's parameters are rounded anew before they are used
-        for name, parameter in self.parameters.items():
-            rounded = self.masters[name].detach().to(self._dtypes[name])
-            if parameter.dtype != rounded.dtype:
-                continue  # the step refuses it
-            if not torch.equal(rounded, parameter.detach()) and not rounded.isnan().any():
+        names, differ = list[str](), list[Tensor]()
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter in self.parameters.items():
+                rounded = self.masters[name].to(self._dtypes[name])
+                if parameter.dtype == rounded.dtype:  # the step refuses another
+                    names.append(name)
+                    differ.append((rounded != parameter).any() & ~rounded.isnan().any())
+        # read at once: on an accelerator the host waits
+        for name, differs in zip(names, torch.stack(differ).tolist() if differ else [], strict=True):
+            if differs:
+                self._may_be_stale = True
                 raise _lost_write(name)
 
 
 class CopiedParameter(nn.Parameter):
-    """A parameter of a run's model after a step, while its gradient is that of its master weight; see :meth:`mark`.
+    """A parameter of a run's model after a step, while its gradient is that of its master weight.
 
     Between a step and the next, reading its ``grad``, which is None, raises a PlanError if the master weight has one.
-    All else is as of any parameter. A copy is a plain parameter.
-
-    >>> weight, master = nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2))
-    >>> CopiedParameter.mark(weight, "up.weight", master)
-    >>> weight.grad, weight.sum().item()
-    (None, 2.0)
-    >>> master.grad = torch.ones(2)
-    >>> weight.grad
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the gradient of 'up.weight' of run.model is that of its master weight
-      ...
+    All else is as of any parameter. A copy is a plain parameter, and so is what a file of it holds.
     """
 
-    path: str
-    master: nn.Parameter
-
-    @staticmethod
-    def mark(parameter: nn.Parameter, path: str, master: nn.Parameter) -> None:
-        """Gives ``parameter`` this class, until its ``__class__`` is set back."""
-        parameter.__class__ = CopiedParameter
-        vars(parameter).update(path=path, master=master)
+    owner: Callable[[], MasterWeights | None] = staticmethod(lambda: None)
+    """Returns the master weights, or None once the run is gone."""
 
     @classmethod
     def __torch_function__(
@@ -164,28 +173,47 @@ class CopiedParameter(nn.Parameter):
         """Runs ``func``. Raises PlanError where it reads a gradient that the master weight has instead."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            if func == _GRAD and found is None and args[0].master.grad is not None:
-                raise PlanError(
-                    f"the gradient of '{args[0].path}' of run.model is that of its master weight",
-                    given="a parameter of run.model, which is a rounded copy under bf16 or fp16",
-                    allowed="gradients of run.parameters, between a step and the optimizer's",
-                    fix=f"write run.parameters['{args[0].path}'].grad; to clip, write run.clip_grad_norm_(max_norm); "
-                    "leave out run.model.to(...) and .half(), which read it too",
-                )
-        return found
+            if func != _GRAD or found is not None or sys._getframe(1).f_code.co_name == "_apply":  # of nn.Module
+                return found
+            owner = args[0].owner()
+            name = owner.path_of(args[0]) if owner is not None else ""
+            if owner is None or owner.masters[name].grad is None:
+                return None
+            raise PlanError(
+                f"the gradient of '{name}' of run.model is that of its master weight",
+                given="a parameter of run.model, which is a rounded copy under bf16 or fp16",
+                allowed="gradients of run.parameters, between a step and the optimizer's",
+                fix=f"write run.parameters['{name}'].grad; to clip, write run.clip_grad_norm_(max_norm)",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Returns a plain parameter with a copy of the values."""
         memo[id(self)] = found = nn.Parameter(self.detach().clone(), self.requires_grad)
         return found
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns how a plain parameter of the same values is made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter, (self.data, self.requires_grad)
+
+
+def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
+    """Returns the class of the parameters of which ``owner`` has the master weights, between its steps."""
+    found = ref(owner)
+
+    class Copied(CopiedParameter):
+        owner = staticmethod(lambda: found())
+
+    return Copied
+
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 
 
-def _versions_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+def _versions_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
     """Returns numbers that change when code writes to a parameter or sets its data, but not when it writes to that."""
-    return {name: (0 if p.is_inference() else p._version, p.data_ptr()) for name, p in parameters.items()}
+    with torch._C.DisableTorchFunctionSubclass():  # of parameters that are marked, it would take ten times as long
+        return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters.values()]
 
 
 def _lost_write(name: str) -> PlanError:
@@ -340,8 +368,21 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, some in by_dtype.items():
-        # torch multiplies a list in few kernels only by a number of the list's dtype, and a narrow number would round
-        wide = [each.float() for each in some] if dtype.itemsize < 4 else some
-        torch._foreach_mul_(wide, factor.to(wide[0].dtype))
-        if wide is not some:
-            torch._foreach_copy_(some, wide)
+        # torch multiplies a list in few kernels only by a number of the list's dtype
+        if dtype.itemsize >= 4:
+            torch._foreach_mul_(some, factor.to(dtype))
+            continue
+        for block in _in_blocks(some):  # a narrow number would round
+            wide = [each.float() for each in block]
+            torch._foreach_mul_(wide, factor.float())
+            torch._foreach_copy_(block, wide)
+
+
+def _in_blocks(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields gradients in lists of about ``BLOCK_BYTES``, and of one at least."""
+    block: list[Tensor] = []
+    for number, gradient in enumerate(gradients, 1):
+        block.append(gradient)
+        if sum(each.nbytes for each in block) >= BLOCK_BYTES or number == len(gradients):
+            yield block
+            block = []
