@@ -30,7 +30,8 @@ def attend_dropping(
     tensor([1., 0.])
     """
     scores_BNTS = masked(q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5, mask, causal=causal)
-    return drop(softmax_of_seen(scores_BNTS)) @ v_BNSD
+    weights_BNTS = drop(softmax_of_seen(scores_BNTS))
+    return weights_BNTS.to(v_BNSD.dtype) @ v_BNSD  # a mask in float32 makes them wider
 
 
 def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

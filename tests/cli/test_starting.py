@@ -44,6 +44,16 @@ def test_what_init_writes_trains_by_the_command_from_its_own_folder(tmp_path):
     assert "trained dp2 on 2 ranks: 2 steps" in found.stdout
 
 
+def test_the_model_that_init_writes_can_be_planned_in_bf16(tmp_path, monkeypatch):
+    assert run("init", tmp_path).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["--model", "my_model:build", "--data", "my_model:data", "--layout", "dp2 bf16"]
+    for words in (["show", *own, "--memory"], ["plan", *own, "--cluster", "a100-80gb:1x2", "--fresh"]):
+        found = run(*words)
+        assert found.exit_code == 0, found.output
+
+
 def test_the_loop_that_init_writes_trains(tmp_path, monkeypatch):
     assert run("init", tmp_path).exit_code == 0
     monkeypatch.chdir(tmp_path)
