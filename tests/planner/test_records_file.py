@@ -1,20 +1,30 @@
 """What a plan keeps in a file: found again by the same model and code alone, and equal to a rehearsal."""
 
-import pickle
+import json
+import os
+from collections import Counter
 from functools import partial
+from hashlib import sha256
 
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from shardwright.analysis.marked_inputs import packed
 from shardwright.cli.main import app
+from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout, Option
 from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright.plan.schedule import Action, Schedule
+from shardwright.planner import kept_values, records_file
 from shardwright.planner import records as recording
-from shardwright.planner import records_file
+from shardwright.planner.kept_values import from_nodes, to_text
+from shardwright.planner.model_digest import MOST_VALUES
 from shardwright.planner.plans import plan_layouts
-from shardwright.planner.records_file import MOST_VALUES, RecordsFile, default_folder
+from shardwright.planner.records_file import RecordsFile, default_folder
+from shardwright.planner.rehearse import WaitRecord
 
 BATCH = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
 
@@ -113,18 +123,97 @@ def test_a_refusal_is_kept_as_it_was_said(tmp_path):
     assert (one.value.what, str(one.value)) == (two.value.what, str(two.value))
 
 
-class Opens:
-    def __reduce__(self):
-        return open, ("/dev/null",)
+def found_in(folder):
+    return RecordsFile.of(folder, model()).find("a", lambda: "nothing")
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing", pickle.dumps([1]), pickle.dumps({"a": Opens()})])
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\xff" * 99, b'{"code":[],"found":[["dict","a",8]]}'])
 def test_a_file_of_something_else_counts_as_empty(tmp_path, content):
-    file_of(tmp_path, model()).write_bytes(content)
+    RecordsFile.of(tmp_path, model()).path.write_bytes(content)
     found = RecordsFile.of(tmp_path, model())
     assert found.find("a", lambda: 7) == 7
     found.save()
-    assert RecordsFile.of(tmp_path, model()).find("a", pytest.fail) == 7
+    assert found_in(tmp_path) == 7
+
+
+def content_of(nodes):
+    """A whole file with these nodes, and with the checksum that belongs to them."""
+    content = json.dumps({"code": [], "found": nodes}).encode()
+    return sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def read(folder, content):
+    """What is found in a file with this content, or None for one that counts as empty."""
+    (folder / "file").write_bytes(content)
+    return records_file._read(folder / "file") or None
+
+
+def test_a_file_of_which_one_bit_has_flipped_counts_as_empty(tmp_path):
+    whole = content_of([["dict", "a", 7]])
+    assert read(tmp_path, whole) == {"a": 7}
+    for place, byte in enumerate(whole):
+        for bit in (0, 7):
+            assert read(tmp_path, whole[:place] + bytes([byte ^ 1 << bit]) + whole[place + 1 :]) is None, place
+    assert read(tmp_path, whole[:-1]) is None
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [["RecordsFile", None], ["dict", "a", [0]]],  # a class of this library that is not kept
+        [["subprocess.run", "true"], ["dict", "a", [0]]],
+        [["type", "Made"], ["dict", "a", [0]]],
+        [["Layout", {"__class__": 1}], ["dict", "a", [0]]],
+        [["StoredMisfit", "SystemExit", "what", "", "", ""], ["dict", "a", [0]]],
+        [["dict", "a", [1]], ["tuple"]],
+        [["dict", "a"]],
+        [["dict", ["b"], 7]],
+        [["tuple", "a", 7]],
+        [],
+        {"a": 7},
+        None,
+    ],
+)
+def test_a_whole_file_that_names_what_is_not_kept_counts_as_empty(tmp_path, nodes):
+    assert read(tmp_path, content_of(nodes)) is None
+    assert read(tmp_path, content_of([["Option", "zero1", None], ["dict", "a", [0]]])) == {"a": Option("zero1")}
+
+
+def test_a_file_sets_nothing_of_a_class(tmp_path):
+    before = {each: dict(vars(each)) for each in (RecordsFile, *kept_values._classes())}
+    for kind in (*before, type, object, "RecordsFile.save", "setattr", "__build__"):
+        name = kind if isinstance(kind, str) else kind.__name__
+        for items in ([], ["save"], [{"save": 1}], [[0], "save", "x"], *(["save"] * n for n in range(3, 9))):
+            read(tmp_path, content_of([["dict", "save", 1], [name, *items], ["dict", "a", [1]]]))
+    assert {each: dict(vars(each)) for each in before} == before
+
+
+def test_what_is_kept_comes_back_equal_and_of_the_same_classes():
+    layout = Layout.parse("pp2/1f1b mb8 dp2x2/zero1 bf16")
+    shared = {"n": 1}
+    given = {
+        ("layout", "a", 8, None): (layout, Schedule("x", ((Action("F", 0),),), (0,), 1), WaitRecord(2)),
+        "sizes": (1, 1.0, True, None, -0.0, float("inf"), 1 << 70, "\ud800\n"),
+        "ones": ((1,), (1.0,), (True,)),
+        "counted": Counter({"a": 2}),
+        "dicts": (shared, shared, {"n": 1}, {OperatorRecord("matmul", 1, 2): ()}),
+    }
+    found = from_nodes(json.loads(to_text(given)))
+    assert found == given
+    assert repr(found) == repr(given)
+    assert found["dicts"][0] is found["dicts"][1] is not found["dicts"][2]
+    with pytest.raises(TypeError, match="Size"):
+        to_text({"a": torch.Size([1])})
+
+
+def test_what_a_file_cannot_hold_is_found_and_not_written(tmp_path):
+    circle = {}
+    circle["itself"] = circle
+    for value in (circle, object()):
+        found = RecordsFile.of(tmp_path, model())
+        assert found.find("a", lambda value=value: value) is value
+        found.save()
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_keeps_few_files_and_one_that_cannot_be_written_to_is_left_alone(tmp_path, monkeypatch):
@@ -151,24 +240,6 @@ def test_the_command_keeps_what_it_found_unless_it_is_to_begin_afresh(tmp_path, 
     assert len(list(default_folder().iterdir())) == 1
 
 
-def called(module, name, argument):
-    """A pickle that calls what a module has under a dotted name with a list of texts."""
-
-    def text(value):
-        return b"\x8c" + bytes([len(value)]) + value.encode()
-
-    return b"\x80\x04" + text(module) + text(name) + b"\x93](" + b"".join(map(text, argument)) + b"e\x85R."
-
-
-@pytest.mark.parametrize("name", ["subprocess.Popen", "subprocess.run", "ForkServer"])
-def test_a_file_that_names_what_is_no_plain_data_of_this_library_runs_nothing(tmp_path, name):
-    mark = tmp_path / "ran"
-    kept = RecordsFile.of(tmp_path, model())
-    kept.path.write_bytes(called("shardwright.fork_server", name, ["touch", str(mark)]))
-    assert RecordsFile.of(tmp_path, model()).find("a", lambda: 1) == 1
-    assert not mark.exists()
-
-
 class Masked(nn.Module):
     """Takes its path by a value of its inputs, so that it is recorded on these."""
 
@@ -184,3 +255,81 @@ def test_what_depends_on_the_values_of_a_batch_is_not_kept(tmp_path):
     price = partial(plan_layouts, Masked(), "a100-80gb:1x2", BATCH, layout="dp2")
     price(keep_in=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def later(path):
+    """Sets the time of a file to a second later than it was."""
+    at = os.stat(path).st_mtime_ns + 10**9
+    os.utime(path, ns=(at, at))
+
+
+def test_a_change_of_code_that_is_imported_during_the_work_is_seen(tmp_path, monkeypatch):
+    helps = tmp_path / "late_help_of_kept.py"
+    helps.write_text("SIZE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = RecordsFile.of(tmp_path / "kept", model())
+    kept.find("a", lambda: __import__("late_help_of_kept").SIZE)
+    kept.save()
+    monkeypatch.delitem(__import__("sys").modules, "late_help_of_kept")  # as in another process, before its work
+    assert RecordsFile.of(tmp_path / "kept", model()).path == kept.path
+    assert found_in(tmp_path / "kept") == 1
+    later(helps)
+    assert found_in(tmp_path / "kept") == "nothing"
+
+
+def test_nothing_is_kept_if_loaded_code_changes_during_the_work(tmp_path, monkeypatch):
+    helps = tmp_path / "early_help_of_kept.py"
+    helps.write_text("SIZE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert __import__("early_help_of_kept").SIZE == 1
+    kept = RecordsFile.of(tmp_path / "kept", model())
+    kept.find("a", lambda: later(helps))
+    kept.save()
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.delitem(__import__("sys").modules, "early_help_of_kept")
+
+
+def test_the_packages_of_helpers_and_of_the_loss_are_in_what_is_kept(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    for name in ("loss_of_kept", "help_of_kept"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("from torch import nn\n\n\nclass Own(nn.MSELoss):\n    pass\n")
+        (site / name / "more.py").write_text("")
+        for path in (site / name).iterdir():
+            os.utime(path, (1, 1))
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(records_file, "_installed", lambda: (str(site),))
+    loss = __import__("loss_of_kept.more").Own()
+    file_with = partial(RecordsFile.of, tmp_path / "kept", model())
+    kept = file_with(loss)
+    later(site / "loss_of_kept" / "more.py")
+    assert file_with(loss).path != kept.path
+    kept = file_with(loss)
+    __import__("help_of_kept")
+    kept.find("a", lambda: 1)
+    kept.save()
+    assert file_with(loss).find("a", lambda: 2) == 1
+    later(site / "help_of_kept" / "__init__.py")  # of this package only functions are called: it has another version
+    assert file_with(loss).path == kept.path
+    assert file_with(loss).find("a", lambda: 2) == 2
+    os.utime(site / "loss_of_kept" / "__init__.py")  # later than this process has begun: its classes may be older
+    assert file_with(loss).path is None
+    for name in ("loss_of_kept", "loss_of_kept.more", "help_of_kept"):
+        monkeypatch.delitem(__import__("sys").modules, name)
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x, patches):
+        return self.layer(x) + self.layer(patches).sum()
+
+
+def test_a_file_is_that_of_the_rows_of_all_packed_samples(tmp_path):
+    x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    for counts in ([1, 1, 1, 1], [1, 3, 0, 2], [1, 1, 1, 1]):
+        batch = (x, packed(torch.ones(sum(counts), 3), counts)), y
+        plan_layouts(Sums(), "a100-80gb:1x2", batch, layout="dp2", keep_in=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.kept_traces import traces_kept
+from shardwright.analysis.marked_inputs import packed_in
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
@@ -446,7 +447,8 @@ def plan_layouts(
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
-    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), cluster.device.type, dict(roles))
+    rows_of = [mark.counts for mark in packed_in(batch)]  # samples differ in nothing else
+    kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
 
     def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:
         start = process_time()

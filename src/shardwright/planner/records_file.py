@@ -1,39 +1,43 @@
 """``RecordsFile``: keeps what rehearsals and plans of a model found in a file, so that a later plan finds it again.
 
-A file holds what was found for one model, loss, shape of a sample and type of device, under one state of the code. All
-of these are in its name, as a digest. So nothing in a file is ever out of date: after a change another file is read.
+A file holds what was found for one model, loss, shape of a sample and type of device, under one state of the code that
+was loaded before. All of these are in its name, as a digest: after a change another file is read. In the file is a list
+of all code that was loaded after the work, with what the model imports on its way: after a change of that the file
+counts as empty.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import os
-import pickle
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+import time
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.errors import ExplainedError, LayoutError, PlanError
+from shardwright.errors import LayoutError, PlanError
+from shardwright.planner.kept_values import StoredMisfit, from_nodes, to_text
+from shardwright.planner.model_digest import described
 from shardwright.strategies import STRATEGIES
 
 MOST_FILES = 32
 """The most files that a folder keeps: of more, those that were written first are removed."""
 
-MOST_VALUES = 1 << 20
-"""The most elements of a buffer whose values are part of a model's digest. A model with larger ones is not kept."""
-
 _OURS = Path(__file__).parents[1]
+
+_BEGAN_NS = time.time_ns()
+"""When this module was loaded: of a file that was changed later, Python may have loaded the text from before."""
+
+_FileState = tuple[str, int, int]
 
 _T = TypeVar("_T")
 
@@ -43,42 +47,37 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "plans"
 
 
-class _StoredMisfit(NamedTuple):
-    """An error in place of a result, by its class and parts."""
-
-    kind: type[ExplainedError]
-    parts: tuple[str, str, str, str]
-
-
 @dataclass
 class RecordsFile:
     """What was found for one model, by key; ``path`` is the file, or None if nothing is kept.
 
-    A file that cannot be read, or that anything else has written, counts as empty.
+    A file that cannot be read, that anything else has written, or whose list names code that has changed since, counts
+    as empty.
     """
 
     path: Path | None = None
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _is_new: bool = False
+    _code: frozenset[_FileState] = frozenset()
+    """The states of the files of all code that was loaded before anything was found."""
 
     @classmethod
     def of(cls, folder: Path | str | None, model: nn.Module, *given: Any) -> RecordsFile:
         """Returns the file in ``folder`` of a model and all else that what is found depends on.
 
         Nothing is kept without a folder, or if ``model`` or the values in ``given`` cannot be told from others: if they
-        hold functions without a name or large buffers with values, or their code is in no file.
+        hold functions without a name or large buffers with values, or their code is in no file or was changed since
+        this process has begun to plan.
         """
         if folder is None:
             return cls()
         try:
-            name = sha256(_described(model, given) + _code_of(model)).hexdigest()
-        except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError):
+            roots = [each for each in (model, *given) if isinstance(each, nn.Module)]
+            name = sha256(described(model, given) + _code_of(roots)).hexdigest()
+        except ValueError:
             return cls()
-        path = Path(folder) / f"{name}.pickle"
-        found: dict[Hashable, Any] = {}
-        with suppress(OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError):
-            found = _RecordsUnpickler(io.BytesIO(path.read_bytes())).load()
-        return cls(path, found if isinstance(found, dict) else {})
+        path = Path(folder) / f"{name}.records"
+        return cls(path, _read(path), False, frozenset(_states_of_loaded()))
 
     def find(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """Returns what was found under ``key`` before, or else the result of ``compute``, to be kept.
@@ -92,13 +91,11 @@ class RecordsFile:
             try:
                 self._found[key] = compute()
             except (LayoutError, PlanError) as error:
-                parts = error.what, str(error.given), str(error.allowed), str(error.fix)
-                self._found[key] = _StoredMisfit(type(error), parts)
+                self._found[key] = StoredMisfit.of(error)
                 raise
         found = self._found[key]
-        if isinstance(found, _StoredMisfit):
-            what, given, allowed, fix = found.parts
-            raise found.kind(what, given=given, allowed=allowed, fix=fix)
+        if isinstance(found, StoredMisfit):
+            raise found.error()
         kept: _T = found
         return kept
 
@@ -107,90 +104,104 @@ class RecordsFile:
         self.path, self._found = None, {}
 
     def save(self) -> None:
-        """Writes the file if anything was found that it has not; a folder that cannot be written to is left alone."""
+        """Writes the file if anything was found that it has not; a folder that cannot be written to is left alone.
+
+        Nothing is written if code that was loaded before has changed in the meantime.
+        """
         if self.path is None or not self._is_new:
             return
-        with suppress(OSError):
+        before = {_state(path) for path, *_ in self._code}
+        if before != self._code:
+            return
+        states = sorted(before | _states_of_loaded())  # with modules that the model's forward was the first to import
+        with suppress(OSError, TypeError, RecursionError):  # the latter two: of values that JSON cannot hold
+            content = f'{{"code":{json.dumps(states)},"found":{to_text(self._found)}}}'.encode()
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(pickle.dumps(self._found, protocol=5))
-            os.replace(file.name, self.path)
-            files = sorted(self.path.parent.glob("*.pickle"), key=lambda each: each.stat().st_mtime)
+                try:
+                    file.write(_checksum(content) + content)
+                    file.flush()
+                    os.replace(file.name, self.path)
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+            files = sorted(self.path.parent.glob("*.records"), key=lambda each: each.stat().st_mtime)
             for old in files[:-MOST_FILES]:
                 old.unlink()
 
 
-class _RecordsUnpickler(pickle.Unpickler):
-    """Unpickles what this library has found: plain containers, and values of its own classes of plain data.
-
-    A name that is anything else, such as a function, or a class that one of its modules imports, is refused: a file
-    that somebody else has written runs no code.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "Counter"):
-            return Counter
-        if module.partition(".")[0] == "shardwright":
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (
-                issubclass(found, tuple | Enum | ExplainedError) or is_dataclass(found)
-            )
-            if is_data and found.__module__.partition(".")[0] == "shardwright":
+def _read(path: Path) -> dict[Hashable, Any]:
+    """Returns what a file has, or nothing if it is damaged or code that what it has was found with has changed."""
+    with suppress(Exception):  # as many kinds as there are ways to damage a text, which all mean the same
+        content = path.read_bytes()
+        size = len(_checksum(b""))
+        if content[:size] == _checksum(content[size:]):
+            parts = json.loads(content[size:])
+            code = [tuple(each) for each in parts["code"]]
+            found = from_nodes(parts["found"])
+            if isinstance(found, dict) and code == [_state(path) for path, *_ in code]:
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no class of what is kept")
+    return {}
 
 
-class _ModelSnapshot(pickle.Pickler):
-    """Pickles modules with shapes in place of tensors; a tensor that occurs again is named by its number."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        number = self._numbers.setdefault(id(value), len(self._numbers))
-        values = b"" if value.is_meta or isinstance(value, nn.Parameter) else _values_of(value)
-        kind = type(value).__qualname__
-        return number, kind, tuple(value.shape), value.stride(), str(value.dtype), value.requires_grad, values
+def _checksum(content: bytes) -> bytes:
+    return sha256(content).hexdigest().encode() + b"\n"
 
 
-def _values_of(tensor: Tensor) -> bytes:
-    if tensor.numel() > MOST_VALUES:
-        raise pickle.PicklingError("a tensor with too many values")
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _code_of(roots: list[nn.Module]) -> bytes:
+    """Returns the versions of the code that a plan runs: of this library, of torch, and of the model and its loss.
 
-
-def _described(*values: Any) -> bytes:
-    file = io.BytesIO()
-    _ModelSnapshot(file).dump(values)
-    return file.getvalue()
-
-
-def _code_of(model: nn.Module) -> bytes:
-    """Returns the versions of the code that a plan of the model runs: of this library, of torch and of the model.
-
-    The model's are all files that Python has loaded of the packages of its classes, and all that are in no package
-    directory at all, such as the user's own.
+    Theirs are all files that Python has loaded of the packages of their classes, and all that are in no package
+    directory at all, such as the user's own. What other modules were, and those that are imported later, is in the file
+    itself. The folders in which modules are looked for say which files those later ones would be.
     """
     packages = set[str]()
-    for kind in {each for module in model.modules() for each in type(module).__mro__[:-1]}:
-        if not getattr(sys.modules[kind.__module__], "__file__", None):
+    for kind in {each for root in roots for module in root.modules() for each in type(module).__mro__[:-1]}:
+        if not os.path.isfile(getattr(sys.modules.get(kind.__module__), "__file__", None) or ""):
             raise ValueError(f"the code of {kind} is in no file")
         packages.add(kind.__module__.partition(".")[0])
-    installed = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+    packaged = *_installed(), *_pythons_own()
     files = {str(path) for path in _OURS.rglob("*.*") if path.suffix in (".py", ".toml")}
-    for name, module in [*sys.modules.items()]:
-        path, top = getattr(module, "__file__", None), name.partition(".")[0]
-        if path and top not in ("torch", "shardwright") and (top in packages or not path.startswith(installed)):
+    for path, top in _loaded():
+        if top in packages or not path.startswith(packaged):
             files.add(path)
-    facts = sys.version, torch.__version__, torch.get_default_dtype(), sorted(STRATEGIES)
-    return repr((facts, sorted(_states(files)))).encode()
+            if top in packages and _state(path)[1] > _BEGAN_NS:
+                raise ValueError(f"what was loaded of {path} may be older than the file")
+    folders = [os.path.abspath(each) for each in sys.path]
+    facts = sys.version, torch.__version__, torch.get_default_dtype(), sorted(STRATEGIES), folders
+    return repr((facts, sorted(map(_state, files)))).encode()
 
 
-def _states(files: set[str]) -> Iterator[tuple[str, int, int]]:
-    for path in files:
-        with suppress(OSError):
-            found = os.stat(path)
-            yield path, found.st_mtime_ns, found.st_size
+def _loaded() -> set[tuple[str, str]]:
+    """Returns the files of all modules that Python has loaded, with the first part of a module's name.
+
+    Left out are this library, torch and Python's own, of which a file's name has all files or the version.
+    """
+    others, own = _installed(), _pythons_own()
+    return {
+        (path, top)
+        for path, top in ((getattr(each, "__file__", None), n.partition(".")[0]) for n, each in [*sys.modules.items()])
+        if isinstance(path, str) and top not in ("torch", "shardwright")
+        if path.startswith(others) or not path.startswith(own)
+    }
+
+
+def _installed() -> tuple[str, ...]:
+    return sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+
+
+def _pythons_own() -> tuple[str, ...]:
+    return sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
+
+
+def _states_of_loaded() -> set[_FileState]:
+    return {_state(path) for path, _ in _loaded()}
+
+
+def _state(path: str) -> _FileState:
+    """Returns a file's path, time and size; of one that is not there, as in an archive, zeros."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, 0, 0
+    return path, found.st_mtime_ns, found.st_size

@@ -1,0 +1,135 @@
+"""Writes what plans keep in files as JSON, and reads it: plain data, and a few classes of this library by name.
+
+Reading a text calls nothing but the constructors of these classes, which hold data alone: a file that somebody else has
+written runs no code and changes no class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+from shardwright.cost.operators import OperatorRecord
+from shardwright.errors import ExplainedError, GridError, LayoutError, NoValuesError, PlanError
+from shardwright.layout import Factor, Layout, Option
+from shardwright.plan.schedule import Action, Schedule
+from shardwright.planner.places import ActionClass
+from shardwright.planner.records import ActionShape, LayoutRecords, StageRecord, StageRecords
+from shardwright.planner.rehearse import MessageRecord, WaitRecord
+
+_ERRORS: Mapping[str, type[ExplainedError]] = {
+    each.__name__: each for each in (LayoutError, GridError, PlanError, NoValuesError)
+}
+
+_ATOMS = (type(None), bool, int, float, str)
+
+
+class StoredMisfit(NamedTuple):
+    """An error in place of a result, by the name of its class and by its parts."""
+
+    kind: str
+    what: str
+    given: str | None
+    allowed: str | None
+    fix: str | None
+
+    @classmethod
+    def of(cls, error: LayoutError | PlanError) -> StoredMisfit:
+        """Returns what raises an error like ``error``: of its class, or of the nearest that is kept."""
+        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+        parts = (each if each is None else str(each) for each in (error.given, error.allowed, error.fix))
+        return cls(kind, error.what, *parts)
+
+    def error(self) -> ExplainedError:
+        """Returns the error, to be raised."""
+        return _ERRORS[self.kind](self.what, given=self.given, allowed=self.allowed, fix=self.fix)
+
+
+def to_text(value: Any) -> str:
+    """Returns a container as JSON: a list of nodes, each ``[kind, item, ...]``, the last of them the container.
+
+    An item is a plain value, or ``[n]`` for the n-th node. Nodes that are alike, and cannot be changed, are written
+    once, as records of alike operators are.
+
+    Raises: TypeError: something in it is of another class than those that can be kept.
+
+    >>> to_text({"a": (1, 2.5), "b": (1, 2.5)})
+    '[["tuple",1,2.5],["dict","a",[0],"b",[0]]]'
+    >>> from_nodes(json.loads(_))
+    {'a': (1, 2.5), 'b': (1, 2.5)}
+    """
+    nodes = list[str]()
+    numbers, by_text = dict[int, int](), dict[str, int]()
+    dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+    def item(value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) not in numbers:
+            text = dumps([kind.__name__, *map(item, _parts(value))])
+            number = len(nodes) if issubclass(kind, dict) else by_text.setdefault(text, len(nodes))
+            if number == len(nodes):
+                nodes.append(text)
+            numbers[id(value)] = number
+        return [numbers[id(value)]]
+
+    item(value)
+    return f"[{','.join(nodes)}]"
+
+
+def from_nodes(nodes: list[list[Any]]) -> Any:
+    """Returns the container of which :func:`to_text` has written these nodes.
+
+    Any exception may come out of nodes that something else has written.
+    """
+    made, makers = list[Any](), _makers()
+    for kind, *items in nodes:
+        made.append(makers[kind]([made[each[0]] if type(each) is list else each for each in items]))
+    return made[-1]
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    if kind in (dict, Counter):
+        return chain.from_iterable(value.items())
+    if kind not in (tuple, *_classes()):
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no class of what is kept")
+    return [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else value
+
+
+@cache
+def _classes() -> tuple[type, ...]:
+    """Returns the classes whose values are kept, beside plain data."""
+    from shardwright.planner.estimate import ScheduleCost, StateShares  # it keeps values itself
+
+    return (
+        Action, ActionClass, ActionShape, Factor, Layout, LayoutRecords, MessageRecord, OperatorRecord, Option,
+        Schedule, ScheduleCost, StageRecord, StageRecords, StateShares, StoredMisfit, WaitRecord,
+    )  # fmt: skip
+
+
+@cache
+def _makers() -> Mapping[str, Callable[[list[Any]], Any]]:
+    """Returns, by the name of each kind of node, what makes a value of its items."""
+
+    def dict_of(items: list[Any]) -> dict[Any, Any]:
+        return dict(zip(items[::2], items[1::2], strict=True))
+
+    def misfit_of(items: list[Any]) -> StoredMisfit:
+        found = StoredMisfit(*items)
+        found.error()
+        return found
+
+    def maker(kind: Any) -> Callable[[list[Any]], Any]:
+        return kind._make if hasattr(kind, "_make") else lambda items: kind(*items)
+
+    return {
+        **{each.__name__: maker(each) for each in _classes()},
+        "StoredMisfit": misfit_of, "dict": dict_of, "Counter": lambda items: Counter(dict_of(items)), "tuple": tuple,
+    }  # fmt: skip

@@ -1,0 +1,55 @@
+"""Describes modules as bytes that differ where what a rehearsal finds of them may: with shapes in place of parameters.
+
+The bytes are a pickle, which is written to be compared alone: the library never reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOST_VALUES = 1 << 20
+"""The most elements of a buffer whose values are part of a model's digest. A model with larger ones is not kept."""
+
+
+def described(*values: Any) -> bytes:
+    """Returns bytes that are alike for modules, and for plain data, of which plans find the same.
+
+    Raises: ValueError: they cannot be told from others: they hold functions without a name, or large buffers with
+        values.
+
+    >>> described(nn.Linear(2, 3)) == described(nn.Linear(2, 3)) != described(nn.Linear(2, 4))
+    True
+    """
+    file = io.BytesIO()
+    try:
+        _ModelSnapshot(file).dump(values)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"values that cannot be told from others: {error}") from error
+    return file.getvalue()
+
+
+class _ModelSnapshot(pickle.Pickler):
+    """Pickles modules with shapes in place of tensors; a tensor that occurs again is named by its number."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        number = self._numbers.setdefault(id(value), len(self._numbers))
+        values = b"" if value.is_meta or isinstance(value, nn.Parameter) else _values_of(value)
+        kind = type(value).__qualname__
+        return number, kind, tuple(value.shape), value.stride(), str(value.dtype), value.requires_grad, values
+
+
+def _values_of(tensor: Tensor) -> bytes:
+    if tensor.numel() > MOST_VALUES:
+        raise pickle.PicklingError("a tensor with too many values")
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
