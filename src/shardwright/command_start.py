@@ -35,7 +35,7 @@ def imported() -> None:
     """
     if command_signals.IS_COMMAND:
         gc.freeze()
-        if not ("plan" in sys.argv[1:2] and "--ranks" not in sys.argv):
+        if sys.argv[1:2] != ["plan"] or any(word.partition("=")[0] == "--ranks" for word in sys.argv):
             gc.enable()
     command_signals.imported()
 

@@ -515,6 +515,8 @@ def with_option(world, folder, option, line="dp2", loads=False):
         (torch.bfloat16, torch.float32, torch.bfloat16),
         (np.float32(0.25), 0.5, 0.25),
         (np.int64(3), 1, 3),
+        (np.bool_(True), False, True),
+        (np.array([0.25]), 0.5, 0.25),
         (len, abs, abs),  # of the constructor
         (torch.device("cpu"), torch.device("meta"), torch.device("meta")),
     ],

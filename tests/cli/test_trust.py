@@ -408,6 +408,7 @@ def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_
         ("script", "--version", True),
         ("module", "plan --help", False),
         ("module", "plan --ranks 2 --help", True),
+        ("module", "plan --ranks=2,4 --help", True),
     ],
 )
 def test_the_command_collects_garbage_once_all_is_imported_but_for_a_plan_of_one_number_of_ranks(

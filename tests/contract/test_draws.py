@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.comm.backends.fake import fake_world
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.parallelize import parallelize
 
 SAMPLES, TOKENS, WIDTH, HEADS, WORDS = 6, 5, 16, 4, 23
 
@@ -237,13 +239,32 @@ def seeds_itself(x):
 def test_a_generator_that_the_forward_seeds_is_refused_where_ranks_share_it():
     seeds_itself(torch.ones(1))  # as a forward before has left the state
     with pytest.raises(PlanError, match=r"numpy\.random, which the forward seeds(?s:.*)ranks='processes'"):
-        verdict(Noisy(seeds_itself), "dp2")
+        verdict(Noisy(seeds_itself), "tp2")
     draws = ModelGraph(Noisy(seeds_itself), NUMBER_BATCHES[0][0]).draws
     assert draws is not None
-    draws.check(are_threads=False)
+    draws.check(are_threads=False, cuts=False)
     unseeded = ModelGraph(Noisy(lambda x: seeds_itself(x) * random.random()), NUMBER_BATCHES[0][0]).draws
     with pytest.raises(PlanError, match=r"from Python's random\n"):
-        unseeded.check(are_threads=False)
+        unseeded.check(are_threads=False, cuts=False)
+
+
+@pytest.mark.parametrize("line", ["mb2", "dp2", "dp2/zero3", "pp2", "tp2/sp", "tp2"])
+def test_a_forward_that_seeds_a_generator_runs_where_each_rank_runs_whole_batches_alone(line):
+    """What it seeds and draws may depend on the number of samples, which one record does not tell."""
+
+    def each_its_own(x):
+        np.random.seed(3)
+        return x * torch.from_numpy(np.random.rand(len(x), 1, 1)).to(x.dtype)
+
+    def made():
+        model, size = Noisy(each_its_own), 1 if line == "mb2" else 2
+        return parallelize(model, line, fake_world(0, size), loss=MeanSquaredError(), example=NUMBER_BATCHES[0][0])
+
+    if line == "tp2":
+        assert made().plan.layout.num_ranks == 2
+    else:
+        with pytest.raises(PlanError, match=r"numpy\.random under a layout of several ranks or microbatches"):
+            made()
 
 
 class Scores(nn.Module):
@@ -260,6 +281,6 @@ class Scores(nn.Module):
 def test_samples_that_are_combined_with_one_another_are_named_in_a_warning():
     draws = ModelGraph(Scores(), torch.ones(5, 6)).draws
     with pytest.warns(UserWarning, match="takes mm over all samples of a batch"):
-        draws.check(are_threads=True)
+        draws.check(are_threads=True, cuts=True)
     draws = ModelGraph(Scores(), torch.ones(5, 3, 6)).draws  # the tokens of each sample with one another
     assert draws.across == ()

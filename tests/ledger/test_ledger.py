@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.ledger.account import measure_memory, predict_memory
+from shardwright.ledger.account import measure_memory, predict_memory, rehearsed
 from shardwright.ledger.tracking import _TRANSPORTS, KINDS, Tracker
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize.planning import make_plan
@@ -264,3 +264,12 @@ def test_blocks_of_shared_memory_are_counted_for_ranks_that_are_processes_and_no
     assert threads.at_peak()["shared"] == 0
     assert num_bytes <= processes.at_peak()["shared"] < num_bytes + 4096
     assert processes.peak_bytes == threads.peak_bytes + processes.at_peak()["shared"]
+
+
+def test_an_error_of_the_code_that_runs_in_a_rehearsal_is_raised_as_it_is():
+    job = Job(nn.Linear(4, 4), CrossEntropy())
+    with (
+        pytest.raises(TypeError, match="of the caller"),
+        rehearsed(job, "dp2", 0, (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))),
+    ):
+        raise TypeError("a bug of the caller")

@@ -175,3 +175,36 @@ def test_a_grid_that_was_planned_without_the_marks_asks_for_an_example():
 
     with pytest.raises(PlanError, match=r"an input that has no samples(?s:.*)example=inputs"):
         sw.launch(work, 4, ranks="threads")
+
+
+class Normed(nn.Module):
+    """Batch norm of each sample, which two tensors without samples shift, one of them by its own number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x, weights, rows, counts):
+        own = torch.stack([each.sum(0) for each in rows.split(counts.tolist())])
+        return self.norm(self.layer(x * weights.sum(0) + own))
+
+
+@pytest.mark.parametrize("line", ["mb2/own-statistics", "dp2 mb2/own-statistics"])
+def test_batch_statistics_of_microbatches_are_those_of_one_device_with_marks_too(line):
+    torch.manual_seed(0)
+    counts = torch.tensor([1, 0, 2, 1, 3, 0, 1, 1])
+    marked = sw.whole(torch.randn(NUM, 4).double()), sw.packed(torch.randn(9, 4).double(), counts.tolist())
+    batch = (torch.randn(NUM, 4).double(), *marked, counts), torch.arange(NUM) % 2
+    found = sw.verify(Normed().double(), line, [batch])
+    assert found.equal, str(found)
+
+
+@pytest.mark.parametrize("places", [[1, 2, 3], [3, 0], [2, 2], [], [1], [0, 1, 2, 3]])
+def test_rows_of_samples_are_taken_in_their_order_and_a_run_of_them_is_a_view(places):
+    packed = sw.packed(torch.arange(6), [2, 0, 1, 3])
+    each = packed.tensor.split([2, 0, 1, 3])
+    found = packed.of(places)
+    assert found.tensor.tolist() == [row for place in places for row in each[place].tolist()]
+    assert found.counts == tuple(len(each[place]) for place in places)
+    is_view = found.tensor.untyped_storage().data_ptr() == packed.tensor.untyped_storage().data_ptr()
+    assert is_view == (places not in ([3, 0], [2, 2]))

@@ -335,15 +335,42 @@ def test_an_optimizers_state_is_loaded_on_any_rank_that_has_all_of_it():
     assert on_ranks("dp2 bf16", work) == [["param_groups", "state"]] * 2
 
 
+@pytest.mark.parametrize(("after", "taken"), [("dp2/zero1 mb2", True), ("dp2/zero2", True), ("tp2", False)])
+def test_an_optimizers_state_is_loaded_under_another_layout_if_the_rank_holds_the_same_pieces(after, taken):
+    told = {}
+
+    def trained(run, _):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        run.step(next(run.shard([BATCH])))
+        optimizer.step()
+        told[run.world.rank] = optimizer.state_dict()
+
+    def loads(run, _):
+        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        if taken:
+            optimizer.load_state_dict(told[run.world.rank])
+            return torch.equal(
+                optimizer.state_dict()["state"][0]["exp_avg"], told[run.world.rank]["state"][0]["exp_avg"]
+            )
+        with pytest.raises(PlanError, match="state that is not of this rank's part"):
+            optimizer.load_state_dict(told[run.world.rank])
+        return True
+
+    on_ranks("dp2/zero1", trained)
+    assert all(on_ranks(after, loads))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize(("line", "told"), [("dp2", 1), ("mb2", 1), ("single", 0)])
-def test_a_hook_that_sees_terms_of_a_gradient_is_warned_of(line, told, caplog):
+def test_a_hook_that_sees_terms_of_a_gradient_is_warned_of(line, told, register, caplog):
     def work(run, _):
-        run.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        getattr(run.model[0].weight, register)(lambda _: None)
         run.step(next(run.shard([BATCH])))
 
     on_ranks(line, work)
-    found = [each for each in caplog.messages if "the hook on the gradient of '0.weight'" in each]
+    found = [each for each in caplog.messages if "the hook on the gradient of" in each]
     assert len(found) == told
+    assert all("'0.weight'" in each for each in found)
     assert all("change run.parameters['0.weight'].grad" in each for each in found)
 
 

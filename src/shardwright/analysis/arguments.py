@@ -51,11 +51,12 @@ def arguments_given(model: nn.Module, inputs: Any, *, by_value: bool = False) ->
     return tuple(name + _suffix(found[name], by_value) for name in given)
 
 
-_FLAGS = (bool, str)
+def _is_flag(value: Any) -> bool:
+    return type(value) in (bool, str)  # the repr of an Enum that is a text, such as Mode.A, is no literal
 
 
 def _suffix(value: Any, by_value: bool) -> str:
-    if by_value and isinstance(value, _FLAGS):
+    if by_value and _is_flag(value):
         return f"{IS_VALUE}{value!r}"
     return IS_NONE if value is None else "" if isinstance(value, Tensor) else IS_NO_TENSOR
 
@@ -79,5 +80,5 @@ def bind(chunked: ChunkedModel, inputs: Any) -> dict[str, Any]:
         return {name: by_name[argument] for name, argument in chunked.arguments}
     present = [value for value in in_order if value is not None]
     if len(present) > len(chunked.arguments):
-        present = [value for value in present if not isinstance(value, _FLAGS)]
+        present = [value for value in present if not _is_flag(value)]
     return {name: value for (name, _), value in zip(chunked.arguments, present, strict=True)}

@@ -100,13 +100,15 @@ class Draws:
             found.setdefault(path, set()).add(place)
         return found
 
-    def check(self, *, are_threads: bool) -> None:
+    def check(self, *, are_threads: bool, cuts: bool) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        These are draws that mix samples, and draws from the generators of Python and NumPy, which ranks that are
-        threads share: those may not seed them either. Call it when a layout shards the batch. It also warns of a module
-        that reduces over all samples by other than a sum, such as a maximum, or that combines each sample with all
-        others: a rank would see only its own samples, so the result may differ from one device.
+        These are draws that mix samples, and draws from the generators of Python and NumPy. A forward may draw from
+        those it seeds itself, unless ranks are threads, which share them, or the layout ``cuts`` the batch or the
+        model's code: what it seeds and how much it draws may depend on the number of samples, or on code of another
+        stage. It also warns of a module that reduces over all samples by other than a sum, such as a maximum, or that
+        combines each sample with all others: a rank would see only its own samples, so the result may differ from one
+        device.
         """
         for path, function in self.across:
             warn(
@@ -114,17 +116,17 @@ class Draws:
                 "if the result matters, it differs from one device; verify says by how much",
                 stacklevel=3,
             )
-        unseeded = [name for name in self.others if are_threads or name not in self.seeded]
+        unseeded = [name for name in self.others if are_threads or cuts or name not in self.seeded]
         if unseeded:
-            names, is_one = " and ".join(unseeded), set(unseeded) <= {*self.seeded}
+            names, is_shared = " and ".join(unseeded), not cuts and set(unseeded) <= {*self.seeded}
             raise PlanError(
                 f"the forward draws random numbers from {names}",
                 given=f"{names}, which the forward seeds, and which ranks that are threads share"
-                if is_one
-                else f"{names} under a layout of several ranks, which would draw other numbers",
+                if is_shared
+                else f"{names} under a layout of several ranks or microbatches, which may draw other numbers",
                 allowed="torch's random functions, whose numbers are the same under every layout; one rank"
-                + ("; ranks that are processes" if is_one else ""),
-                fix=("launch with ranks='processes', " if is_one else "")
+                + ("; ranks that are processes" if is_shared else " and one microbatch"),
+                fix=("launch with ranks='processes', " if is_shared else "")
                 + "draw with torch.rand, or draw in the data loader",
             )
         for (path, _, _), place in self.places.items():

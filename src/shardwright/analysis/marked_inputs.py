@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ class SampleRows:
 
     def of(self, places: Sequence[int]) -> SampleRows:
         """Returns the rows of the samples at these places, in their order."""
-        bounds = list(pairwise((0, *accumulate(self.counts))))
-        rows = list(chain.from_iterable(range(*bounds[place]) for place in places))
-        is_run = rows == list(range(rows[0], rows[-1] + 1)) if rows else True
-        start = rows[0] if rows else 0
-        found = self.tensor[start : start + len(rows)] if is_run else self.tensor[torch.tensor(rows)]
+        bounds = (0, *accumulate(self.counts))
+        start, stop = (places[0], places[-1] + 1) if places else (0, 0)
+        if list(places) == list(range(start, stop)):  # a view, as of other tensors
+            found = self.tensor[bounds[start] : bounds[stop]]
+        else:
+            found = torch.cat([self.tensor[bounds[place] : bounds[place + 1]] for place in places])
         return SampleRows(found, tuple(self.counts[place] for place in places))
 
 

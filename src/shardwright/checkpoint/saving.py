@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -398,11 +397,13 @@ def optimizer_groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple
 def _as_json(what: str, value: Any, *, nan: bool = False) -> Any:
     """Returns an entry of an optimizer's groups or state, ``what`` in errors, as JSON can hold it.
 
-    A tensor of one element and a number of NumPy are a number, a dtype is its name, and a set is a sorted list.
+    A tensor, an array or a scalar of NumPy with one element is that element, a dtype its name, a set a sorted list.
 
     Raises: CheckpointError: it cannot, or :func:`~shardwright.load` would refuse it; ``nan`` allows NaN.
     """
-    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, Real) and hasattr(value, "item")):
+    if (isinstance(value, Tensor) and value.numel() == 1) or (
+        type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1
+    ):
         value = value.item()
     if isinstance(value, torch.dtype):
         return str(value)

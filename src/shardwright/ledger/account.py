@@ -192,20 +192,23 @@ def rehearsed(
 
     Raises: as :func:`predict_memory`.
     """
-    try:
-        with _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, options) as found:
-            yield found
-    except (LayoutError, PlanError):
-        raise
-    except (RuntimeError, TypeError, ValueError) as failure:
-        raise PlanError(
-            "a step of the model cannot be rehearsed without values on such a batch",
-            given=f"{type(failure).__name__}: {first_line(failure)}",
-            allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those of "
-            "training",
-            fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the shapes "
-            "of the batch",
-        ) from failure
+    with ExitStack() as inside:
+        try:
+            given = inside.enter_context(
+                _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, options)
+            )
+        except (LayoutError, PlanError):
+            raise
+        except (RuntimeError, TypeError, ValueError) as failure:
+            raise PlanError(
+                "a step of the model cannot be rehearsed without values on such a batch",
+                given=f"{type(failure).__name__}: {first_line(failure)}",
+                allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those "
+                "of training",
+                fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the "
+                "shapes of the batch",
+            ) from failure
+        yield given  # what the caller's block raises is the caller's
 
 
 @contextmanager

@@ -27,6 +27,19 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PACKAGE = __name__.partition(".")[0]
 
 
+def has_hook_of_user(parameter: Tensor) -> bool:
+    """Returns whether a hook on a parameter's gradient, other than this library's own, waits for autograd to call it.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> _ = weight.register_post_accumulate_grad_hook(print)
+    >>> has_hook_of_user(weight), has_hook_of_user(torch.ones(2))
+    (True, False)
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    others = (hook for hook in hooks.values() if getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE)
+    return bool(parameter._backward_hooks) or any(True for _ in others)
+
+
 @dataclass
 class DeferredGradients:
     """The weight-gradient computations that a rank has deferred, by (chunk, microbatch); see :func:`split_backward`."""
@@ -51,10 +64,9 @@ class DeferredGradients:
         autograd to accumulate the gradient. This library's own hooks may be there: the executor counts a deferred
         gradient as complete at the action ``W``.
         """
-        if self._collecting is None or parameter is None or not parameter.is_leaf or parameter._backward_hooks:
+        if self._collecting is None or parameter is None or not parameter.is_leaf:
             return False
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        return all(getattr(hook, "__module__", "").partition(".")[0] == _PACKAGE for hook in hooks.values())
+        return not has_hook_of_user(parameter)
 
     def append(self, compute: Callable[[], None]) -> None:
         """Keeps ``compute``, which accumulates a weight gradient, until this microbatch's weight backward (``W``)."""

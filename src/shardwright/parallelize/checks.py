@@ -24,6 +24,7 @@ from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
+from shardwright.operators.split_backward import has_hook_of_user
 from shardwright.plan.plan import Plan
 from shardwright.plan.stages import DROPOUTS
 from shardwright.strategy import check_own_code, check_table
@@ -322,7 +323,7 @@ def with_hooks(model: nn.Module, plan: Plan) -> str:
     """Returns a warning about a hook on a gradient that sees a rank's term of it, or a part; "" without such a hook."""
     if plan.mesh.size * plan.layout.num_microbatches == 1:
         return ""
-    name = next((name for name, parameter in model.named_parameters() if parameter._backward_hooks), "")
+    name = next((name for name, parameter in model.named_parameters() if has_hook_of_user(parameter)), "")
     return name and (
         f"the hook on the gradient of '{name}' of run.model sees one term of it, or a part, as of this rank's samples: "
         "what is not linear, such as a clamp, gives another gradient than on one device; change "

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import Draws
+from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
@@ -208,7 +209,7 @@ def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
     shards = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
     for by_shard in zip(*(microbatch_samples(shard, num_microbatches) for shard in shards), strict=True):
         samples = sorted(chain.from_iterable(by_shard))
-        yield samples, tree_map_only(Tensor, itemgetter(samples), batch)
+        yield samples, map_samples(batch, itemgetter(samples))
 
 
 def copied_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:

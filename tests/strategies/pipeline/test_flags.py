@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,17 @@ def losses(batches, example=None):
 def test_code_that_branches_on_a_flag_is_traced_for_its_value(batches):
     found, expected = losses(batches)
     assert found == [expected, expected]
+
+
+class Kind(str, Enum):  # noqa: UP042
+    """Not a StrEnum: its repr is that of an Enum."""
+
+    RELU = "relu"
+
+
+def test_a_flag_that_is_an_enum_and_a_text_is_refused_in_the_words_of_code_that_cannot_be_followed():
+    with pytest.raises(LayoutError, match=r"cannot be followed(?s:.*)kind == \"relu\""):
+        losses([{"x": X}, {"x": X, "kind": Kind.RELU}])
 
 
 def test_a_flag_by_which_other_layers_are_called_is_asked_for_in_the_example():
