@@ -24,6 +24,7 @@ def pytest_configure(config):
     if not config.pluginmanager.is_registered(garbage):  # by the other folder of tests
         config.pluginmanager.register(garbage)
     config.addinivalue_line("markers", "sampled(n): of tests/contract, whose models are used here")
+    config.addinivalue_line("markers", "of_threads: of tests/contract, whose models are used here")
     config.addinivalue_line("markers", "pretended: needs what the pretend accelerator alone does, so not on a card")
     if config.getoption("--card", default=False):
         for what in (
