@@ -201,10 +201,10 @@ def copied_parameter(owner: MasterWeights) -> type[CopiedParameter]:
     """Returns the class of the parameters of which ``owner`` has the master weights, between its steps."""
     found = ref(owner)
 
-    class RunsCopiedParameter(CopiedParameter):
+    class CopiedRunParameter(CopiedParameter):
         owner = staticmethod(lambda: found())
 
-    return RunsCopiedParameter
+    return CopiedRunParameter
 
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
