@@ -88,7 +88,7 @@ def wanted() -> str:
 
 def select(index: int) -> torch.device:
     """Makes the visible accelerator number ``index`` the current one of this process, and returns it as a device."""
-    # torch's thread of backwards says so if its first operator is a product, and then does what is right
+    # torch warns so where autograd's thread begins with a matrix product, and then makes the context itself
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     torch.accelerator.set_device_index(index)
     return default()

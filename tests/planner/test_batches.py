@@ -33,8 +33,8 @@ def test_the_best_batch_trains_the_most_samples_a_second():
 
 def made(tokens, step_s, fits):
     """A stand-in for the plans of a batch."""
-    best = SimpleNamespace(step_s=step_s)
-    return SimpleNamespace(tokens=tokens, best=best, expected_s=lambda s: s, fits=lambda _: fits)
+    row = {"layout": "dp2", "step_s_expected": step_s, "tokens_per_s": tokens / step_s, "memory_bytes": 1}
+    return SimpleNamespace(best=None, row=lambda _: {**row, "fits": fits, "why": ""})
 
 
 @pytest.mark.parametrize(

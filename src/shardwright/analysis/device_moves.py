@@ -145,7 +145,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         return moved if rest is None else moved.to(*rest[0], **rest[1])
 
     def _are_mixed(self, tensors: list[Tensor]) -> bool:
-        """Returns whether some of the tensors are on ``device`` and some are not."""
+        """Returns whether the tensors are on several devices, of which the device of this context is one."""
         if len(tensors) < 2:
             return False
         if self._device.type == "meta":  # asked for by most calls of a rehearsal: is_meta is read faster than a device

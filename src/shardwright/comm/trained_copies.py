@@ -48,7 +48,7 @@ def objects_of(work: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def trained_among(objects: Sequence[Any]) -> list[int]:
-    """Returns the places of the models among ``objects`` that a run of this process has trained."""
+    """Returns the indices, in ``objects``, of the models that runs of this process have trained."""
     trained = {id(model) for each in _TRAINED if (model := each()) is not None}
     return [place for place, each in enumerate(objects) if id(each) in trained]
 

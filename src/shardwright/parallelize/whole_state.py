@@ -136,7 +136,7 @@ def _refuse_part(what: str, name: str, layout: Layout, *_: Any) -> NoReturn:
 
 
 _PART = "part"
-"""The entry of an optimizer's ``state_dict`` that says of which ranks it is."""
+"""The key in an optimizer's ``state_dict`` under which it says which rank's part of the state it holds."""
 
 
 def keep_parts_apart(

@@ -24,17 +24,13 @@ class BatchPlans:
     @property
     def best(self) -> int:
         """The number of samples of the batch to take."""
-        fit = [size for size, each in self.plans.items() if each.fits(each.best)]
-        return max(fit, key=lambda size: (self._tokens_per_s(size), -size)) if fit else min(self.plans)
-
-    def _tokens_per_s(self, size: int) -> float:
-        plans = self.plans[size]
-        return plans.tokens / plans.expected_s(plans.best.step_s)
+        fit = [row for row in self.rows() if row["fits"]]
+        return max(fit, key=lambda row: (row["tokens_per_s"], -row["batch"]))["batch"] if fit else min(self.plans)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns each batch as plain data for JSON: its best layout, expected step, memory, and whether it fits.
 
-        Of a batch without a layout only ``why`` says something.
+        A batch without a layout has None in place of these, and the error in ``why``.
         """
         found = {}
         for size, each in self.plans.items():
@@ -71,18 +67,14 @@ def plan_batches(sizes: Sequence[int], plan: Callable[[int], Plans]) -> BatchPla
 
     Raises: LayoutError: ``plan`` does for every size.
     """
-    plans, refused, failure = (
-        dict[int, Plans](),
-        dict[int, str](),
-        LayoutError("no batch", given="0", allowed="", fix=""),
-    )
+    plans, refused = dict[int, Plans](), dict[int, str]()
     for size in sizes:
         try:
             plans[size] = plan(size)
         except LayoutError as error:
-            refused[size], failure = str(error), error
-    if not plans:
-        raise failure
+            refused[size] = str(error)
+            if len(refused) == len(sizes):
+                raise
     return BatchPlans(plans, refused)
 
 

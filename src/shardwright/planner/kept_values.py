@@ -40,7 +40,7 @@ class StoredMisfit(NamedTuple):
 
     @classmethod
     def of(cls, error: LayoutError | PlanError) -> StoredMisfit:
-        """Returns what raises an error like ``error``: of its class, or of the nearest that is kept."""
+        """Returns the parts of an error, and the name of its class or of the nearest base in ``_ERRORS``."""
         kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
         parts = (each if each is None else str(each) for each in (error.given, error.allowed, error.fix))
         return cls(kind, error.what, *parts)

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 def default_folder() -> Path:
-    """Returns the folder in which the command keeps such files: ``shardwright/plans`` among the user's caches."""
+    """Returns the folder in which the command ``plan`` keeps its files: ``shardwright/plans`` in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "plans"
 
 

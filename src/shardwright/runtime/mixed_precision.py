@@ -379,10 +379,13 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _in_blocks(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients in lists of about ``BLOCK_BYTES``, and of one at least."""
-    block: list[Tensor] = []
-    for number, gradient in enumerate(gradients, 1):
+    """Yields the gradients in order, in lists that end with the gradient by which they reach ``BLOCK_BYTES``."""
+    block, num_bytes = list[Tensor](), 0
+    for gradient in gradients:
         block.append(gradient)
-        if sum(each.nbytes for each in block) >= BLOCK_BYTES or number == len(gradients):
+        num_bytes += gradient.nbytes
+        if num_bytes >= BLOCK_BYTES:
             yield block
-            block = []
+            block, num_bytes = [], 0
+    if block:
+        yield block

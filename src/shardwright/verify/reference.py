@@ -355,8 +355,8 @@ def narrow_errors(
     """Returns the largest relative errors of a step that plain torch computes in ``narrow`` on one device.
 
     It is computed from the initial values, and from values a quarter of a rounding beside them, which round otherwise.
-    Where ``device``, that of the ranks, is not the CPU, the initial values are computed from on it too. ``expected`` is
-    the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
+    Where ``device``, that of the ranks, is not the CPU, the step is also taken there, from the initial values.
+    ``expected`` is the result of :func:`reference` for the same arguments, and ``floor`` the least divisor of an error
     as for :func:`scales`. ``differing`` is not read: each run shows the errors of all tensors.
     """
     quarter = torch.finfo(narrow).eps / 4
