@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -92,7 +93,8 @@ def run_here(
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
-        result = work(world, *args)
+        with _forked_ends():
+            result = work(world, *args)
         world.wait_pending()
     except BaseException as failure:  # a request to stop too: a checkpoint under way is finished first
         world.join_writers()
@@ -106,6 +108,27 @@ def run_here(
     transport.disconnect()
     dist.destroy_process_group()
     return result
+
+
+@contextmanager
+def _forked_ends() -> Iterator[None]:
+    """Returns a context in which a process that its block forks ends, and does not go on as this rank.
+
+    It would else send the ranks and the launcher what they take for messages of this rank.
+    """
+    own, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as failure:
+        if os.getpid() == own:
+            raise
+        code = 1
+        if isinstance(failure, SystemExit):
+            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
+        else:
+            traceback.print_exc()
+    if os.getpid() != own:
+        os._exit(code)
 
 
 def _join_store(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, tuple[int, ...]]:
@@ -257,9 +280,9 @@ def rank_main(task: int, answer: int) -> None:
         # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
-    with suppress(OSError):  # they may be closed
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python started
+        with suppress(OSError):  # its reader may have gone
+            stream.flush()
     os._exit(code)
 
 
@@ -289,7 +312,8 @@ def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
         while os.read(task, 1):
             pass
         if rank == 0:
-            sys.stderr.write("the process that started the ranks has ended, and so do they\n")
+            with suppress(OSError):  # it may be closed
+                os.write(2, b"the process that started the ranks has ended, and so do they\n")
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
