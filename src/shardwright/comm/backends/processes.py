@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -209,7 +210,7 @@ def run_processes(
             allowed="ranks as threads",
             fix='pass --ranks threads, or ranks="threads"',
         )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _check_threads(os.environ.setdefault("OMP_NUM_THREADS", "1"))
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link,
                "bind_cores": bind_cores}  # fmt: skip
     try:
@@ -237,6 +238,17 @@ def run_processes(
     return [result for result, _ in answers]
 
 
+def _check_threads(text: str) -> None:
+    """Raises PlanError unless ``text``, or the first of its parts between commas, is a number of threads."""
+    if not re.fullmatch("[1-9][0-9]{0,3}(,.*)?", text.strip()):
+        raise PlanError(
+            "OMP_NUM_THREADS is no number of threads",
+            given=repr(text),
+            allowed="1 to 9999 threads for each rank",
+            fix="export OMP_NUM_THREADS=1, or unset it",
+        )
+
+
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     """Returns the environment of a rank on one machine: torch's variables for its rank, and the loopback network."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
@@ -258,7 +270,7 @@ def rank_main(task: int, answer: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     rank = int(environment["RANK"])
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
     _end_with_the_launcher(rank, task, folder)
     try:
         # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
