@@ -248,6 +248,18 @@ def no_work(world):
     return world.rank
 
 
+def forks(world, end):
+    if (child := os.fork()) == 0:
+        return end()
+    os.waitpid(child, 0)
+    return world.rank
+
+
+@pytest.mark.parametrize("end", [sys.exit, list])
+def test_a_process_that_a_rank_forks_answers_nothing_for_the_rank(end):
+    assert launch(forks, 2, end) == [0, 1]
+
+
 def trains_the_first(world, model, other):
     run = sw.parallelize(model, "dp2", world, loss=sw.MeanSquaredError())
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)

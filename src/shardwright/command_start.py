@@ -1,5 +1,7 @@
 """Starts the fork server of the ``shardwright`` command before torch is imported, and pauses garbage collection.
 
+It first opens standard input, output and error, if the command was started with one of them closed.
+
 ``import shardwright`` imports this module right after the one that handles the command's signals. If the program is the
 ``shardwright`` command, garbage collection is paused until the command's modules are imported, which shortens these
 imports by a quarter.
@@ -52,6 +54,19 @@ def ending() -> None:
     command_signals.ending()
 
 
+def _open_closed() -> None:
+    """Opens the null device as standard input, output or error where that is closed, as by ``>&-``.
+
+    A file that is opened later, such as a checkpoint, would else get its number, and with that what native code prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, for processes too
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
+
+
 def _trains_here() -> bool:
     """Returns whether this command is a ``shardwright train`` that will start ranks on this machine."""
     words = [*sys.orig_argv]
@@ -65,6 +80,7 @@ def _trains_here() -> bool:
 
 if command_signals.IS_COMMAND:
     gc.disable()  # until all modules are imported: see ``imported``
+    _open_closed()
     if threading.current_thread() is threading.main_thread() and _trains_here() and os.name == "posix":
         with suppress(OSError):  # too many processes or too little memory: the launcher tries again, and says so
             FORK_SERVER.start()

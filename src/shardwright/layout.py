@@ -220,10 +220,10 @@ class Layout:
                     slot, value = _read_item(text)
                 except _ItemError as problem:
                     what, allowed, text = problem.args
-                    wrong = wrong or (f"{item!r:.60}: {what}", allowed)
+                    wrong = wrong or (f"{item[:56]!r}: {what}", allowed)
                     continue
                 if slot in found:
-                    wrong = wrong or (f"{item!r:.60}: '{slot}' is given twice", "each item once")
+                    wrong = wrong or (f"{item[:56]!r}: '{slot}' is given twice", "each item once")
                 found.setdefault(slot, value)
                 break
         number, own = found.pop("mb", (1, False))

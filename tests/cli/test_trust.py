@@ -433,6 +433,22 @@ def test_signals_that_the_command_is_started_to_ignore_stay_ignored(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 7
 
 
+OPENED = """import os, sys
+null = os.stat(os.devnull)
+are_open = all(os.path.samestat(os.fstat(number), null) and os.get_inheritable(number) for number in range(3))
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0 if are_open else 1)
+"""
+
+
+def test_no_file_that_a_command_opens_takes_the_place_of_its_closed_input_output_or_error(tmp_path):
+    (tmp_path / "torch.py").write_text(OPENED)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(shardwright.__file__).parents[1]}"}
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "shardwright.cli"]
+    assert subprocess.run(words, env=environment, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_program_that_imports_the_library_keeps_its_signals(tmp_path, name):
     now = f"signal.getsignal(signal.{name})"

@@ -54,3 +54,22 @@ def test_ranks_that_were_not_told_where_to_meet_are_refused(missing):
     del environment[missing]
     with pytest.raises(PlanError, match=f"ranks that srun has started do not know where to meet\n.*no {missing} in"):
         is_started(environment)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "x"}, {"RANK": "-1"}, {"RANK": "8"}, {"LOCAL_RANK": "8"}, {"LOCAL_RANK": ""}, {"WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "9" * 5000}, {"MASTER_PORT": "http"}, {"MASTER_PORT": "65536"}, {"SLURM_PROCID": "x"},
+    ],
+)  # fmt: skip
+def test_a_number_that_no_rank_can_have_is_refused_by_its_name(wrong):
+    slurm = "SLURM_PROCID" in wrong
+    environment = (SRUN if slurm else {"RANK": "5", "WORLD_SIZE": "8"}) | MEET | wrong
+    name = "RANK" if slurm else next(iter(wrong))
+    with pytest.raises(PlanError, match=f"has given a rank a number that cannot be\n.*{name}='.*\n.*{name} from"):
+        is_started(environment)
+
+
+def test_a_number_of_another_launcher_that_is_none_ends_no_command():
+    assert started_by({"SLURM_PROCID": "0", "SLURM_NTASKS": "many"}) == ""

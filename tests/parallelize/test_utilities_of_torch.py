@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
 
+import shardwright as sw
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.parallelize import parallelize
@@ -32,12 +33,13 @@ def flat(state):
     return torch.cat([value.reshape(-1) for value in state.values()])
 
 
-def on_ranks(line, work, *, steps=0):
+def on_ranks(line, work, *, steps=0, by_hand=False):
     """What ``work(run, optimizer)`` returns on each rank, after so many forwards and backwards."""
 
     def each(world, model):
         run = parallelize(model, line, world, loss=nn.CrossEntropyLoss())
-        optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+        kind = torch.optim.SGD
+        optimizer = kind(run.parameters.values(), lr=0.5) if by_hand else run.optimizer(kind, lr=0.5)
         for _ in range(steps):
             run.step(next(run.shard([BATCH])))
         return work(run, optimizer)
@@ -174,8 +176,8 @@ def test_a_write_to_an_unsharded_copy_is_no_silent_loss():
 
 @pytest.mark.parametrize("when", ["before the first step", "before an update", "after an update"])
 @pytest.mark.parametrize("write", [halve, clamp, set_data], ids=["halve", "clamp", "set data"])
-@pytest.mark.parametrize("line", ["dp2 bf16", "pp2 bf16"])
-def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, write, when):
+@pytest.mark.parametrize(("line", "by_hand"), [("dp2 bf16", False), ("dp2 bf16", True), ("pp2 bf16", False)])
+def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, by_hand, write, when):
     def work(run, optimizer):
         part = next(run.shard([BATCH]))
         run.num_steps = 8  # ranks are compared, and with them what was written through .data
@@ -190,7 +192,7 @@ def test_a_write_to_a_rounded_copy_of_a_master_weight_is_no_silent_loss(line, wr
 
     if write is clamp and when == "before an update":
         pytest.skip("the update rounds all copies anew: what is written through .data has no version")
-    on_ranks(line, work)
+    on_ranks(line, work, by_hand=by_hand)
 
 
 @pytest.mark.parametrize("mend", [lambda run: run.changed(), lambda run: run.load_state_dict(run.state_dict())])
@@ -268,7 +270,7 @@ def replace(model):
     model[2] = nn.Linear(8, 3)
 
 
-@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "tp2"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -299,12 +301,20 @@ def of_one_device():
     return optimizer.state_dict()
 
 
-@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3", "tp2", "pp2", "tp2 bf16"])
-def test_an_optimizers_state_of_another_rank_or_of_whole_tensors_is_refused_by_a_load(line):
+def adam(run, *, by_hand=False):
+    kind = torch.optim.Adam
+    return kind(run.parameters.values(), lr=0.5) if by_hand else run.optimizer(kind, lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "by_hand"),
+    [("dp2/zero1", False), ("dp2/zero3", False), ("tp2", False), ("tp2", True), ("pp2", False), ("tp2 bf16", False)],
+)
+def test_an_optimizers_state_of_another_rank_or_of_whole_tensors_is_refused_by_a_load(line, by_hand):
     told = {}
 
     def work(run, optimizer):
-        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        optimizer = adam(run, by_hand=by_hand)
         run.step(next(run.shard([BATCH])))
         optimizer.step()
         state = optimizer.state_dict()
@@ -335,18 +345,19 @@ def test_an_optimizers_state_is_loaded_on_any_rank_that_has_all_of_it():
     assert on_ranks("dp2 bf16", work) == [["param_groups", "state"]] * 2
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(("after", "taken"), [("dp2/zero1 mb2", True), ("dp2/zero2", True), ("tp2", False)])
-def test_an_optimizers_state_is_loaded_under_another_layout_if_the_rank_holds_the_same_pieces(after, taken):
+def test_an_optimizers_state_is_loaded_under_another_layout_if_the_rank_holds_the_same_pieces(after, taken, by_hand):
     told = {}
 
     def trained(run, _):
-        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        optimizer = adam(run, by_hand=by_hand)
         run.step(next(run.shard([BATCH])))
         optimizer.step()
         told[run.world.rank] = optimizer.state_dict()
 
     def loads(run, _):
-        optimizer = run.optimizer(torch.optim.Adam, lr=0.5)
+        optimizer = adam(run, by_hand=by_hand)
         if taken:
             optimizer.load_state_dict(told[run.world.rank])
             return torch.equal(
@@ -358,6 +369,16 @@ def test_an_optimizers_state_is_loaded_under_another_layout_if_the_rank_holds_th
 
     on_ranks("dp2/zero1", trained)
     assert all(on_ranks(after, loads))
+
+
+def test_a_save_warns_of_tensors_of_the_optimizer_that_it_leaves_out(tmp_path):
+    def work(run, optimizer, *, others=()):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(size)) for size in others]})
+        return sw.save(tmp_path / str(others), run, optimizer)
+
+    on_ranks("dp2", partial(work, others=[0]), by_hand=True)  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"leaves out tensors .*\n.*1 of 5 tensors"):
+        on_ranks("dp2", partial(work, others=[3]), by_hand=True)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

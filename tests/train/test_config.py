@@ -67,6 +67,11 @@ def test_an_invalid_toml_file_is_refused_with_a_fix(tmp_path, text, words):
     assert words in refused(PlanError, read_toml, path)
 
 
+def test_a_toml_file_of_windows_may_begin_with_a_mark_of_its_encoding(tmp_path):
+    (tmp_path / "run.toml").write_text("steps = 3", "utf-8-sig")
+    assert read_toml(tmp_path / "run.toml") == {"steps": 3}
+
+
 def test_a_file_that_is_not_text_and_a_missing_one_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     assert "is not TOML" in refused(PlanError, read_toml, tmp_path / "bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
 from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
 from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, explain
 from shardwright.formatting import format_bytes, numbered
 from shardwright.parallelize.run import Run, check_run
 from shardwright.runtime.applied import Offload
@@ -84,6 +85,8 @@ def save(
     check_run(run, "sw.save(folder, run, optimizer)")
     extra = check_extra(extra)
     run.averages.check_not_applied(optimizer, verb="save")
+    if optimizer is not None and run.world.rank == 0:
+        _warn_of_others(run, optimizer)
     run.wait_saves()
     token, owners = agree_on_save(run)
     final = Path(folder) / _name(run.num_steps)
@@ -91,6 +94,22 @@ def save(
     everyone = run.axes["world"].for_strategy("checkpoint")
     write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
     return final
+
+
+def _warn_of_others(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of tensors of the optimizer that a checkpoint leaves out, since they are not the run's."""
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+    num_own = sum(len(group_parameters(run, group)) for group in optimizer.param_groups)
+    if len(every) > num_own:
+        warnings.warn(
+            explain(
+                "a checkpoint leaves out tensors of the optimizer that are not the run's, and their state",
+                given=f"{len(every) - num_own} of {len(every)} tensors, as of a second model",
+                allowed="an optimizer over run.parameters alone, which a checkpoint keeps whole",
+                fix="give the other tensors an optimizer of their own, and keep both in a file of your own",
+            ),
+            stacklevel=3,
+        )
 
 
 def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:

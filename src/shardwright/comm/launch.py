@@ -193,8 +193,8 @@ def _end_left() -> None:
     Python's own end would abort the process where such a thread is in native code: exit code 134, and a message of C++.
     """
     if codes := [code for thread, code in _LEFT.items() if thread.is_alive()]:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python started
+            stream.flush()
         os._exit(codes[0])
 
 

@@ -7,8 +7,10 @@ This file sets those that are missing, from the variables of the other launchers
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import MutableMapping
 
+from shardwright.axes import MAX_SIZE
 from shardwright.errors import PlanError
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -35,7 +37,12 @@ def started_by(environment: MutableMapping[str, str] = os.environ) -> str:
     """
     for launcher, names in _LAUNCHERS.items():
         rank, size = (environment.get(name) for name in names[:2])
-        if rank is None or size is None or int(size) < 2 or (launcher == "Slurm" and "MASTER_ADDR" not in environment):
+        if (
+            rank is None
+            or size is None
+            or size in ("0", "1")
+            or (launcher == "Slurm" and "MASTER_ADDR" not in environment)
+        ):
             continue
         if (environment.get("RANK", rank), environment.get("WORLD_SIZE", size)) == (rank, size):
             for every in _LAUNCHERS.values():  # srun --mpi=pmi2 gives PMI's rank and size, and a local rank of its own
@@ -54,7 +61,8 @@ def is_started(environment: MutableMapping[str, str] = os.environ) -> bool:
 
     It sets torch's variables in ``environment``, as :func:`started_by` does.
 
-    Raises: PlanError: this process is a rank, but ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+    Raises: PlanError: this process is a rank, but ``MASTER_ADDR`` or ``MASTER_PORT`` is not set, or one of torch's
+        variables is not the number that it should be.
     """
     launcher = started_by(environment)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if launcher and name not in environment]
@@ -66,4 +74,25 @@ def is_started(environment: MutableMapping[str, str] = os.environ) -> bool:
             fix="export MASTER_ADDR=HOST MASTER_PORT=29500; in Slurm HOST is the first name that "
             "'scontrol show hostnames' prints",
         )
+    if launcher:
+        _check_numbers(environment, launcher)
     return bool(launcher)
+
+
+def _check_numbers(environment: MutableMapping[str, str], launcher: str) -> None:
+    """Raises PlanError if one of torch's variables that are set is not a number, or not one that a rank can have."""
+    size = _count(environment, "WORLD_SIZE", 1, MAX_SIZE, launcher)
+    for name, least, most in (("RANK", 0, size - 1), ("LOCAL_RANK", 0, size - 1), ("MASTER_PORT", 1, 2**16 - 1)):
+        _count(environment, name, least, most, launcher)
+
+
+def _count(environment: MutableMapping[str, str], name: str, least: int, most: int, launcher: str) -> int:
+    text = environment.get(name, str(most))
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise PlanError(
+            f"{launcher} has given a rank a number that cannot be",
+            given=f"{name}={text[:40]!r}",
+            allowed=f"{name} from {least} to {most}",
+            fix=f"set {name} for each rank as torchrun does, or unset it with the other names of ranks",
+        )
+    return int(text)

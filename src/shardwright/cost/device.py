@@ -147,7 +147,7 @@ def device_of(name: str, table: Mapping[str, Any]) -> Device:
 def read_table(path: Path) -> dict[str, Any]:
     """Returns the parsed TOML file of a cluster or device. Raises: PlanError: it cannot be read, or is not TOML."""
     try:
-        return tomllib.loads(read_text(path, MOST_TOML_BYTES))
+        return tomllib.loads(read_text(path, MOST_TOML_BYTES, "utf-8-sig"))
     except OSError as failure:
         fix = "check the path"
         raise PlanError(f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix=fix) from failure

@@ -168,9 +168,15 @@ def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
                     allowed=f"calling '{path}'; one parameter in two layers: head.weight = token.weight",
                     fix="call the layer, or assign the parameter to the layer that shares it",
                 )
-            return self._parameters[name]
+            for held in (self._parameters, vars(self)):
+                if name in held:
+                    return held[name]
+            raise AttributeError(name)
 
-        return property(read)
+        def write(self: nn.Module, value: Any) -> None:  # in place of a parameter that was removed, as pruning does
+            vars(self)[name] = value
+
+        return property(read, write)
 
     original = vars(kind).get(GUARDED, kind)
     readers = {name: reader(name) for name in names}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +146,8 @@ class Run:
         self._copies: CopyStream | None = None  # made when batches are first read ahead
         self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
-        self._guard = StepGuard(plan, self.parameters, models, are_compared=bool(check_every) and world.size > 1)
+        are_compared = bool(check_every) and world.size > 1
+        self._guard = StepGuard(plan, self.parameters, models, WeakMethod(self._watch), are_compared=are_compared)
         clear_both(self.model, self.parameters)
         refuse_loads(self.model, plan, self.parameters)
         refuse_parts(self.model, plan, self.coord)
@@ -637,10 +639,13 @@ class Run:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         if self.plan.layout.compile is not None:
             step_uncompiled(optimizer)
+        return optimizer
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Renews copies of the parameters after each step of an optimizer over them, and marks whose state it has."""
         optimizer.register_step_pre_hook(lambda *_: self._check_written())
         optimizer.register_step_post_hook(lambda *_: self.changed())
         keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)
-        return optimizer
 
     def average(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> Averages:
         """Returns exponential moving averages of the parameters, updated after each step of ``optimizer``.

@@ -7,6 +7,7 @@ torch calls the hooks of this file before and after each step of every optimizer
 ``Run.optimizer``. ``clip_grad_norm_`` has no such hook; the function with which it scales gradients, which is also
 ``clip_grads_with_norm_``, is replaced by one that checks first. So are two methods of modules, once a run of this
 process has trained, and torch's start of a backward, whose error for a loss of ``Run.step`` then says what to write.
+``Optimizer.load_state_dict`` is replaced by one that has the run watch the optimizer first.
 Calls are watched of the plain model alone, by a :class:`_ReadGuard`. A step guard is called only in the thread that
 made its run, since ranks may be threads.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import wraps
 from math import isfinite
@@ -45,14 +46,17 @@ class StepGuard:
 
     ``parameters`` are the tensors that the run's optimizer updates. ``models`` have tensors that a user may confuse
     with these and that no step of the run reads: the run's model, where a strategy stores parameters in another form,
-    and behind it the plain model, if it is known. If ranks ``are_compared``, the learning rates of every update are
-    recorded for the comparison. ``num_waiting`` counts the steps whose gradients no optimizer has used yet, and
-    ``num_updates`` the steps of optimizers that update the run's parameters.
+    and behind it the plain model, if it is known. ``watch`` returns a function, or None if the run is gone.
+    It is called once for each optimizer over the run's parameters, before that first steps or loads state. If ranks
+    ``are_compared``, the learning rates of every update are recorded for the comparison. ``num_waiting`` counts the
+    steps whose gradients no optimizer has used yet, and ``num_updates`` the steps of optimizers that update the run's
+    parameters.
     """
 
     def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], models: Sequence[nn.Module], *, are_compared: bool
-    ) -> None:
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], models: Sequence[nn.Module],
+        watch: Callable[[], Callable[[torch.optim.Optimizer], None] | None], *, are_compared: bool,
+    ) -> None:  # fmt: skip
         self.plan, self.parameters, self.are_compared = plan, parameters, are_compared
         self.num_waiting = self.num_updates = self._num_calls = 0
         self.last_loss: tuple[Tensor | None, int] = None, 0  # of the last step, and the number of updates before it
@@ -60,6 +64,7 @@ class StepGuard:
         self.updates, self.updates_of_all = UpdateLog(), UpdateLog()
         self._values: tuple[int, int, dict[str, str]] | None = None  # since which step, after how many updates
         self._accepted: WeakSet[torch.optim.Optimizer] = WeakSet()  # their groups are checked
+        self._watch, self._watched = watch, WeakSet[torch.optim.Optimizer]()
         self._of_all: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         others = [p for model in models for p in model.parameters()]
@@ -84,8 +89,19 @@ class StepGuard:
         ``of_all`` says that every rank has made this optimizer with the same groups, pipeline stages included.
         """
         self._accepted.add(optimizer)
+        self.before_use(optimizer)
         if of_all:
             self._of_all.add(optimizer)
+
+    def before_use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the run watch an optimizer from now on if it is over the run's parameters, however it was made."""
+        watch = self._watch()
+        if watch is not None and optimizer not in self._watched and self._updates(optimizer):
+            self._watched.add(optimizer)
+            watch(optimizer)
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(tensor) in self._own for tensor in _tensors_of(optimizer))
 
     def before_step(self) -> None:
         """Counts a step, and sets ``num_waiting`` to 0 if all gradients were cleared; called before each step."""
@@ -118,10 +134,10 @@ class StepGuard:
                 allowed="the tensors of run.parameters, which hold what this rank stores",
                 fix=f"write {line}, or torch.optim.{kind}(run.parameters.values(), lr=...)",
             )
-        if optimizer not in self._accepted and any(id(tensor) in self._own for tensor in tensors):
+        if optimizer not in self._accepted and self._updates(optimizer):
             check_groups(optimizer, self.parameters, self.plan)
             self.accept(optimizer)
-        if self.num_waiting > 1 and any(id(tensor) in self._own for tensor in tensors):
+        if self.num_waiting > 1 and self._updates(optimizer):
             raise PlanError(
                 f"{kind}.step() would lose the gradients of {self.num_waiting - 1} of {self.num_waiting} steps",
                 given=f"{self.num_waiting} calls of run.step since the last {kind}.step(); each starts from zero",
@@ -136,7 +152,7 @@ class StepGuard:
         Then ``num_waiting`` becomes 0. If ranks are compared, the step and its learning rates are recorded for the
         comparison.
         """
-        if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
+        if self._updates(optimizer):
             self.num_waiting = 0
             self.num_updates += 1
             if self.num_updates == 1:
@@ -284,6 +300,16 @@ def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for guard in _guards():
         guard.after_update(optimizer)
+
+
+_LOAD = torch.optim.Optimizer.load_state_dict
+
+
+@wraps(_LOAD)
+def _load_with_look(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for guard in _guards():
+        guard.before_use(self)
+    _LOAD(self, state_dict)
 
 
 _UNTRAINED: dict[int, tuple[ReferenceType[nn.Module], tuple[tuple[int, int], ...], bool]] = {}
@@ -453,6 +479,7 @@ def _look_before_clipping() -> None:
 
 
 ON_RETURN.append(lambda model: _has_trained(ref(model), _version_of(model), elsewhere=True))
+torch.optim.Optimizer.load_state_dict = _load_with_look  # type: ignore[method-assign]  # torch has a hook of each alone
 register_optimizer_step_pre_hook(_before_update)
 register_optimizer_step_post_hook(_after_update)
 _look_before_clipping()

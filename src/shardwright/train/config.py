@@ -281,7 +281,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises: PlanError: the file cannot be read or is not TOML, has an unknown key, or a value of the wrong type.
     """
     try:
-        found = tomllib.loads(read_text(path, MOST_TOML_BYTES))
+        found = tomllib.loads(read_text(path, MOST_TOML_BYTES, "utf-8-sig"))
     except OSError as failure:
         raise PlanError(
             f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path"

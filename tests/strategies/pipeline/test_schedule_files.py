@@ -126,6 +126,10 @@ def test_a_broken_json_file_is_refused_with_the_place(tmp_path, content, words):
     assert [word for word in words if word not in text] == []
 
 
+def test_a_file_that_would_take_long_to_read_is_refused_by_its_size(tmp_path):
+    assert "more than 4194304 bytes" in refused(tmp_path, b"F0," * 1_400_000)
+
+
 def test_a_folder_is_no_schedule(tmp_path):
     with pytest.raises(LayoutError, match="cannot read the schedule file"):
         read_schedule(tmp_path)

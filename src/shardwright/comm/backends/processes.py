@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -92,7 +94,8 @@ def run_here(
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
     try:
-        result = work(world, *args)
+        with _forked_ends():
+            result = work(world, *args)
         world.wait_pending()
     except BaseException as failure:  # a request to stop too: a checkpoint under way is finished first
         world.join_writers()
@@ -106,6 +109,27 @@ def run_here(
     transport.disconnect()
     dist.destroy_process_group()
     return result
+
+
+@contextmanager
+def _forked_ends() -> Iterator[None]:
+    """Returns a context in which a process that its block forks ends, and does not go on as this rank.
+
+    It would else send the ranks and the launcher what they take for messages of this rank.
+    """
+    own, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as failure:
+        if os.getpid() == own:
+            raise
+        code = 1
+        if isinstance(failure, SystemExit):
+            code = failure.code if isinstance(failure.code, int) else int(failure.code is not None)
+        else:
+            traceback.print_exc()
+    if os.getpid() != own:
+        os._exit(code)
 
 
 def _join_store(timeout: timedelta, folder: str | None) -> tuple[Any, int, int, tuple[int, ...]]:
@@ -186,7 +210,7 @@ def run_processes(
             allowed="ranks as threads",
             fix='pass --ranks threads, or ranks="threads"',
         )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _check_threads(os.environ.setdefault("OMP_NUM_THREADS", "1"))
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link,
                "bind_cores": bind_cores}  # fmt: skip
     try:
@@ -214,6 +238,17 @@ def run_processes(
     return [result for result, _ in answers]
 
 
+def _check_threads(text: str) -> None:
+    """Raises PlanError unless ``text``, or the first of its parts between commas, is a number of threads."""
+    if not re.fullmatch("[1-9][0-9]{0,3}(,.*)?", text.strip()):
+        raise PlanError(
+            "OMP_NUM_THREADS is no number of threads",
+            given=repr(text),
+            allowed="1 to 9999 threads for each rank",
+            fix="export OMP_NUM_THREADS=1, or unset it",
+        )
+
+
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     """Returns the environment of a rank on one machine: torch's variables for its rank, and the loopback network."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
@@ -235,7 +270,7 @@ def rank_main(task: int, answer: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     rank = int(environment["RANK"])
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
     _end_with_the_launcher(rank, task, folder)
     try:
         # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
@@ -257,9 +292,9 @@ def rank_main(task: int, answer: int) -> None:
         # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
-    with suppress(OSError):  # they may be closed
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python started
+        with suppress(OSError):  # its reader may have gone
+            stream.flush()
     os._exit(code)
 
 
@@ -289,7 +324,8 @@ def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
         while os.read(task, 1):
             pass
         if rank == 0:
-            sys.stderr.write("the process that started the ranks has ended, and so do they\n")
+            with suppress(OSError):  # it may be closed
+                os.write(2, b"the process that started the ranks has ended, and so do they\n")
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 

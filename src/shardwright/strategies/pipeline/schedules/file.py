@@ -24,7 +24,7 @@ from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action, Kind, Schedule
 from shardwright.text_files import read_text
 
-MOST_BYTES = 2**24
+MOST_BYTES = 2**22
 """The size in bytes up to which a schedule file is read; a larger one is refused."""
 
 _CELL = re.compile(r"([0-9]{1,9})?([FBIW])([0-9]{1,9})")
@@ -55,7 +55,7 @@ def read_schedule(path: str | Path) -> Schedule:
     The stage of a chunk follows from the row of its actions. Whether the schedule can run is checked separately, by
     :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`.
 
-    Raises: LayoutError: the file cannot be read, has more than 16 MiB or is not of this form; a cell is no action, a
+    Raises: LayoutError: the file cannot be read, has more than 4 MiB or is not of this form; a cell is no action, a
         chunk is on two stages, a stage has no actions, or the numbers of chunks or microbatches have a gap.
     """
     path = Path(path)
