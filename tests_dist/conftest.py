@@ -1,8 +1,4 @@
-"""Pools of ranks, one for each number of them and each kind of link, for the whole session.
-
-Of pytest's parallel processes one runs all tests of pools, so that each pool is started once, and the others run tests
-that start programs and wait for them, each by itself or, if its file has a fixture of its own, with that file.
-"""
+"""Pools of ranks, one for each number of them and each kind of link, for the whole session."""
 
 from __future__ import annotations
 
@@ -21,15 +17,6 @@ MOST_RANKS = 8
 torch.set_num_threads(1)
 if 0 < devices.count() < MOST_RANKS:  # ranks share the cards
     os.environ.setdefault(devices.OPTION, f"{devices.accelerator()}/gloo")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "pools" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("pools"))
-        elif {"family", "two_nodes"} & {*item.fixturenames}:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ class _CopiedFunctions:
 
     def rebind(self, model: nn.Module) -> None:
         """Replaces functions in the attributes of every module of the copied ``model``."""
-        modules = dict(model.named_modules())
+        modules: dict[str, nn.Module] = dict(model.named_modules())
         self._done.update((id(module), (module, module)) for module in modules.values())
         for path, module in modules.items():
             for name, value in list(unregistered_attributes(module)):
