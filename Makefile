@@ -49,7 +49,7 @@ test-card: $(READY)  ## the contract's layouts on the card of this machine, and 
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --card tests_acc
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests_dist
+	$(BIN)/python -m pytest -q tests_dist
 
 $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	$(PYTHON) -m venv $(ZOO)
