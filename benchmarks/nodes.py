@@ -5,13 +5,15 @@ Each lives as long as a process that does nothing, so a test that is killed leav
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,34 +110,40 @@ def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callabl
     """A world of one rank on each of these nodes, as a function that runs a variant and returns what each rank says.
 
     ``words`` are the script that each rank runs, and its options. A rank prints ``READY``, then reads the names of
-    variants, one a line, and prints a line for each, such as the seconds of a step.
+    variants, one a line, and prints a line for each, such as the seconds of a step. The ranks are forks of one process.
     """
-    ranks = []
+    ranks, inputs, outputs, theirs, files = [], [], [], [], ExitStack()
     for rank, node in enumerate(places):
         place = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(node)}
         place |= {"LOCAL_WORLD_SIZE": places.count(node), "MASTER_ADDR": places[0].address, "MASTER_PORT": port}
-        command = node.rank(place, *words)
-        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                      env=os.environ | ENVIRONMENT))  # fmt: skip
+        (reads, told), (answers, writes) = os.pipe(), os.pipe()
+        ranks.append((node.pid, {name: str(value) for name, value in place.items()}, reads, writes))
+        inputs.append(files.enter_context(os.fdopen(told, "w")))
+        outputs.append(files.enter_context(os.fdopen(answers)))
+        theirs += [reads, writes]
+    command = [sys.executable, str(ROOT / "benchmarks" / "node_ranks.py"), json.dumps(ranks), *words]
+    process = subprocess.Popen(command, pass_fds=theirs, env=os.environ | ENVIRONMENT, start_new_session=True)
+    for descriptor in theirs:
+        os.close(descriptor)
 
     def run(name: str) -> list[str]:
-        for process in ranks:
-            process.stdin.write(f"{name}\n")
-            process.stdin.flush()
-        return [process.stdout.readline() for process in ranks]
+        for each in inputs:
+            print(name, file=each, flush=True)
+        return [each.readline() for each in outputs]
 
     try:
-        for process in ranks:
-            assert process.stdout.readline().strip() == READY, "a rank did not start"
+        for each in outputs:
+            assert each.readline().strip() == READY, "a rank did not start"
         yield run
-        for process in ranks:
-            process.stdin.close()
-        for process in ranks:
-            process.wait(timeout=60)
+        for each in inputs:
+            each.close()
+        assert process.wait(timeout=60) == 0, "a rank failed"
     finally:
-        for process in ranks:
-            process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        with suppress(BrokenPipeError):  # what a rank that has ended did not read
+            files.close()
 
 
 @contextmanager

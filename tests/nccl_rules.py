@@ -117,9 +117,9 @@ class Nccl:
 
     def __init__(self, num_ranks: int, variant: Variant, device: torch.device) -> None:
         self.variant, self.device, self.num_ranks = variant, device, num_ranks
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._communicators: dict[object, Communicator] = {}
-        self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._waiting: dict[int, tuple[str, Callable[[], bool], threading.Condition]] = {}
         self._live = set(range(num_ranks))
         self._calls: dict[Call, None] = {}  # those whose tensors must not be touched yet
         self.failure: BaseException | None = None
@@ -128,28 +128,28 @@ class Nccl:
 
     def hold(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
         """Holds a rank until it can go on; raises where no rank can."""
-        with self._changed:
-            self._waiting[rank] = what, ready
+        with self._lock:
+            self._waiting[rank] = what, ready, (gate := threading.Condition(self._lock))
             try:
                 while not ready():
                     self._check()
                     self._find_circle()
-                    self._changed.wait(1.0)
+                    gate.wait(1.0)
             finally:
                 del self._waiting[rank]
 
     def leave(self, rank: int) -> None:
         """Notes that a rank has ended."""
-        with self._changed:
+        with self._lock:
             self._live.discard(rank)
             self._find_circle(raises=False)
-            self._changed.notify_all()
+            self._wake()
 
     def fail(self, failure: BaseException) -> None:
         """Ends every rank that waits."""
-        with self._changed:
+        with self._lock:
             self.failure = self.failure or failure
-            self._changed.notify_all()
+            self._wake()
 
     def check_all_done(self) -> None:
         """Raises where something is still in flight, has changed, or a result was never waited for."""
@@ -164,6 +164,12 @@ class Nccl:
         for call in list(self._calls):
             self.let_go(call)
 
+    def _wake(self) -> None:
+        """Wakes the ranks that can go on, and no others: each that wakes takes turns with those that compute."""
+        for _, ready, gate in self._waiting.values():
+            if self.failure is not None or ready():
+                gate.notify()
+
     def _check(self) -> None:
         if self.failure is not None:
             raise NcclRuleError(f"another rank failed: {self.failure}")
@@ -171,17 +177,17 @@ class Nccl:
     def _find_circle(self, raises: bool = True) -> None:
         if not self._live or len(self._waiting) < len(self._live) or self.failure is not None:
             return
-        if any(ready() for _, ready in self._waiting.values()):
+        if any(ready() for _, ready, _ in self._waiting.values()):
             return
         lines = ["every rank waits and none can go on"]
-        for rank, (what, _) in sorted(self._waiting.items()):
+        for rank, (what, *_) in sorted(self._waiting.items()):
             lines.append(f"  rank {rank} {what}")
             for key, communicator in self._communicators.items():
                 queue = communicator.queues.get(rank)
                 if queue:
                     lines.append(f"    {key}: {', then '.join(call.what for call in list(queue)[:4])}")
         self.failure = NcclRuleError("\n".join(lines))
-        self._changed.notify_all()
+        self._wake()
         if raises:
             raise self.failure
 
@@ -191,13 +197,13 @@ class Nccl:
         """Puts a call into its rank's queue, and runs what can run now."""
         for tensor in (*call.inputs, *call.outputs, *(part.tensor for part in call.parts)):
             self._check_tensor(tensor, call)
-        with self._changed:
+        with self._lock:
             self._check()
             communicator = self._communicators.setdefault(key, Communicator(members))
             if call.rank not in communicator.came:
                 communicator.came.add(call.rank)
                 if not self.variant.made_beforehand:
-                    self._changed.notify_all()
+                    self._wake()
                     self.hold(call.rank, f"makes {key}, first for {call.what}",
                               lambda: communicator.came >= set(members))  # fmt: skip
             read = [*call.inputs, *(part.tensor for part in call.parts if part.sends)]
@@ -212,7 +218,7 @@ class Nccl:
             if self._step(key, communicator):  # else no rank that waits can go on
                 while self._step(key, communicator):
                     pass
-                self._changed.notify_all()
+                self._wake()
         return call
 
     def _check_tensor(self, tensor: Tensor, call: Call) -> None:
@@ -291,7 +297,7 @@ class Nccl:
 
     def let_go(self, call: Call) -> None:
         """Gives the call's tensors back to the rank, once it is sure that the rank has not touched them before."""
-        with self._changed:
+        with self._lock:
             self._compare(call)
             self._calls.pop(call, None)
             call.sent, call.spoiled = [], []

@@ -5,11 +5,13 @@ import json
 import os
 import re
 import runpy
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import shared_memory
 from benchmarks.__main__ import run_smallest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +67,24 @@ def test_a_smallest_run_ends_with_the_peers_that_were_left_out_and_why(tmp_path,
         "peers, tp2 megatron is left out: No module named 'megatron'",
         "alone is left out: no namespaces",
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+def test_shared_memory_is_left_when_no_other_process_has_it_mapped():
+    before, file = shared_memory.names(), shared_memory.FOLDER / f"psm_{secrets.token_hex(8)}"
+    code = (
+        "import mmap, sys; it = open(sys.argv[1], 'w+b'); it.write(b'1'); it.flush(); kept = mmap.mmap(it.fileno(), 1)"
+    )
+    try:
+        holding = [sys.executable, "-c", f"{code}; print(flush=True); input()", str(file)]
+        with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            holder.stdout.readline()
+            assert file.name in shared_memory.names()
+            assert file.name not in shared_memory.left_since(before)
+            holder.kill()
+        assert file.name in shared_memory.left_since(before, most_s=0)
+    finally:
+        file.unlink()
 
 
 def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):

@@ -23,9 +23,9 @@ from contract.cases import (
     LLAMA_ONE_KV,
     OPTION_CASES,
     Case,
+    known_once,
     lays_out,
     line_of,
-    one_device_once,
     pairs,
     spelling,
 )
@@ -41,7 +41,7 @@ def check(accelerator, line, case):
     def on_the_device(work, *args):
         return run_threads(work, Layout.parse(line).num_ranks, *args, device=accelerator.device)
 
-    with one_device_once(case):
+    with known_once(line, case):
         verdict = verify(case.model, line, case.batches, loss=case.loss, launcher=on_the_device)
     assert verdict.equal, str(verdict)
 

@@ -87,12 +87,6 @@ def ranks_in(folder):
     return {int(path.stem): psutil.Process(int(path.read_text())) for path in paths}
 
 
-def shared_memory():
-    """The names in /dev/shm, where shared memory and semaphores stay that a process has made and nobody removed."""
-    ours = ("sem.mp-", "psm_", "torch_", "shardwright")  # other programs of the machine make names of their own
-    return {name for name in os.listdir("/dev/shm") if name.startswith(ours)} if sys.platform == "linux" else set()
-
-
 @contextmanager
 def temporary_folder():
     """A folder for the temporary files of a run, with a path that is short enough for sockets."""

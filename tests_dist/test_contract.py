@@ -11,9 +11,9 @@ from contract.cases import (
     LLAMA_ONE_KV,
     MLP,
     STRATEGIES,
+    known_once,
     lays_out,
     line_of,
-    one_device_once,
     pairs,
     spelling,
 )
@@ -29,7 +29,7 @@ def on_pool(pool):
 
 
 def check(pool, line, case):
-    with one_device_once(case):
+    with known_once(line, case):
         verdict = verify(case.model, line, case.batches, loss=case.loss, launcher=on_pool(pool))
     assert verdict.equal, str(verdict)
 

@@ -12,7 +12,8 @@ import time
 
 import pytest
 import torch
-from tests_dist.command import left_in, shared_memory, temporary_folder, within
+from benchmarks import shared_memory
+from tests_dist.command import left_in, temporary_folder, within
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -80,7 +81,7 @@ def failed(tmp_path, monkeypatch):
     when = tmp_path / "when"
 
     def told(work, *args, **options):
-        before = shared_memory()
+        before = shared_memory.names()
         with temporary_folder() as folder, monkeypatch.context() as patched:
             patched.setattr(tempfile, "tempdir", str(folder))
             with pytest.raises(RankFailedError) as failure:
@@ -88,7 +89,7 @@ def failed(tmp_path, monkeypatch):
             assert time.monotonic() - float(when.read_text()) < SOON_S
             assert left_in(folder) == []
         gc.collect()
-        assert shared_memory() <= before
+        assert not shared_memory.left_since(before)
         return str(failure.value)
 
     return told

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from benchmarks import shared_memory
 from tests_dist.command import (
     end_all,
     family_of,
@@ -25,7 +26,6 @@ from tests_dist.command import (
     left_in,
     ranks_in,
     said_by,
-    shared_memory,
     start,
     temporary_folder,
     wait_for_step,
@@ -52,7 +52,7 @@ def folder():
 @pytest.fixture
 def running(tmp_path, folder):
     """A run under way: its process, its --out, and all its processes; however it ends, it leaves no shared memory."""
-    out, before = tmp_path / "run", shared_memory()
+    out, before = tmp_path / "run", shared_memory.names()
     process = start(out, "--steps", "100000", folder=folder)
     family = []
     try:
@@ -63,7 +63,7 @@ def running(tmp_path, folder):
         process.kill()
         process.wait()
         end_all(family)
-    assert shared_memory() <= before
+    assert not shared_memory.left_since(before)
 
 
 def can_be_taken(lock):

@@ -17,12 +17,13 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, write_beside
+from benchmarks.common import machine, options_of, sized, write_beside
 from benchmarks.nodes import ENVIRONMENT, nodes, why_not
 
 from shardwright.train.progress import read_metrics
 
 MOST_S = 300
+CAME = sized(("another", "the same"), ("another",))
 TIMES = ("start_s", "recovery_s", "beyond_s")
 FLAGS = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--seq", "16", "--batch", "4"]
 FLAGS += ["--schedule", "constant", "--steps", "100000", "--save-every", "5"]
@@ -89,7 +90,7 @@ def main():
     if reason := why_not():
         print(f"left out: {reason}")
         options.losses, left_out = 0, {"cluster/recovery": reason}
-    for came in ("another", "the same") * options.losses:
+    for came in CAME * options.losses:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(lose_a_node(Path(folder) / "run", came))
         print(came, *(f"{key} {rows[-1][key]:.1f}" for key in TIMES), sep="  ", flush=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import shared_memory
 from benchmarks.common import machine, options_of, sized, write_beside
 
 from shardwright.checkpoint.loading import read_whole
@@ -41,7 +42,6 @@ FLAGS = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={
 FLAGS += ["--seq", "16", "--batch", "8", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "2"]
 MOST_S = 300
 FAULTS = ("unkilled", "orphans", "unloadable", "lost", "unsaved", "left", "shared", "diverged")
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def ranks_in(folder):
@@ -123,7 +123,7 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     if saving:
         wait_until(process, lambda: is_saving(out))
     newest = steps_in(out / "checkpoints")[-1]
-    shared = set(os.listdir(SHARED_MEMORY))
+    shared = shared_memory.names()
     ends, start = end_it(process, victim, folder), time.monotonic()
     # whether it came in time: the save may have been complete by then, and where ranks live on it may be complete later
     cut = is_saving(out)
@@ -152,7 +152,7 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
     )
     # what a whole group leaves the next run removes: the next kill of the chain counts it, if it did not
     row["left"] = None if victim == "group" else len(left_in(folder))
-    row["shared"] = len(set(os.listdir(SHARED_MEMORY)) - shared)
+    row["shared"] = len(shared_memory.left_since(shared))
     return row
 
 

@@ -117,6 +117,23 @@ def test_a_layer_that_keeps_the_handle_of_its_hook_is_copied_again_and_again():
     assert torch.equal(first(x), expected)
 
 
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        memo[id(self)] = other = CopiesItself(self.in_features, self.out_features)
+        other.is_its_own = True
+        return other
+
+
+def test_functions_in_a_set_refer_to_the_copy_and_a_class_that_customizes_copying_is_asked():
+    layer = nn.Linear(6, 6)
+    model = nn.Sequential(layer, CopiesItself(6, 6))
+    model.held = {lambda x: layer(x)}
+    other = structural_copy(model)
+    (run,) = other.held
+    assert run.__closure__[0].cell_contents is other[0]
+    assert other[1].is_its_own
+
+
 @pytest.mark.parametrize("line", ["single", "dp2", "tp2", "dp2/zero3", "dp2 mb2"])
 @pytest.mark.parametrize("how", HOLDERS)
 def test_a_model_with_closures_is_equal_to_one_device_and_the_callers_is_left_alone(how, line):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from unittest import mock
 
 import torch
@@ -362,8 +362,15 @@ def two_steps(
 
 @cache
 def _known_steps(line: str, case: Case) -> tuple[Verdict, list[Found]]:
-    with planned_once({str(Layout.parse(line)): planned(line, case)}), one_device_once(case):
+    with known_once(line, case):
         return two_steps(line, case)
+
+
+@contextmanager
+def known_once(line: str, case: Case) -> Iterator[None]:
+    """Within it, ``verify`` takes the plan that is known of a case, its records, and what one device trains it to."""
+    with planned_once({str(Layout.parse(line)): planned(line, case)}), one_device_once(case), observed_once(case):
+        yield
 
 
 @contextmanager
@@ -431,7 +438,8 @@ def planned(line: str, case: Case, strategies: Sequence | None = None) -> tuple[
 @cache
 def _known_plan(line: str, case: Case) -> tuple[Plan, tuple] | LayoutError:
     try:
-        return make_plan(job_of(line, case), Layout.parse(line))
+        with observed_once(case):
+            return make_plan(job_of(line, case), Layout.parse(line))
     except LayoutError as refusal:
         return refusal
 
@@ -475,7 +483,8 @@ def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> 
     plan, (whole, chosen) = Plan.of(job, layout), planned(line, case, strategies)
     idle = {axis for axis in plan.mesh.axes if plan.mesh[axis] > 1}
     for number, strategy in enumerate(chosen, 1):
-        before, plan = plan, whole if number == len(chosen) else strategy.place(job, plan)
+        with observed_once(case):
+            before, plan = plan, whole if number == len(chosen) else strategy.place(job, plan)
         factor = layout.factor(strategy.axis)
         assert factor is not None
         axes = [axis for axis in factor.mesh_axes if plan.mesh[axis] > 1]
@@ -522,23 +531,34 @@ def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> 
 
 @contextmanager
 def observed_once(case: Case) -> Iterator[None]:
-    """The calls of the plain model on samples of one shape are the same under every layout: they are observed once."""
-    planning = import_module("shardwright.parallelize.planning")
-    observe = planning.record_module_calls
+    """What the plain model calls, on samples of one shape, is the same under every layout: it is recorded once.
 
-    def known(model: nn.Module, inputs: object) -> object:
-        leaves, tree = tree_flatten(inputs)
-        shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        key = (case, shapes, str(tree), next(model.parameters()).dtype)
-        if key not in _OBSERVED:
-            _OBSERVED[key] = observe(model, inputs)
-        return _OBSERVED[key]
-
-    with mock.patch.object(planning, "record_module_calls", known):
+    These are the calls of modules and, for the jobs of all ranks, of operators. Ranks that record for themselves are
+    held to agree where ranks plan for themselves (:func:`planned_once`).
+    """
+    planning, graphs = (
+        import_module(f"shardwright.{name}") for name in ("parallelize.planning", "analysis.model_graph")
+    )
+    with ExitStack() as stack:
+        for module, name in ((planning, "record_module_calls"), (graphs, "_run_or_failure")):
+            known = partial(_observed, case, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, known))
         yield
 
 
+def _observed(case: Case, record: Callable, model: nn.Module, inputs: object) -> object:
+    leaves, tree = tree_flatten(inputs)
+    if not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+        return record(model, inputs)
+    key = (case, record, tuple((leaf.shape, leaf.dtype) for leaf in leaves), str(tree), next(model.parameters()).dtype)
+    with _OBSERVING:  # ranks are threads, of which one records
+        if key not in _OBSERVED:
+            _OBSERVED[key] = record(model, inputs)
+        return _OBSERVED[key]
+
+
 _OBSERVED: dict[tuple, object] = {}
+_OBSERVING = RLock()
 
 
 def check_names(line: str, case: Case, strategies: Sequence | None = None) -> None:

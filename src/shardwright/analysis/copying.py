@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.reached import (
     ATOMS,
+    COLLECTIONS,
     DICTS,
     REGISTERED,
     attributes,
@@ -32,7 +33,6 @@ from shardwright.analysis.reached import (
 from shardwright.errors import PlanError
 
 M = TypeVar("M", bound=nn.Module)
-_COLLECTIONS = (*DICTS, set)
 _HOOKS = frozenset(vars(nn.Module()))
 """The attributes that every ``nn.Module`` has. Only handles of hooks share one that is an empty dict or set."""
 
@@ -68,7 +68,9 @@ def copied(model: M, memo: dict[int, Any]) -> M:
 
 
 def _copied(model: M, memo: dict[int, Any]) -> M:
-    plain = [module for module in model.modules() if id(module) not in memo and _is_plain(module)]
+    modules = [*model.modules()]
+    is_plain = {kind: _is_plain(kind) for kind in set(map(type, modules))}
+    plain = [module for module in modules if id(module) not in memo and is_plain[type(module)]]
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
     known = {*memo, id(None)}
@@ -78,7 +80,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
             kind = type(value)
             if kind in ATOMS:
                 own[name] = value
-            elif kind in _COLLECTIONS and not value and name in _HOOKS:
+            elif kind in COLLECTIONS and not value and name in _HOOKS:
                 own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
             elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):
                 items = ((key, None if each is None else memo[id(each)]) for key, each in value.items())
@@ -90,10 +92,9 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
     return other
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a deep copy of the module is a deep copy of its attributes: its class customizes no copying."""
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether a deep copy of a module is a deep copy of its attributes: its class customizes no copying."""
     protocol = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs_ex__")
-    kind = type(module)
     customised = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in protocol)
     return not customised and not hasattr(kind, "__slots__")
 
@@ -111,8 +112,9 @@ class _CopiedFunctions:
 
     def rebind(self, model: nn.Module) -> None:
         """Replaces functions in the attributes of every module of the copied ``model``."""
-        self._done.update((id(module), (module, module)) for module in model.modules())
-        for path, module in model.named_modules():
+        modules: dict[str, nn.Module] = dict(model.named_modules())
+        self._done.update((id(module), (module, module)) for module in modules.values())
+        for path, module in modules.items():
             for name, value in list(unregistered_attributes(module)):
                 try:
                     now = self._inside(value)

@@ -23,6 +23,8 @@ ATOMS = frozenset(
 )
 """Types whose values refer to no other object."""
 DICTS = (dict, OrderedDict)
+COLLECTIONS = (*DICTS, set)
+"""The classes of a module's own collections, as of its hooks, most of which are empty."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -115,11 +117,11 @@ def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> I
 def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the attributes of one module, by name, other than its registered parameters, buffers and submodules.
 
-    Attributes that can hold no object, such as numbers and empty dicts, are left out.
+    Attributes that can hold no object, such as numbers and empty dicts and sets, are left out.
     """
     for name, value in vars(module).items():
         kind = type(value)
-        if kind not in ATOMS and (kind not in DICTS or value) and name not in REGISTERED:
+        if kind not in ATOMS and (kind not in COLLECTIONS or value) and name not in REGISTERED:
             yield name, value
 
 

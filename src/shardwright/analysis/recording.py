@@ -26,7 +26,7 @@ from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
 from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import map_tensors, tensors_of
+from shardwright.analysis.operator_results import leaves_of, map_tensors, tensors_of
 from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
@@ -74,7 +74,7 @@ class RecordedCall:
     @property
     def operands(self) -> list[TensorUse]:
         """The tensors among the arguments, in order."""
-        return [leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, TensorUse)]
+        return leaves_of((self.args, self.named), (TensorUse,))
 
     @property
     def written(self) -> list[TensorUse]:

@@ -13,7 +13,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -113,6 +113,7 @@ def _stdlib_files(folder: str) -> Iterator[str]:
         yield from (os.path.join(root, name) for name in sorted(files) if name.endswith(".py"))
 
 
+@cache
 def _read_stdlib() -> bytes:
     """Returns the first 8 MB of the standard library's source code, without reading more."""
     parts: list[bytes] = []
