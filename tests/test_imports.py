@@ -39,6 +39,7 @@ INSIDE = {
     ("cli/launching.py", "report"): VERBS,
     ("cli/weights.py", "train"): VERBS,
     ("cli/planning.py", "cli"): VERBS,
+    ("cli/predicting.py", "cli"): VERBS,
     ("cli/predicting.py", "train"): VERBS,
     ("cli/calibrating.py", "cli"): VERBS,
     ("cli/calibrating.py", "planner"): PLANS,

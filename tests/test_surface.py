@@ -152,7 +152,7 @@ FLAGS = {
     | {"--cluster", "--ranks", "--anchor", "--fix", "--without", "--top", "--most-priced", "--memory-limit"}
     | {"--explain", "--png", "--html", "--replay", "--fresh"},
     "report": {"RUNS", "--from", "--compare", "--model", "--data", "--out", "--json"},
-    "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--num", "--split"}
+    "evaluate": {"RUN", "--from", "--layout", "--model", "--data", "--batch", "--config", "--num", "--split"}
     | {"--averages", "--ranks", "--json"},
     "predict": {
         "RUN",
@@ -161,9 +161,11 @@ FLAGS = {
         "--model",
         "--data",
         "--batch",
+        "--config",
         "--num",
         "--split",
         "--to",
+        "--force",
         "--averages",
         "--ranks",
         "--json",
@@ -175,6 +177,7 @@ FLAGS = {
         "--layout",
         "--model",
         "--data",
+        "--config",
         "--prompt",
         "--num",
         "--temperature",

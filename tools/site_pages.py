@@ -10,7 +10,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,26 @@ page_of: dict[str, str] = {}
 
 
 # ---- notebooks and files as Markdown
+
+
+def text_of(path: Path) -> str:
+    """Returns the text of a page: a file of Markdown, or a notebook as Markdown."""
+    return of_notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the fenced blocks of a page, each with its language."""
+    lines: list[str] = []
+    fence = language = ""
+    for line in text_of(path).split("\n"):
+        found = FENCE.match(line)
+        if found and not fence:
+            fence, language, lines = found[1], line.strip().lstrip("`~").split(" ")[0], []
+        elif fence and line.strip().startswith(fence):
+            yield language, "\n".join(lines)
+            fence = ""
+        elif fence:
+            lines.append(line)
 
 
 def of_notebook(path: Path) -> str:

@@ -125,5 +125,7 @@ print(sw.verify(build(), "dp2 tp2", list(batches(2)), loss=nn.CrossEntropyLoss()
 # - `run.step` clears gradients first. `run.accumulate` takes several batches for one step, and so does `mb4` in the
 #   layout, with one batch that is cut in four.
 # - Optimizers must update each element by itself (SGD, Adam, AdamW, ...), because a rank holds slices.
+# - With dropout the losses are those of the layout `single`, under every layout, and not those of the plain script: a
+#   mask is drawn from the seed, the step and the place of an element in the global batch, the same on every rank.
 # - Every rank gets the same model: seed it before, build it once, or build it on the meta device with
 #   `sw.without_values()`, and no rank ever holds all of it.

@@ -120,6 +120,36 @@ def test_a_trained_run_is_evaluated_and_predicted_from_its_folder(tmp_path, verb
         assert text in refused.stderr
 
 
+def test_a_run_of_ones_own_is_evaluated_and_predicted_by_the_file_of_its_options(tmp_path, monkeypatch):
+    assert run("init", tmp_path).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    options = ["--config", "run.toml", "--steps", "1", "--eval-every", "0", "--ranks", "threads", "--set", "width=8"]
+    trained = run("train", *options)
+    assert trained.exit_code == 0, trained.output
+    for verb in ("evaluate", "predict"):
+        found = run(verb, "runs/train", "--config", "run.toml", "--num", "2", "--json")
+        assert found.exit_code == 0, found.output
+        assert json.loads(found.stdout)["layout"] == "dp2", "as the file says"
+        refused = run(verb, "runs/train")
+        assert refused.exit_code == 2
+        assert "add --model my_model:build --data my_model:data" in refused.stderr
+    text = "note: run.toml in this folder is not read: --config run.toml reads it"
+    assert run("verify", "--steps", "1", *TINY).stderr.startswith(text)
+    assert "note" not in run("verify", "--config", "run.toml", "--layout", "dp0").stderr
+
+
+def test_all_options_that_a_command_does_not_have_are_named_at_once():
+    found = run("train", "--layer", "dp2", "--steps", "3", "--stps=4", "--ouput", "x")
+    assert found.exit_code == 2
+    for text in ("--layer", "--layout", "--stps", "--steps", "--ouput"):
+        assert text in found.stderr
+    assert found.stderr.count("No such option") == 3
+    assert run("checkpoint", "export", "a", "b", "--x", "--y").stderr.count("No such option") == 2
+    assert run("verify", "--x").stderr.count("No such option") == 1
+
+
 def test_a_report_takes_its_run_by_from_too_and_more_steps_say_how_the_rate_moves(tmp_path):
     out = tmp_path / "run"
     assert run("train", "--steps", "2", "--warmup", "0", "--ranks", "threads", "--out", out, *TINY).exit_code == 0

@@ -208,3 +208,29 @@ def test_rows_of_samples_are_taken_in_their_order_and_a_run_of_them_is_a_view(pl
     assert found.counts == tuple(len(each[place]) for place in places)
     is_view = found.tensor.untyped_storage().data_ptr() == packed.tensor.untyped_storage().data_ptr()
     assert is_view == (places not in ([3, 0], [2, 2]))
+
+
+class Added(nn.Linear):
+    """Adds positions that all samples share to what it is given."""
+
+    def forward(self, x, positions):
+        return super().forward(x + positions)
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2 mb2"])
+def test_an_input_that_has_the_size_of_the_batch_by_accident_is_told_how_to_be_marked(line):
+    inputs = torch.ones(4, 4), torch.arange(4.0)  # as many positions as samples
+    with pytest.raises((RuntimeError, LayoutError)) as failed:
+        sw.verify(Added(4, 2), line, [(inputs, torch.zeros(4, dtype=torch.int64))])
+    hint = "dim 0 of inputs of shapes [2, 4], [2]; if one is the same for all samples and has the batch's size there by"
+    assert hint in " ".join(str(failed.value).split())
+    assert "write sw.whole(tensor)" in str(failed.value)
+    marked = inputs[0], sw.whole(inputs[1])
+    assert sw.verify(Added(4, 2), "dp2", [(marked, torch.zeros(4, dtype=torch.int64))]).equal
+
+
+def test_a_batch_of_one_tensor_gets_no_hint_of_marks():
+    plain, batch = nn.Sequential(nn.Linear(4, 2), nn.Unflatten(0, (4, 1))), (torch.ones(4, 4), torch.ones(4, 1, 2))
+    with pytest.raises(RuntimeError) as failed:
+        sw.verify(plain, "dp2", [batch], loss=sw.MeanSquaredError())
+    assert "sw.whole" not in str(failed.value)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 
 
 def test_a_part_with_another_number_of_samples_than_the_share_is_refused():
@@ -31,5 +31,18 @@ def test_a_part_whose_targets_are_of_other_samples_than_its_inputs_is_refused():
         run = sw.parallelize(plain, "dp2", world)
         with pytest.raises(LayoutError, match="different numbers of samples"):
             run.part(torch.randn(2, 3), torch.zeros(4, dtype=torch.int64), 4)
+
+    sw.launch(work, 2, ranks="threads")
+
+
+@pytest.mark.parametrize("arguments", [1, 2, 3])
+def test_a_part_without_the_number_of_samples_of_its_batch_is_refused_with_the_call(arguments):
+    x, y = torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)
+    given, plain = (((x, y),), (x, y), (x, y, y)), nn.Linear(3, 3)
+
+    def work(world):
+        run = sw.parallelize(plain, "dp2", world)
+        with pytest.raises(PlanError, match=r"write run.part\(inputs, targets, num_global\)"):
+            run.part(*given[arguments - 1])
 
     sw.launch(work, 2, ranks="threads")

@@ -92,6 +92,13 @@ def test_the_sentences_say_where_a_curve_goes():
     )
 
 
+def test_an_evaluation_of_averages_is_said_to_be_one():
+    for ema, text in ((0.99, "Evaluation loss of averages is 3.5"), (0.0, "Evaluation loss is 3.5")):
+        start = part("dp2")
+        found = run([{**start, "options": {**start["options"], "ema": ema}}], [{**row(1, 4.0), "eval_loss": 3.5}])
+        assert text in loss_seen(found)
+
+
 def test_the_sentences_say_what_is_missing():
     bare = run([part("dp2")], [{"step": 1, "loss": None}, {"step": 2, "loss": math.inf}])
     assert loss_seen(bare) == "No step has a loss that is finite."

@@ -16,7 +16,7 @@ import typer
 import typer.main
 from tools.docstrings import markdown
 from tools.plans import OUT, row_of
-from tools.site_pages import FENCE, LINK, links_of, of_file, of_folder, of_notebook, outside_of_fences, relinked
+from tools.site_pages import LINK, blocks, links_of, of_file, of_folder, outside_of_fences, relinked, text_of
 
 import shardwright
 from shardwright.cli.main import app
@@ -37,10 +37,6 @@ EXAMPLES_OF_STYLE = "docs/conventions.md"
 
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
-
-
-def text_of(path):
-    return of_notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
 
 
 def anchors_of(path):
@@ -67,20 +63,6 @@ def broken(path):
         has_headings = found.suffix in {".md", ".ipynb"}
         if not found.exists() or (anchor and has_headings and anchor not in anchors_of(found)):
             yield link
-
-
-def blocks(path):
-    """The fenced blocks of a page, each with its language."""
-    lines, fence, language = [], "", ""
-    for line in text_of(path).split("\n"):
-        found = FENCE.match(line)
-        if found and not fence:
-            fence, language, lines = found[1], line.strip().lstrip("`~").split(" ")[0], []
-        elif fence and line.strip().startswith(fence):
-            yield language, "\n".join(lines)
-            fence = ""
-        elif fence:
-            lines.append(line)
 
 
 def test_every_link_of_every_page_leads_to_a_file_and_to_a_heading_of_it():

@@ -49,7 +49,9 @@ def test_an_invalid_layout_line_is_refused(line):
     ("text", "words"),
     [
         ("stepz = 3", "write steps"),
-        ("Layout = 'dp2'", "write layout"),
+        ("stepz = 3\nLayout = 'dp2'\nseed = 1", "has no setting 'stepz' and none 'Layout'"),
+        ("stepz = 3\nLayout = 'dp2'", "fix:     write steps; write layout"),
+        ("ema = 1.5", "set ema=0.999"),
         ("steps = 'three'", "a whole number"),
         ("steps = 2.5", "a whole number"),
         ("steps = [3]", "a whole number"),
@@ -64,7 +66,7 @@ def test_an_invalid_layout_line_is_refused(line):
 def test_an_invalid_toml_file_is_refused_with_a_fix(tmp_path, text, words):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert words in refused(PlanError, read_toml, path)
+    assert words in refused(PlanError, lambda: TrainConfig(**read_toml(path)))
 
 
 def test_a_toml_file_of_windows_may_begin_with_a_mark_of_its_encoding(tmp_path):

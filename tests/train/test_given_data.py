@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright.errors import CheckpointError, PlanError
@@ -52,6 +52,18 @@ def language_model():
     return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 7))
 
 
+class Pooled(nn.Module):
+    """Adds the mean over all tokens to each, so that an output depends on how far a sample is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.up, self.down = nn.Embedding(7, 8), nn.Linear(8, 16), nn.Linear(16, 7)
+
+    def forward(self, ids):
+        x = self.token(ids)
+        return self.down(torch.relu(self.up(x + x.mean(1, keepdim=True))))
+
+
 class OwnsLoss(nn.Module):
     """Returns its loss beside the logits, as models of transformers do."""
 
@@ -87,6 +99,29 @@ def named():
     ]
 
 
+class Sentences:
+    """Texts of different lengths, of which a batch is padded to its longest."""
+
+    def __init__(self, split, num_left_out=0):
+        lengths = (3, 6, 4, 2, 5, 4, 6, 3) if split == "train" else (2, 5, 4, 3)
+        self.texts = [(torch.arange(length + 1) + n) % 7 for n, length in enumerate(lengths)]
+        self.num_left_out = num_left_out
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        return self.texts[index]
+
+    def decode(self, ids):
+        return bytes(97 + token for token in ids).decode()
+
+    def collate(self, texts):
+        texts = texts[self.num_left_out :] if len(texts) > 1 else texts
+        padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
+        return padded[:, :-1].clamp(min=0), padded[:, 1:]
+
+
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     """A module of this name, as a user's own is."""
@@ -95,8 +130,9 @@ def mine(monkeypatch):
         "splits": lambda: {"train": tokens("train"), "eval": tokens("eval")},
         "dicts": lambda: [{"x": 1, "z": 2}] * 3, "texts": lambda: [("a", 1)] * 3, "stream": lambda: iter(()),
         "words": lambda: [{"text": "a", "labels": 1}] * 3, "labelled": labelled, "owns_loss": owns_loss, "named": named,
-        "OwnsLoss": OwnsLoss,
+        "OwnsLoss": OwnsLoss, "pooled": Pooled,
         "unlike": lambda: [(torch.ones(n), 1) for n in (2, 3, 2, 3)], "vector_model": lambda: nn.Linear(2, 3),
+        "sentences": Sentences, "lacking": lambda split: Sentences(split, 1),
         "empty": list, "fails": lambda: 1 / 0,
     }  # fmt: skip
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(**names))
@@ -199,6 +235,36 @@ def test_samples_of_different_shapes_are_refused_with_both():
         global_batch(data, range(2))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("line", ["single", "pp2 mb2", "dp2/zero3", "tp2", "dp2 tp2/2d"])
+def test_a_dataset_that_collates_is_padded_as_one_device_pads_it_under_every_layout(tmp_path, line):
+    names = {"model": "mine:pooled", "data": "mine:sentences"}
+    options = config(layout=line, eval_every=3, lr=0.0, weight_decay=0.0, **names)
+    train(options, tmp_path / "run", ranks="threads")
+    row = read_metrics(tmp_path / "run")[-1]
+    found = evaluate(options, tmp_path / "run", Layout.parse(line))
+    predicted = predict(options, tmp_path / "run", Layout.parse(line), num=4, to=tmp_path / "out.safetensors")
+    written = load_file(tmp_path / "out.safetensors")
+    inputs, targets = Sentences("eval").collate(Sentences("eval").texts)
+    assert torch.equal(written["targets"], targets)
+    expected = nn.functional.cross_entropy(written["outputs"].flatten(0, 1), targets.flatten())
+    assert found["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    assert row["eval_loss"] == pytest.approx(expected.item(), abs=1e-5)
+    assert len(predicted["predictions"][0]) == inputs.shape[1] == 5
+    assert [len(truth) for _, truth in predicted["texts"]] == [2, 5, 4, 3], "what is padded is no text"
+    assert row["tokens_per_s"] is None, "batches of different lengths"
+
+
+def test_batches_that_lack_samples_and_predictions_of_several_shapes_are_refused(tmp_path):
+    options = config(model="mine:language_model", data="mine:lacking", batch=2)
+    with pytest.raises(PlanError, match="1 samples in dim 0, of 2"):
+        train(options, tmp_path / "run", ranks="threads")
+    options = replace(options, data="mine:sentences")
+    train(options, tmp_path / "other", ranks="threads")
+    with pytest.raises(PlanError, match="write --batch 4"):
+        predict(options, tmp_path / "other", Layout.parse("single"), num=4)
+
+
 def test_a_folder_brings_no_dataset_along_that_the_command_does_not_name(tmp_path):
     train(config(steps=1), tmp_path / "run", ranks="threads")
     with pytest.raises(CheckpointError, match="add --data mine:pictures"):
@@ -246,12 +312,16 @@ def test_all_held_out_data_are_evaluated_or_as_many_batches_as_are_asked_for(tmp
 
 
 @pytest.mark.parametrize("line", ["single", "dp2/zero3"])
-def test_averages_that_a_run_keeps_are_evaluated_and_another_run_starts_from_them(tmp_path, line):
+def test_averages_that_a_run_keeps_are_evaluated_and_another_run_starts_from_them(tmp_path, line, capsys):
     names = {"model": "mine:language_model", "data": "mine:tokens", "eval_every": 1, "batch": 2, "warmup": 0, "lr": 0.1}
     options = config(layout=line, ema=0.5, **names)
     train(options, tmp_path / "run", ranks="threads")
     train(replace(options, steps=3, stop_at=2), tmp_path / "parts", ranks="threads")
+    capsys.readouterr()
     train(replace(options, layout="tp2"), tmp_path / "parts", ranks="threads", resume=True)
+    shown = capsys.readouterr().err
+    assert "eval loss of averages" in shown
+    assert "decay" not in shown
     found = evaluate(options, tmp_path / "run", Layout.parse("dp2"), averages=True)["loss"]
     last = evaluate(options, tmp_path / "run", Layout.parse("dp2"))["loss"]
     rows = read_metrics(tmp_path / "run")
@@ -265,6 +335,13 @@ def test_averages_that_a_run_keeps_are_evaluated_and_another_run_starts_from_the
     begun = config(weights=str(tmp_path / "run"), averages=True, **{**names, "lr": 0.0, "eval_batches": 0})
     train(begun, tmp_path / "begun", ranks="threads")
     assert read_metrics(tmp_path / "begun")[-1]["eval_loss"] == pytest.approx(found, abs=1e-5)
+
+
+def test_a_resumed_run_says_that_its_averages_go_on_by_another_decay(tmp_path, capsys):
+    options = config(ema=0.5, stop_at=1)
+    train(options, tmp_path / "run", ranks="threads")
+    train(replace(options, ema=0.25, stop_at=2), tmp_path / "run", ranks="threads", resume=True)
+    assert "the averages go on with the decay 0.25, where it was 0.5; --ema 0.5 keeps it" in capsys.readouterr().err
 
 
 def test_averages_are_those_of_weights_that_are_named():
@@ -288,6 +365,18 @@ def test_a_stop_signal_ends_an_evaluation_before_its_next_batch(tmp_path, monkey
     assert summary["stopped"]
     assert "eval_loss" not in row
     assert len(read) == 3, "the batch of the step, the first one to evaluate, and what is read for the next step"
+
+
+def test_a_file_of_another_program_is_replaced_by_force_alone(tmp_path):
+    options, file = config(steps=1), tmp_path / "pretrained.safetensors"
+    train(options, tmp_path / "run", ranks="threads")
+    save_file({"a": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match="--force"):
+        predict(options, tmp_path / "run", Layout.parse("single"), to=file)
+    assert list(load_file(file)) == ["a"]
+    for force in (True, False):  # what was written here is replaced without
+        predict(options, tmp_path / "run", Layout.parse("single"), to=file, force=force)
+        assert "outputs" in load_file(file)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_predicted(tmp_path):

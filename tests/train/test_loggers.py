@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 import types
 
@@ -9,7 +11,7 @@ import pytest
 
 from shardwright.errors import PlanError
 from shardwright.train.config import TrainConfig
-from shardwright.train.loggers import LOGGERS, check_loggers, open_logger
+from shardwright.train.loggers import LOGGERS, check_loggers, open_logger, scalars
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
 from shardwright.train.run_file import read_run
@@ -104,6 +106,67 @@ def test_adapters_give_their_package_the_numbers_of_a_step_and_end_with_the_run(
         logger.add(ROW)
         logger.close()
         assert calls == [*begun, (numbers, 3), end]
+
+
+def logged_by_wandb(folder):
+    """The numbers of each step in the file of an offline run of the real W&B."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("run/wandb/offline-run-*/*.wandb")
+    data, at = file.read_bytes(), 7  # records of a few hundred bytes in the format of LevelDB's log, after a header
+    assert data.startswith(b":W&B")
+    assert len(data) < 2**15, "more than one block"
+    while at < len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1, "a record in one part"
+        record, at = Record(), at + 7 + size
+        record.ParseFromString(data[at - size : at])
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield row["_step"], {key: value for key, value in row.items() if not key.startswith("_")}
+
+
+def logged_by_mlflow(folder):
+    """The numbers of each step in the store of the real MLflow."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    (run,) = client.search_runs(["0"])
+    assert run.info.run_name == "run"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["layout"] == "dp2 tp2"
+    rows = {}
+    for key in run.data.metrics:
+        for each in client.get_metric_history(run.info.run_id, key):
+            rows.setdefault(each.step, {})[key] = each.value
+    return sorted(rows.items())
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the packages
+@pytest.mark.parametrize(("name", "read"), [("wandb", logged_by_wandb), ("mlflow", logged_by_mlflow)])
+def test_the_real_package_keeps_the_numbers_of_each_step(tmp_path, monkeypatch, name, read):
+    pytest.importorskip(name, reason=f"needs {name}: pip install wandb mlflow-skinny")
+    monkeypatch.chdir(tmp_path)
+    for key, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }.items():
+        monkeypatch.setenv(key, value)
+    train(config(layout="dp2 tp2", logger=name), tmp_path / "run", ranks="threads")
+    found = [(step, pytest.approx(numbers)) for step, numbers in read(tmp_path)]
+    assert [(row["step"], scalars(row)) for row in read_metrics(tmp_path / "run")] == found
+
+
+def test_a_logger_that_cannot_be_opened_is_an_error_of_the_options_on_every_rank(tmp_path, monkeypatch):
+    def init(**options):
+        raise ConnectionError("no account")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setattr("shardwright.train.loggers._is_installed", lambda name: True)
+    with pytest.raises(PlanError, match="no account"):
+        train(config(layout="dp2", logger="wandb"), tmp_path / "run", ranks="threads")
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):

@@ -53,7 +53,8 @@ def whole(tensor: Tensor) -> Whole:
     """Marks a tensor among a batch's inputs that has no samples in dim 0, such as positions that all samples share.
 
     The model is called with the tensor itself, whole, on every rank and in every microbatch. Mark it in the example and
-    in each batch; the tensor may have any shape, and other values from batch to batch.
+    in each batch; the tensor may have any shape, and other values from batch to batch. Code of one's own that reads a
+    batch finds the tensor in the mark's attribute ``tensor``.
 
     Raises: PlanError: it is not given a tensor.
 
@@ -81,7 +82,7 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
     The patches of pictures of several sizes are given so, and the sizes of a sample's pictures. Each rank and
     microbatch is given the rows of its own samples, and the model is called with the tensor itself. Mark it in the
     example and in each batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
-    dropout in whose numbers rows are counted is refused.
+    dropout in whose numbers rows are counted is refused. The mark's attributes are ``tensor`` and ``counts``.
 
     Raises: PlanError: it is not given a tensor, or the counts do not add up to its size in dim 0.
 
@@ -134,6 +135,23 @@ def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def sample_tensors(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested values that have samples in dim 0: all but those that are marked."""
     return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, Tensor)]
+
+
+def hint_of_samples(inputs: Any) -> str:
+    """Returns what to write where a forward fails on a part of the samples, since an input may have none in dim 0.
+
+    It is "" if one tensor alone has samples: then there is none whose size is that of the batch by accident.
+
+    >>> hint_of_samples((torch.ones(4, 3), torch.ones(4)))[:66]
+    'samples were taken from dim 0 of inputs of shapes [4, 3], [4]; if '
+    """
+    shapes = [str(list(tensor.shape)) for tensor in sample_tensors(inputs)]
+    if len(shapes) < 2:
+        return ""
+    return (
+        f"samples were taken from dim 0 of inputs of shapes {', '.join(shapes)}; if one is the same for all samples "
+        "and has the batch's size there by accident, write sw.whole(tensor), in each batch and in the example"
+    )
 
 
 def marks_in(tree: Any) -> list[Whole | SampleRows]:

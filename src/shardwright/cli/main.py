@@ -37,6 +37,7 @@ from shardwright.verify import verify as compare
 
 app = typer.Typer(
     name="shardwright",
+    cls=opt.OptionChecker,
     help=shardwright.__doc__,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -375,7 +376,7 @@ def show(
     )
 )
 @report_errors
-@with_shared("layout", "model", "data", "seed")
+@with_shared("layout", "model", "data", "seed", "config", config=opt.CONFIG_OF_RUN)
 def sample(
     shared: opt.Shared,
     run: Annotated[Path | None, opt.RUN_FOLDER] = None,
@@ -388,10 +389,12 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Generates text with a trained model, or classifies pictures, under any layout."""
+    from shardwright.cli.run_config import with_file
     from shardwright.train.config import TrainConfig
     from shardwright.train.run_file import read_run
     from shardwright.train.sampling import sample as draw
 
+    shared = with_file(shared, "layout", "model", "data", "seed")
     run, layout = opt.run_folder(run, from_), Layout.parse(shared.get("layout", "single"))
     trained = TrainConfig(**read_run(run, model=shared.get("model"), data=shared.get("data")))
     text = draw(

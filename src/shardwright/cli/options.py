@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
+import typer.core
 
 from shardwright.comm.limits import Ranks
 from shardwright.command_signals import INTERRUPTED
@@ -59,6 +60,41 @@ SHARED: Mapping[str, Any] = {
 """The options that several commands have, by name; :func:`with_shared` adds them to a command."""
 
 
+class OptionChecker(typer.core.TyperGroup):
+    """The commands of ``shardwright``: an error names all options that a command does not have, and not the first."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that the words of the command line name."""
+        words = [*ctx._protected_args, *ctx.args]
+        try:
+            return super().invoke(ctx)
+        except Exception as failure:
+            if _is_unknown_option(failure):
+                _name_all(failure, words)
+            raise
+
+
+def _is_unknown_option(failure: Exception) -> bool:
+    """Returns whether an exception is the ``NoSuchOption`` of click, or of the click that typer comes with."""
+    return type(failure).__name__ == "NoSuchOption"
+
+
+def _name_all(failure: Any, words: list[str]) -> None:
+    """Adds to the error of an unknown option those of all others among the words of the command line."""
+    found, context = [failure], failure.ctx
+    while at := [i for i, word in enumerate(words) if word.partition("=")[0] == found[-1].option_name]:
+        del words[at[0]]
+        try:
+            context.command.make_parser(context).parse_args([*words])
+            break
+        except Exception as another:  # or one of the words that are left, such as a value that is missing
+            if not _is_unknown_option(another):
+                break
+            found.append(another)
+    failure.message = "\n".join(each.format_message() for each in found)
+    failure.possibilities = None
+
+
 def examples(*lines: str) -> str:
     """Returns the paragraph of examples at the end of a command's ``--help``, one a line.
 
@@ -90,6 +126,11 @@ def run_folder(place: Path | None, named: Path | None) -> Path:
     return place or named or Path("runs/train")
 
 
+CONFIG_OF_RUN = Annotated[
+    Path | None,
+    typer.Option(help="A TOML file whose layout, model, data and batch are read; flags win over it."),
+]
+"""The option ``config`` of commands about a trained run, whose other options stand in its folder."""
 AVERAGES = typer.Option("--averages", help="The averages (EMA) of the checkpoint in place of its parameters.")
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")

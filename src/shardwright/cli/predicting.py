@@ -23,9 +23,11 @@ _FIRST, _MOST_LETTERS = 8, 60
 
 def _trained(run: Path, shared: opt.Shared) -> tuple[TrainConfig, Layout]:
     """Returns the config of the run in a folder, with other data or batch if the command names them, and the layout."""
+    from shardwright.cli.run_config import with_file
     from shardwright.train.config import TrainConfig, read_options
     from shardwright.train.run_file import read_run
 
+    shared = with_file(shared, "layout", "model", "data", "batch")
     base = read_run(run, model=shared.get("model"), data=shared.get("data"))
     own = {key: shared[key] for key in ("data", "batch") if key in shared}
     layout = Layout.parse(shared.get("layout", "single"))
@@ -40,7 +42,7 @@ def _split_of(given: str) -> Literal["train", "eval"]:
 
 
 @report_errors
-@with_shared("layout", "model", "data", "batch")
+@with_shared("layout", "model", "data", "batch", "config", config=opt.CONFIG_OF_RUN)
 def evaluate(
     shared: opt.Shared,
     run: Run = None,
@@ -69,7 +71,7 @@ def evaluate(
 
 
 @report_errors
-@with_shared("layout", "model", "data", "batch")
+@with_shared("layout", "model", "data", "batch", "config", config=opt.CONFIG_OF_RUN)
 def predict(
     shared: opt.Shared,
     run: Run = None,
@@ -77,6 +79,9 @@ def predict(
     num: Annotated[int, typer.Option(help="Samples to predict, from the first on.")] = 10,
     split: Split = "eval",
     to: Annotated[Path | None, typer.Option(help="Write all outputs and targets into this .safetensors file.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replaces the file of --to, also one that another program wrote.")
+    ] = False,
     averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Annotated[bool, opt.JSON] = False,
@@ -87,7 +92,7 @@ def predict(
     run = opt.run_folder(run, from_)
     config, layout = _trained(run, shared)
     options: dict[str, Any] = {"split": _split_of(split), "averages": averages, "ranks": opt.ranks_of(ranks)}
-    found = of_run(config, run, layout, num=num, to=to, **options)
+    found = of_run(config, run, layout, num=num, to=to, force=force, **options)
     pairs = found["texts"] or list(zip(found["predictions"], found["targets"], strict=True))
     lines = [f"{i}: {_shown(value)} (is {_shown(target)})" for i, (value, target) in enumerate(pairs)]
     if found["texts"] is None and any(isinstance(value, list) and isinstance(value[0], int) for value, _ in pairs):

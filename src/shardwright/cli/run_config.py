@@ -15,6 +15,21 @@ from shardwright.train.config import TrainConfig, read_options, read_toml
 from shardwright.train.refit import AUTO_FIT, refitted
 from shardwright.train.run_file import options_of, read_run
 
+OPTIONS_FILE = Path("run.toml")
+"""The file of options that ``shardwright init`` writes; a command without ``--config`` says that it is not read."""
+
+
+def with_file(shared: Shared, *names: str) -> Shared:
+    """Returns the shared options, and those of ``names`` that the TOML file of ``--config`` has, if they are not given.
+
+    For commands about a trained run, whose other options are its own.
+
+    Raises: PlanError: as :func:`~shardwright.train.config.read_toml`.
+    """
+    path = shared.get("config")
+    in_file = {} if path is None else read_toml(path)
+    return {**{name: in_file[name] for name in names if name in in_file}, **shared}
+
 
 def config_of(
     shared: Shared,
@@ -37,6 +52,8 @@ def config_of(
     flags |= shared
     config = flags.pop("config", None)
     in_file = read_toml(config) if config is not None else {}
+    if config is None and resumed is None and OPTIONS_FILE.is_file() and is_first_rank():
+        warn(f"note: {OPTIONS_FILE} in this folder is not read: --config {OPTIONS_FILE} reads it")
     if resumed is not None:
         named = {key: flags.get(key, in_file.get(key)) for key in ("model", "data")}
         base = read_run(resumed, **named)

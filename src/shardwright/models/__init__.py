@@ -157,8 +157,7 @@ def build_with_loss(name: str, settings: Mapping[str, object]) -> tuple[nn.Modul
     except (ValueError, TypeError):  # what is written in C may have no signature: then it refuses settings itself
         parameters = None
     if parameters is not None and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
-        for key, value in settings.items():
-            check_known(name, key, value, list(parameters))
+        check_known(name, settings, list(parameters))
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except Exception:  # annotations are text of the user's, which is evaluated

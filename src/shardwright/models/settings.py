@@ -36,8 +36,8 @@ def check_sizes(config: object, least: int, *names: str) -> None:
             )
 
 
-def check_fraction(name: str, value: float) -> None:
-    """Raises PlanError unless ``value`` is a fraction from 0 to below 1.
+def check_fraction(name: str, value: float, example: float = 0.1) -> None:
+    """Raises PlanError unless ``value`` is a fraction from 0 to below 1; the fix is to set it to ``example``.
 
     >>> check_fraction("dropout", 1.5)
     Traceback (most recent call last):
@@ -47,7 +47,9 @@ def check_fraction(name: str, value: float) -> None:
       fix:     set dropout=0.1
     """
     if not 0 <= value < 1:
-        raise PlanError(f"'{name}' is no fraction below 1", given=value, allowed="0 to below 1", fix=f"set {name}=0.1")
+        raise PlanError(
+            f"'{name}' is no fraction below 1", given=value, allowed="0 to below 1", fix=f"set {name}={example}"
+        )
 
 
 def parse_value(name: str, value: object, hint: Any) -> Any:
@@ -159,20 +161,28 @@ def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
     """
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
     hints = get_type_hints(config)
-    for key, value in settings.items():
-        check_known(config.__name__, key, value, names)
+    check_known(config.__name__, settings, names)
     return config(**{key: parse_value(key, value, hints[key]) for key, value in settings.items()})
 
 
-def check_known(owner: str, key: str, value: object, names: list[str]) -> None:
-    """Raises PlanError unless ``key`` is one of ``names``; the error suggests the nearest of them.
+def check_known(owner: str, settings: Mapping[str, object], names: list[str]) -> None:
+    """Raises PlanError unless all keys of ``settings`` are among ``names``; the error suggests for each the nearest.
 
-    >>> check_known("GPTConfig", "width", 64, ["width", "num_layers"])
+    >>> check_known("GPTConfig", {"width": 64}, ["width", "num_layers"])
+    >>> check_known("GPTConfig", {"widht": 64, "num_layer": 2, "width": 8}, ["width", "num_layers"])
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: GPTConfig has no setting 'widht' and none 'num_layer'
+      given:   widht=64, num_layer=2
+      allowed: width, num_layers
+      fix:     write width; write num_layers
     """
-    if key not in names:
+    unknown = {key: value for key, value in settings.items() if key not in names}
+    if unknown:
+        no_name = "leave out {}, or write one of those allowed" if names else "leave out {}"
+        named = " and none ".join(f"'{key}'" for key in unknown)
         raise PlanError(
-            f"{owner} has no setting '{key}'",
-            given=f"{key}={value}",
+            f"{owner} has no setting {named}",
+            given=", ".join(f"{key}={value}" for key, value in unknown.items()),
             allowed=", ".join(names) or "nothing",
-            fix=fix_for(key, names, f"leave out {key}, or write one of those allowed" if names else f"leave out {key}"),
+            fix="; ".join(fix_for(key, names, no_name.format(key)) for key in unknown),
         )

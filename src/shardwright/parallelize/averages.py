@@ -31,7 +31,7 @@ class Averages:
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        check_fraction("decay", decay)
+        check_fraction("decay", decay, 0.999)
         own = {id(parameter): name for name, parameter in run.parameters.items()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]) and own:
             raise PlanError(

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from inspect import isgenerator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -198,6 +199,29 @@ def check_part(method: str, batch: Any, update: Any = None) -> None:
         fix=f"write run.{method}(run.shard(batches)), of several batches"
         if method in ("accumulate", "evaluate_all")
         else f"write for batch in run.shard([(inputs, targets)]): run.{method}(batch)",
+    )
+
+
+def checked_number(num_global: Any, inputs: Any, targets: Any) -> int:
+    """Returns the number of samples in a global batch that ``Run.part`` is given, beside its inputs and targets.
+
+    Raises: PlanError: it is missing, or no whole number from 0.
+
+    >>> checked_number(None, (torch.ones(2, 3), torch.ones(2)), None)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: run.part takes inputs, targets, and the number of samples in the global batch
+      given:   tuple of Tensor [2, 3], Tensor [2]
+      allowed: this rank's samples, and a number of samples from 0
+      fix:     write run.part(inputs, targets, num_global), or give global batches to run.shard
+    """
+    if isinstance(num_global, Integral) and (number := int(num_global)) >= 0:
+        return number
+    given = ", then ".join(_described(each) for each in (inputs, targets, num_global) if each is not None)
+    raise PlanError(
+        "run.part takes inputs, targets, and the number of samples in the global batch",
+        given=f"{num_global} samples" if isinstance(num_global, Integral) else given,
+        allowed="this rank's samples, and a number of samples from 0",
+        fix="write run.part(inputs, targets, num_global), or give global batches to run.shard",
     )
 
 

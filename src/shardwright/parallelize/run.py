@@ -25,7 +25,7 @@ from shardwright.devices import HOST, moment, seconds_between
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.averages import Averages, RunAverages
-from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, pairs
+from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, checked_number, pairs
 from shardwright.parallelize.checks import check_own, with_hooks, without_dropout
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
@@ -225,7 +225,7 @@ class Run:
         part = self._from_samples(inputs, targets, num_global, copies)
         return replace(part, of_global=some_elements(batch)) if self._compares_batches else part
 
-    def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
+    def part(self, inputs: Any, targets: Any = None, num_global: int | None = None) -> Microbatch:
         """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
 
         Use it where each rank loads only its own samples (:meth:`share`), else :meth:`shard`. Inputs and targets are
@@ -234,9 +234,11 @@ class Run:
 
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
         Raises: LayoutError: a tensor has more or fewer samples than :meth:`share`, or the layout cuts sequences and the
-            samples are not sequences; PlanError: the sequences are too short, or a value is an array or an object with
-            tensors instead of a tensor, or contains a tensor without dims.
+            samples are not sequences; PlanError: an argument is missing, or ``num_global`` is no number, the sequences
+            are too short, or a value is an array or an object with tensors instead of a tensor, or contains a tensor
+            without dims.
         """
+        num_global = checked_number(num_global, inputs, targets)
         inputs, targets, share = as_tensors(inputs), as_tensors(targets), self.share(num_global)
         given = num_rows((inputs, targets))
         if given != len(share):

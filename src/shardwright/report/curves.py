@@ -201,10 +201,15 @@ def loss_seen(run: TrainingRun) -> str:
     if len(losses) > 2 and lowest not in (losses[0], losses[-1]):
         text = f"{text[:-1]}; the lowest is {number(lowest[1])} at step {lowest[0]:,}."
     evaluated = points_of(run.rows, "eval_loss")
-    text += f" Evaluation loss {_moved(evaluated)}." if evaluated else ""
+    text += f" Evaluation loss{of_averages(run)} {_moved(evaluated)}." if evaluated else ""
     missing = [row["step"] for row in run.rows if row.get("loss") is None or not isfinite(row["loss"])]
     text += f" The loss of step {missing[0]:,} is not finite." if missing else ""
     return f"{text}{resumed_words(run)}"
+
+
+def of_averages(run: TrainingRun) -> str:
+    """Returns " of averages" if all parts of a run evaluated the averages (EMA) of its parameters, else ""."""
+    return " of averages" if run.shown and all(part.options.get("ema") for part in run.shown) else ""
 
 
 def resumed_words(run: TrainingRun) -> str:

@@ -20,6 +20,7 @@ from shardwright.report.curves import (
     memory_seen,
     norm_seen,
     number,
+    of_averages,
     peaks_of,
     points_of,
     rate_seen,
@@ -155,7 +156,8 @@ def _charts(run: TrainingRun) -> Iterator[str]:
     rows, marks, unit = run.rows, run.resumes, throughput_unit(run.rows)
     word, _ = memory_rows(rows)
     losses = [
-        curve_of("training", points_of(rows, "loss")), curve_of("evaluation", points_of(rows, "eval_loss"), "points"),
+        curve_of("training", points_of(rows, "loss")),
+        curve_of(f"evaluation{of_averages(run)}", points_of(rows, "eval_loss"), "points"),
     ]  # fmt: skip
     clip = run.last.options.get("clip")
     limit = float(clip) if isinstance(clip, int | float) and clip else 0.0

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.autograd_graph import leaves_behind
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
+from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
@@ -213,7 +214,14 @@ class WholeModel:
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
         """Runs the model on microbatch ``number``; returns the loss, or the output handler's placeholder for it."""
         microbatch = self._microbatches[number]
-        return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
+        try:
+            # in one expression: a name for the output would hold it while the loss is computed
+            return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
+        except (RuntimeError, ValueError, IndexError) as failure:
+            is_part = microbatch.num_global is None or len(microbatch.samples) < microbatch.num_global
+            if is_part and (hint := hint_of_samples(microbatch.inputs)):
+                failure.add_note(hint)
+            raise
 
     def gradients(self, chunk: int, number: int) -> Mapping[int, Tensor | None]:
         """Returns ``{0: None}``: without stages no gradient is received, and the backward starts from the loss."""

@@ -100,7 +100,7 @@ class TrainConfig:
         counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "eval_batches", "check_every", "profile"
         check_sizes(self, 0, *counts, "clip", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
-        check_fraction("ema", self.ema)
+        check_fraction("ema", self.ema, 0.999)
         if self.averages and not self.weights:
             raise PlanError(
                 "averages are read in place of the parameters of a checkpoint",
@@ -261,8 +261,8 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
     """
     hints = get_type_hints(TrainConfig)
     names = [f.name for f in fields(TrainConfig)]
+    check_known(given_in, values, names)
     for key, value in values.items():
-        check_known(given_in, key, value, names)
         if key in TABLES and not isinstance(value, Mapping):
             raise PlanError(
                 f"'{key}' of {given_in} is not a table",

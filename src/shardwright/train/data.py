@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shardwright.analysis.marked_inputs import map_samples
 from shardwright.errors import PlanError
 from shardwright.models import entry_of
 from shardwright.models.convnet import ConvNetConfig
 from shardwright.models.gpt import GPTConfig
 from shardwright.models.settings import check_sizes
-from shardwright.train.given_data import open_given
+from shardwright.train.given_data import MapDataset, open_given
 
 Split = Literal["train", "eval"]
 Indices = npt.NDArray[np.int64]
@@ -299,8 +300,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Any, Any]:
     """Returns (inputs, targets) of the samples with these indices, stacked in dim 0; without indices, dim 0 has size 0.
 
+    A dataset with a ``collate`` of its own makes the batch by it.
+
     Raises: IndexError: an index that the dataset does not have. PlanError: samples have different shapes or parts.
     """
+    if collates(dataset) and len(indices):
+        return dataset.batch([int(index) for index in indices])
     samples = [dataset.sample(int(index)) for index in indices] or [dataset.sample(0)]
     if len(indices) == 0:
         empty: tuple[Any, Any] = tree_map(lambda each: each.new_empty((0, *each.shape)), samples[0])
@@ -313,9 +318,28 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[An
             "the samples of a batch have different shapes",
             given=" and ".join(shapes[:2]) if len(shapes) > 1 else str(failure).splitlines()[0],
             allowed="samples of one shape, with the same parts",
-            fix="pad or cut them in the dataset: tokenizer(text, padding='max_length', truncation=True)",
+            fix="pad or cut them in the dataset: tokenizer(text, padding='max_length', truncation=True); or give it a "
+            "method collate(samples) that pads a batch",
         ) from failure
     return stacked
+
+
+def collates(dataset: Dataset) -> TypeGuard[MapDataset]:
+    """Returns whether a dataset makes its batches by a ``collate`` of its own, which is given all samples of one.
+
+    Padding to the longest sample, for instance, then does not depend on how ranks share a batch.
+    """
+    return isinstance(dataset, MapDataset) and dataset.collate is not None
+
+
+def first_repeated(dataset: Dataset, number: int) -> tuple[Any, Any]:
+    """Returns a batch (inputs, targets) of ``number`` samples, each the first of a dataset: for planning alone.
+
+    >>> first_repeated(MapDataset([(torch.ones(3), 1)], range(1), "mine:data"), 4)[0].shape
+    torch.Size([4, 3])
+    """
+    inputs, targets = map_samples(global_batch(dataset, range(1)), lambda t: t[:1].expand(number, *t.shape[1:]))
+    return inputs, targets
 
 
 def check_index(index: int, num_samples: int) -> None:

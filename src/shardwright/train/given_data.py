@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from shardwright.analysis.marked_inputs import is_mark, sample_tensors
 from shardwright.errors import PlanError
 from shardwright.models import FACTORY, load_named
 from shardwright.parallelize.batches import TARGETS, named_parts
@@ -23,9 +25,10 @@ class MapDataset:
 
     A sample is a pair (inputs, targets), each a tensor, an array or a number, or a mapping or dataclass of named parts,
     among them the targets, by one of the names ``labels``, ``targets``, ``target``, ``label`` and ``y``. The inputs may
-    be a dict themselves. All samples have one shape. ``name`` is that of the factory, for errors. ``pair``, if it is
-    set, turns the named parts of a sample into inputs and targets otherwise, as a loss that the model computes itself
-    needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into text.
+    be a dict themselves. All samples have one shape, unless the dataset has a method ``collate(samples)``, which makes
+    a whole batch of them, for example padded to the longest (:meth:`batch`). ``name`` is that of the factory, for
+    errors. ``pair``, if it is set, turns the named parts of a sample into inputs and targets otherwise, as a loss that
+    the model computes itself needs it. A method ``decode(ids)`` of the dataset turns predicted tokens into text.
 
     >>> data = MapDataset([(torch.ones(3), 1), (torch.zeros(3), 0)], range(1, 2), "mine:data")
     >>> len(data), data.sample(0)
@@ -35,6 +38,7 @@ class MapDataset:
     def __init__(self, dataset: Any, indices: range, name: str) -> None:
         self.dataset, self.indices, self.name = dataset, indices, name
         self.pair: Callable[[dict[str, Any]], tuple[Any, Any]] | None = None
+        self.collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +55,44 @@ class MapDataset:
         Raises: IndexError: there is no such sample; PlanError: a sample is no pair and has no named targets, or a part
             of it is no tensor.
         """
-        found = self._read(index)
+        if self.collate is not None:
+            first: tuple[Any, Any] = tree_map(lambda each: each if is_mark(each) else each[0], self.batch([index]),
+                                              is_leaf=is_mark)  # fmt: skip
+            return first
+        return self._paired(self._read(index))
+
+    def batch(self, indices: Sequence[int]) -> tuple[Any, Any]:
+        """Returns (inputs, targets) of the samples with these indices, as the dataset's ``collate`` makes a batch.
+
+        Inputs may be marked, by ``sw.whole`` and ``sw.packed``.
+
+        Raises: as :meth:`sample`; PlanError: ``collate`` fails, or makes a batch of another number of samples.
+        """
+        samples = [self._found(index) for index in indices]
+        pair = self._paired(self._parts(self._joined(samples)))
+        sizes = {each.shape[0] if each.dim() else None for each in sample_tensors(pair)}
+        if sizes != {len(samples)}:
+            raise self._collated(f"{', '.join(map(str, sizes)) or 'no'} samples in dim 0, of {len(samples)}")
+        return pair
+
+    def _joined(self, samples: list[Any]) -> Any:
+        """Returns what the dataset's ``collate`` makes of samples."""
+        assert self.collate is not None
+        try:
+            return self.collate(samples)
+        except Exception as failure:  # any Python code may run here
+            raise self._collated(f"{type(failure).__name__}: {failure}".splitlines()[0]) from failure
+
+    def _collated(self, given: str) -> PlanError:
+        return PlanError(
+            f"the method collate of '{self.name}' makes no batch of its samples",
+            given=given,
+            allowed="(inputs, targets), or a dict with labels, targets, target, label or y: tensors with the samples "
+            "in dim 0",
+            fix="mend it: it is given a list of samples, as the dataset's [index] returns them",
+        )
+
+    def _paired(self, found: tuple[Any, Any] | dict[str, Any]) -> tuple[Any, Any]:
         if not isinstance(found, dict):
             return found
         if self.pair is not None:
@@ -62,10 +103,16 @@ class MapDataset:
         return {name: value for name, value in found.items() if name != targets}, found[targets]
 
     def _read(self, index: int) -> tuple[Any, Any] | dict[str, Any]:
-        """Returns a sample as a pair, or as a dict of its named parts."""
+        """Returns a sample, or a batch of it alone, as a pair or as a dict of its named parts."""
+        found = self._found(index)
+        return self._parts(found if self.collate is None else self._joined([found]))
+
+    def _found(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}: they count from 0")
-        found = self.dataset[self.indices[index]]
+        return self.dataset[self.indices[index]]
+
+    def _parts(self, found: Any) -> tuple[Any, Any] | dict[str, Any]:
         if isinstance(found, tuple | list) and len(found) == 2:
             return self._tensors(found[0]), self._tensors(found[1])
         if not (named := named_parts(found)):
@@ -75,7 +122,7 @@ class MapDataset:
     def _tensors(self, value: Any, name: str = "") -> Any:
         if isinstance(value, Mapping):
             return {str(key): self._tensors(each, str(key)) for key, each in value.items()}
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) or is_mark(value):
             return value
         try:
             found = torch.as_tensor(value)

@@ -34,7 +34,7 @@ from shardwright.parallelize.overlapped_update import overlapped_offload
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Indices, SampleOrder, fingerprint, global_batch
+from shardwright.train.data import Dataset, Indices, SampleOrder, collates, fingerprint, global_batch
 from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.loggers import check_loggers
@@ -61,7 +61,7 @@ from shardwright.train.run_file import (
     started_again,
     write_run,
 )
-from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_schedule
+from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_decay, moved_schedule
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
 from shardwright.weights.loading import load_weights
@@ -111,9 +111,11 @@ def train(
     # a restart is checked as --resume is; without a checkpoint it begins anew, with whatever data there are
     if (resume or (started_again(out) and steps_in(out / CHECKPOINTS))) and not changed_data:
         check_same_data(config, noted_data(out))
-    moved = moved_schedule(config, options_of(out), read(find(out / CHECKPOINTS)).step) if resume else ""
-    if moved and os.environ.get("RANK", "0") == "0":
-        say(moved)
+    if resume and os.environ.get("RANK", "0") == "0":
+        before = options_of(out)
+        for moved in (moved_schedule(config, before, read(find(out / CHECKPOINTS)).step), moved_decay(config, before)):
+            if moved:
+                say(moved)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     config = settled_by_price(config)
@@ -216,7 +218,7 @@ class _Training:
         plain, loss, _, self.data = found = opened(config)
         self.eval_data = other_split(config, found, "eval")
         self.order = SampleOrder(len(self.data), config.batch, config.seed)
-        self.tokens_per_sample = num_tokens(self.data)
+        self.tokens_per_sample = 0 if collates(self.data) else num_tokens(self.data)  # batches may differ in length
         self.seconds = agreed_seconds(config, world)
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
@@ -244,7 +246,7 @@ class _Training:
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
         self.recording = StepRecording(self.run, self.optimizer, self._num_left)
-        problem = self._begin_files(resume=resume) if world.rank == 0 else ""
+        problem = (self._begin_files(resume=resume) or self._open_log()) if world.rank == 0 else self._open_log()
         if wrong := first_problem(self.everyone, problem):  # the other ranks would wait for the first one
             raise PlanError(wrong[1])
         # it reads run.json, which is there now
@@ -266,15 +268,25 @@ class _Training:
             say(f"warning: cannot write to '{self.out}': {failure.given}")  # a run that goes on needs neither
         return ""
 
+    def _open_log(self) -> str:
+        """Opens the log of this rank, and on the first one the loggers; returns the error of one that cannot be opened.
+
+        Called after the folder's files are begun, in which loggers write.
+        """
+        try:
+            self.log = Log(
+                self.out, self.config.last_step, self.first_step, writes=self.world.rank == 0,
+                loggers=self.config.loggers, options=self.config.to_dict(),
+            )  # fmt: skip
+        except PlanError as failure:
+            return str(failure)
+        return ""
+
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary of the run."""
         config = self.config
         rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
-        first = self.world.rank == 0
-        self.log = Log(
-            self.out, config.last_step, self.first_step, writes=first, loggers=config.loggers, options=config.to_dict()
-        )
         with self.locks, self._profiled, self.log as log:
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
@@ -414,7 +426,9 @@ class _Training:
         return {} if is_stopped else {"eval_loss": loss}
 
     def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
-        """Returns this rank's part of the global batch of these samples; other samples are not read."""
+        """Returns this rank's part of the global batch of these samples; others are read only where data collate."""
+        if collates(data):
+            return next(iter(self.run.shard([global_batch(data, indices)])))
         share = self.run.share(len(indices))
         return self.run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))
 

@@ -9,7 +9,6 @@ import inspect
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardwright.errors import PlanError
 from shardwright.models.given_loss import loss_for
@@ -17,7 +16,7 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import ModelLoss
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Split, global_batch, open_data
+from shardwright.train.data import Dataset, Split, first_repeated, global_batch, open_data
 from shardwright.train.fitting import check_takes, failure_on_meta
 from shardwright.train.given_data import MapDataset
 
@@ -76,8 +75,7 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
             raise
         with without_values():
             return *config.build()[:2], None
-    batch: tuple[Any, Any] = tree_map_only(Tensor, lambda each: each.expand(config.batch, *each.shape), data.sample(0))
-    return model, loss, batch
+    return model, loss, first_repeated(data, config.batch)
 
 
 def other_split(config: TrainConfig, first: TrainingJob, split: Split) -> Dataset:
@@ -93,8 +91,7 @@ def inputs_of(data: Dataset, batch: int) -> Any:
 
     Planning uses them.
     """
-    inputs, _ = data.sample(0)
-    return tree_map_only(Tensor, lambda each: each.expand(batch, *each.shape), inputs)
+    return first_repeated(data, batch)[0]
 
 
 def num_tokens(data: Dataset) -> int:

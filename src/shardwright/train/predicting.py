@@ -26,7 +26,7 @@ from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
 from shardwright.train.progress import StatusLog
 from shardwright.weights.loading import load_weights
-from shardwright.weights.targets import WeightEntry, prepare_file, write_safetensors
+from shardwright.weights.targets import WeightEntry, check_replaces, prepare_file, write_safetensors
 
 MOST_SAMPLES = 2**20
 """The most samples of one prediction, which are all returned."""
@@ -52,16 +52,17 @@ def evaluate(
 
 def predict(
     config: TrainConfig, run: Path, layout: Layout, *, num: int = 10, split: Split = "eval", to: Path | None = None,
-    averages: bool = False, ranks: Ranks = "threads",
+    averages: bool = False, force: bool = False, ranks: Ranks = "threads",
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what the newest checkpoint of ``run`` predicts for the first ``num`` samples of a split of its data.
 
     If the targets are classes, the result has the likeliest class of each sample, or of each token of it, beside the
     targets; else the outputs. ``texts`` has both as text where the data can turn tokens into it, else it is None. With
-    ``to``, a ``.safetensors`` file, all outputs and targets are written there. ``averages`` as in :func:`evaluate`.
+    ``to``, a ``.safetensors`` file, all outputs and targets are written there; a file that another program has written
+    is replaced only with ``force``. ``averages`` as in :func:`evaluate`.
 
     Raises: as :func:`evaluate`; PlanError: ``to`` is no ``.safetensors`` file. CheckpointError: it cannot be written,
-        which is known before anything is predicted unless the disk is full.
+        or would be replaced, which is known before anything is predicted unless the disk is full.
     """
     if not 0 < num <= MOST_SAMPLES:
         raise PlanError("'num' is out of range", given=num, allowed=f"1 to {MOST_SAMPLES}", fix="set num=10")
@@ -70,6 +71,8 @@ def predict(
         raise PlanError("outputs are written as safetensors", given=to, allowed="a .safetensors file", fix=fix)
     if to is not None:
         prepare_file(to)
+        if not force:
+            check_replaces(to, [])
     return launch(_predict, layout, config, run, layout, num, split, averages, to, ranks=ranks)[0]
 
 
@@ -159,6 +162,13 @@ def _predict(
             )
         outputs.append(output.cpu())
         wanted.append(targets)
+        if output.shape[1:] != outputs[0].shape[1:]:
+            raise PlanError(
+                "the outputs of two batches have different shapes, and are joined to one tensor",
+                given=f"{list(outputs[0].shape)} and {list(output.shape)}, in batches of {config.batch} samples",
+                allowed="one shape but for the samples: batches that are collated to one length",
+                fix=f"write --batch {num}, for one batch, or pad all samples alike",
+            )
     whole, truth = torch.cat(outputs), torch.cat(wanted)
     is_class = _is_right(whole, truth, shifted=False) is not None
     if to is not None and world.rank == 0:
@@ -171,7 +181,8 @@ def _predict(
     decode = getattr(data.dataset if isinstance(data, MapDataset) else data, "decode", None)
     texts = None
     if is_class and shown.dim() > 1 and callable(decode):
-        texts = [[str(decode(row)) for row in pair] for pair in zip(shown.tolist(), truth.tolist(), strict=True)]
+        rows = zip(shown.tolist(), truth.tolist(), strict=True)  # negative ids are targets that a loss ignores
+        texts = [[str(decode([token for token in row if token >= 0])) for row in pair] for pair in rows]
     return {
         "texts": texts,
         "predictions": shown.tolist(), "targets": truth.tolist(), "samples": num,

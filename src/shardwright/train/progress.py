@@ -75,6 +75,7 @@ class Log:
         self._bar: Progress | None = None
         self._last_line_s = 0.0
         self._steps = steps
+        self._evaluated = "eval loss of averages" if (options or {}).get("ema") else "eval loss"
         if console.is_terminal:
             columns = [
                 TextColumn("{task.description}"),
@@ -119,7 +120,7 @@ class Log:
         if row.get("bubble") is not None:
             now += f"  bubble {row['bubble']:.0%}"
         if row.get("eval_loss") is not None:
-            now += f"  eval loss {row['eval_loss']:.4f}"
+            now += f"  {self._evaluated} {row['eval_loss']:.4f}"
         if num_ranks:
             now += f"  {format_bytes(max(row['memory_bytes']))} per rank"
         if self._bar is not None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from shardwright import devices
 from shardwright.comm.limits import Ranks
@@ -19,9 +17,10 @@ from shardwright.errors import CheckpointError, LayoutError, PlanError
 from shardwright.file_locks import lock
 from shardwright.garbage_collection import collection_paused
 from shardwright.layout import Layout
-from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.parallelize.planning import job_for, make_plan, on_device
 from shardwright.planner.predicted import by_price, cluster_for, cluster_here, predict_step
 from shardwright.train.config import TrainConfig
+from shardwright.train.data import first_repeated
 from shardwright.train.opening import inputs_of, opened
 from shardwright.train.out_folder import LOCK
 from shardwright.train.progress import say, write_json
@@ -76,9 +75,7 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     layout = Layout.parse(config.layout)
     text = cluster or config.cluster or cluster_here()
     model, loss, _, data = opened(config)
-    batch: tuple[Any, Any] = tree_map_only(
-        Tensor, lambda t: torch.empty((config.batch, *t.shape), dtype=t.dtype, device="meta"), data.sample(0)
-    )
+    batch = on_device(first_repeated(data, config.batch), torch.device("meta"))
     job = job_for(model, loss, layout, batch[0], config.num_tokens, config.roles)
     if config.cluster:  # as the run was cut
         job = job._replace(seconds=by_price(job, layout, config.cluster).seconds)

@@ -167,18 +167,18 @@ def check_named(options: Mapping[str, Any], given_in: str, *, model: str | None,
       fix:     if you trust that code, add --data a:b
     """
     found, source = options.get("model", TrainConfig.model), options.get("data", TrainConfig.data)
-    for option, name, named, is_code in (
-        ("model", found, model, ":" in found),
-        ("data", source, data, is_factory(source)),
-    ):
-        if is_code and name != named:
-            raise CheckpointError(
-                f"{given_in} names code that would run, the factory of its {option}: add --{option} {name}",
-                given=name,
-                allowed="a factory that the command names too, or "
-                + ("other data" if option == "data" else f"one of {', '.join(MODELS)}"),
-                fix=f"if you trust that code, add --{option} {name}",
-            )
+    unnamed = {"model": found} if ":" in found and found != model else {}
+    unnamed |= {"data": source} if is_factory(source) and source != data else {}
+    if unnamed:
+        flags = " ".join(f"--{option} {name}" for option, name in unnamed.items())
+        of = " and that of its ".join(unnamed)
+        raise CheckpointError(
+            f"{given_in} names code that would run, the factory of its {of}: add {flags}",
+            given=", ".join(unnamed.values()),
+            allowed="a factory that the command names too, or "
+            + ("other data" if "model" not in unnamed else f"one of {', '.join(MODELS)}"),
+            fix=f"if you trust that code, add {flags}",
+        )
 
 
 def noted_data(out: Path) -> Mapping[str, Any]:

@@ -81,6 +81,20 @@ def moved_schedule(config: TrainConfig, before: Mapping[str, Any], done: int) ->
     )
 
 
+def moved_decay(config: TrainConfig, before: Mapping[str, Any]) -> str:
+    """Returns a line on averages that a resumed run goes on with by another decay; "" if it does not.
+
+    ``before`` are the options of the run so far. Where either has no averages, loading and the first step say so.
+
+    >>> moved_decay(TrainConfig(ema=0.99), {"ema": 0.999})
+    'the averages go on with the decay 0.99, where it was 0.999; --ema 0.999 keeps it'
+    """
+    decay = before.get("ema")
+    if not config.ema or not decay or decay == config.ema:
+        return ""
+    return f"the averages go on with the decay {config.ema}, where it was {decay}; --ema {decay} keeps it"
+
+
 def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
     """Raises PlanError if a data file differs from its fingerprint at the run's start.
 

@@ -25,6 +25,7 @@ from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
 from shardwright.analysis.forward_record import ForwardRecord
+from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.structure import has_hooks
@@ -173,12 +174,13 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
     except (TypeError, LayoutError, PlanError):
         raise
     except Exception as failure:  # also of the user's own code, which may check values that a record does not have
+        hint = hint_of_samples(inputs)
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
             given=f"{type(failure).__name__}: {first_line(failure)}{line_of(failure)}",
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
             fix="leave out pp, or move what depends on values out of the model; where it looks for values of inputs, "
-            "give a real batch as the example",
+            f"give a real batch as the example{'; ' * bool(hint)}{hint}",
         ) from failure
 
 
