@@ -30,7 +30,14 @@ from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, StepTimes, TimeScale, scale_of
-from shardwright.planner.explain import PriceDifference, how_much_slower, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.explain import (
+    PriceDifference,
+    how_much_slower,
+    name_of_part,
+    simplest_first,
+    waterfall_lines,
+    where_it_loses,
+)
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
@@ -416,6 +423,9 @@ def plan_layouts(
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
 
+    Of layouts that fit and are within one percent of the fastest, the simplest comes first: it does not offload, or has
+    fewer axes and options.
+
     ``cluster`` may be text such as "a100-80gb:128x8". The global ``batch`` is (inputs, targets), or with
     ``loss=sw.ModelLoss()`` a mapping; only shapes and dtypes matter, and a condition on values, such as whether a mask
     is all ones, counts as true. ``loss`` is as in ``parallelize``, by default the cross entropy, and ``roles`` gives
@@ -490,6 +500,9 @@ def plan_layouts(
     kept.save()
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit, cluster))
+    fit = [each for each in priced if not _rank(each, limit, cluster)[0]]
+    if fit:
+        priced = [*simplest_first(fit), *priced[len(fit) :]]
     num_tokens = tokens or _num_tokens(batch[0])
     size = sum(parameter.numel() for parameter in model.parameters())
     return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways, size)
