@@ -20,6 +20,8 @@ from shardwright.analysis.marked_inputs import packed_in
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.constants import SLOW_START_S
+from shardwright.devices import HOST
 from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
@@ -128,6 +130,11 @@ class Plans:
     def is_measured(self) -> bool:
         """Whether some constants were measured on the cluster, or fitted to runs there that were given as anchors."""
         return self.scale != TimeScale() or bool({row["source"] for row in self.constants()} & {"measured", "fitted"})
+
+    @property
+    def _knows_starts(self) -> bool:
+        """Whether what the host takes to start an operator is not a guess, or the host itself computes."""
+        return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
 
     @property
     def listed(self) -> tuple[Price, ...]:
@@ -376,8 +383,7 @@ class Plans:
     def notes(self) -> list[tuple[str, str]]:
         """Returns what to know of the prices, each as a word and a text.
 
-        They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
-        and under which layouts gradients are summed in other dtypes.
+        XX which layouts gradients are summed in other dtypes.
         """
         found = [("offloaded", each) for each in self._offloaded()]
         if not self.is_measured:
@@ -389,6 +395,13 @@ class Plans:
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             said = ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
             found.append(("guesses", f"{said}, the same for every accelerator"))
+        host_s = SLOW_START_S * self.best.starts
+        if host_s > self.best.step_s and not self._knows_starts:
+            found.append((
+                "host", f"it starts {self.best.starts:,.0f} operators a step: {format_duration(host_s)} where Python "
+                f"starts one in {SLOW_START_S * 1e6:.0f} us, as beside an H100 that was measured, and the step is no "
+                "shorter there; larger microbatches start fewer, and calibrate measures the host",
+            ))  # fmt: skip
         narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
         if narrow:
             dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
