@@ -264,7 +264,7 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
             span = span_of(records, stage, place)
             key = id(kind.fewer), place, span
             if key not in known:
-                counts = [each.sent_bytes for each in shapes_of(kind, place)]
+                counts = [each.sent_bytes for each in shapes_of(records, stage, place)]
                 axes = sorted({axis for each in counts for axis in each})
                 values = at_blocks(span, [[float(each.get(axis, 0)) for axis in axes] for each in counts])
                 known[key] = dict(zip(axes, values, strict=True))
@@ -313,7 +313,7 @@ class _StageTimes:
             of_update = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
             factor = of_update if place is None else pricing.factor
             launch_s = constants.update_launch_s if place is None else constants.launch_s
-            shapes = shapes_of(self._kind, place)
+            shapes = shapes_of(self._records, self._stage, place)
             time = self._time(place, shapes, span)
             parts = time.waterfall(launch_s, on_host=pricing.on_host, factor=factor)
             (flops,) = at_blocks(span, [[each.flops] for each in shapes])

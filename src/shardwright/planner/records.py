@@ -158,6 +158,11 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
+    def found_alike(self) -> dict[tuple[int, ActionClass], ActionClass | None]:
+        """The rehearsed class that stands for a class of actions, by rehearsal and class, as far as it was needed."""
+        return {}
+
+    @cached_property
     def places(self) -> tuple[ActionOrder, ...]:
         """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
