@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.planner.explain import how_much_slower, where_it_loses
+from shardwright.planner.explain import how_much_slower, simplest_first, where_it_loses
 from shardwright.planner.plans import plan_layouts
 
 TINY = ["--set", "num_layers=3", "--set", "width=32", "--set", "num_heads=4", "--set", "max_tokens=16", "--seq", "16"]
@@ -56,6 +56,22 @@ def test_how_much_slower_a_runner_up_is_has_a_decimal_below_a_percent():
     assert said == {1.0004: "as fast", 1.004: "+0.4%", 1.04: "+4%"}
 
 
+@pytest.mark.parametrize(("times", "is_first"), [(0.995, False), (0.98, True)])
+@pytest.mark.parametrize(
+    ("simple", "other"),
+    [("dp2 bf16", "dp2/zero1 bf16"), ("mb4 dp2/zero3 recompute:full bf16", "dp2/zero1/offload bf16")],
+)
+def test_of_layouts_as_fast_the_simplest_is_the_best(simple, other, times, is_first):
+    plain = priced(simple).best
+    faster = priced(other).best._replace(step_s=times * plain.step_s)
+    slower = plain._replace(step_s=1.5 * plain.step_s)
+    order = [faster, plain, slower] if is_first else [plain, faster, slower]
+    assert [*simplest_first([faster, plain, slower])] == order
+    said = priced(simple).compare(faster).why()
+    assert ("less than prices tell apart" in said) is not is_first
+    assert f"{1 - times:.1%} faster than {plain.layout}" in said
+
+
 def test_the_sentence_about_a_layout_that_does_not_fit_names_its_memory_and_most_of_it():
     said = priced("dp2 bf16", memory_limit=1e-6).compare(priced("dp2").best).why()
     assert said.startswith("dp2 does not fit: ")
@@ -75,6 +91,21 @@ def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_a
     assert [row["layout"] for row in said] == ["tp2 bf16", "dp3"]
     assert not said[1]["fits"]
     assert "another number of ranks" in said[1]["why"]
+
+
+def test_a_layout_in_the_file_of_a_run_is_laid_beside_the_best_of_a_search(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "mlp"\nlayout = "dp2/zero3"\nbatch = 8\n')
+    words = ["plan", "--config", str(tmp_path / "run.toml"), "--fresh", "--most-priced", "2"]
+    found = CliRunner().invoke(app, [*words, "--fix", "dp2", "--json"])
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout)
+    assert said["cluster"] == "a100-80gb:1x2", "as many ranks as the file's layout has"
+    assert said["searched"] > said["priced"] == 2
+    assert [row["layout"] for row in said["explained"]] == ["dp2/zero3"]
+    assert "the layout in " in CliRunner().invoke(app, [*words, "--without", "zero3"]).stdout
+    alone = json.loads(CliRunner().invoke(app, [*words, "--layout", "tp2", "--json"]).stdout)
+    assert [row["layout"] for row in alone["layouts"]] == ["tp2"]
+    assert "explained" not in alone
 
 
 def test_a_line_to_explain_that_is_no_layout_is_refused_before_a_search(monkeypatch):

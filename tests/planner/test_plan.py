@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.operators import OperatorRecord
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
@@ -53,6 +54,28 @@ def gpt(layout, samples=2, **settings):
     rows = num_shares(layout) * samples
     tokens, targets = (torch.empty(rows, 16, dtype=torch.long, device="meta") for _ in range(2))
     return job_for(model, entry.loss(), layout, tokens), (tokens, targets)
+
+
+@pytest.mark.parametrize("line", ["dp2 bf16", "dp2 bf16 recompute:full"])
+def test_operators_that_the_host_starts_are_counted_and_named_where_they_may_bound_the_step(line):
+    layout, job, batch, records = recorded(line, 6)
+    found = Pricing(plan_cluster(layout)).price(layout, records)
+    (whole,) = recorded(line, 6, whole=True)[-1].stages
+    shapes = [*whole.fewer.actions.values(), whole.fewer.update]
+    operators = [each for shape in shapes for each in shape.records if isinstance(each, OperatorRecord)]
+    assert found.starts == sum(each.launches for each in operators)
+
+    def notes(**constants):
+        cluster = plan_cluster(layout)
+        known = (
+            replace(cluster, constants=cluster.constants.with_values("measured", **constants)) if constants else cluster
+        )
+        return dict(plan_layouts(job.model, known, batch, loss=job.loss, layout=layout).notes())
+
+    assert notes()["host"].startswith(f"it starts {found.starts:,.0f} operators a step: ")
+    assert "host" not in notes(launch_s=1e-5), "it was measured"
+    slow = replace(plan_layouts(job.model, plan_cluster(layout), batch, loss=job.loss, layout=layout))
+    assert "host" not in dict(replace(slow, layouts=(found._replace(step_s=1.0),)).notes()), "the device takes longer"
 
 
 def stage_coord(plan, stage):

@@ -93,8 +93,9 @@ def plan(
 ) -> None:
     """Predicts what layouts cost on a cluster, and which is best: seconds part by part, memory by stage, traffic.
 
-    With --layout it prices that one alone. A model of your own is read on a sample of the --data that it trains on.
-    The exit code is 2 if none fits the device's memory.
+    With --layout it prices that one alone; a layout in the --config file is laid beside the best one that a search
+    finds. A model of your own is read on a sample of the --data that it trains on. The exit code is 2 if none fits the
+    device's memory.
     """
     from shardwright.cli.run_config import config_of
     from shardwright.cost.cluster import Cluster
@@ -121,11 +122,12 @@ def plan(
             allowed="--data beside a --model of your own, or beside --replay",
             fix="leave out --data",
         )
-    layout = Layout.parse(config.layout) if config.layout != "single" or "layout" in shared else None
-    for line in explain or []:
-        Layout.parse(line)  # before a search, which takes seconds
-    numbers = ranks_in(ranks)
-    on = Cluster.parse(cluster, layout.num_ranks if layout else numbers[0] if numbers else None)
+    layout = Layout.parse(config.layout) if "layout" in shared else None
+    numbers, in_file = ranks_in(ranks), [] if "layout" in shared or config.layout == "single" else [config.layout]
+    # before a search, which takes seconds
+    given = [Layout.parse(line) for line in (*in_file, *(explain or []))]
+    sized = layout or (given[0] if in_file and not numbers else None)
+    on = Cluster.parse(cluster, sized.num_ranks if sized else numbers[0] if numbers else None)
     model, loss, batch = model_and_batch(config)
     _check_one(
         bool(numbers) and len(sizes) > 1, "one of the two varies", f"--ranks {ranks} beside --batch auto:MIN-MAX"
@@ -161,9 +163,9 @@ def plan(
         texts.append(batches.text())
     texts += [f"{plans.cluster}: " * bool(numbers) + plans.text() for plans in found]
     compared: list[PriceDifference] = []
-    for line in explain or []:
+    for line in (*(in_file if not numbers else ()), *(explain or [])):
         text, row = _explained(line, found[0], partial(price, cluster=on, batch=batch), compared)
-        texts.append(text)
+        texts.append(f"the layout in {shared.get('config')}: " * (line in in_file) + text)
         said.setdefault("explained", []).append(row)
     emit(said, "\n\n".join(texts), as_json=as_json)  # before files, of which the writing may fail
     _draw(found[0], compared, png, html, title=f"Plan for {config.model}")

@@ -10,6 +10,10 @@ from shardwright.errors import PlanError, fix_for
 
 Source = Literal["datasheet", "measured", "fitted", "guess"]
 
+SLOW_START_S = 46e-6
+"""The seconds in which Python on a slow host starts an operator: those of the virtual machine with the H100 in
+``benchmarks/gpu``, where steps in bf16 took 46 us for each operator that they start (median of four: 23 to 51)."""
+
 
 def _constant(default: float, unit: str, low: float, high: float, meaning: str) -> Any:
     return field(default=default, metadata={"unit": unit, "bounds": (low, high), "meaning": meaning})

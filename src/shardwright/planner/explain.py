@@ -6,13 +6,14 @@ parts add up to the difference of their steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import floor, log10
 from typing import Any, NamedTuple
 
 from shardwright.axes import layout_axes
 from shardwright.cost.operators import PARTS
 from shardwright.formatting import format_decimal_bytes
+from shardwright.planner.memory import offloaded_bytes
 from shardwright.planner.price import Price
 
 NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "constant of a step"}
@@ -22,6 +23,10 @@ NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "consta
 _LEAST = 5e-4
 """Text leaves out parts of a smaller share of the step; data have all."""
 
+
+TIED = 1e-2
+"""The difference of two steps, as a share, below which prices do not tell which is shorter, as they are off by more. Of
+layouts that are so near, the simplest comes first (:func:`burdens`)."""
 
 _FAST, _WHOLE = 1e-3, 1e-2
 """Differences of two steps, as shares, below which text calls them as fast, and below which it gives a decimal."""
@@ -72,6 +77,26 @@ def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
     return [*lines, f"  {'step':20} {step_s:>7.3g} s"]
 
 
+def burdens(price: Price) -> tuple[bool, int]:
+    """Returns what makes a layout harder to run: whether it offloads, then the number of its axes, options and words.
+
+    Of layouts whose steps are predicted alike, the one of which this is the smallest is the simplest.
+    """
+    line = str(price.layout)
+    offloads = bool(offloaded_bytes(price.records)) or (price.layout.recompute or "").startswith("offload")
+    return offloads, len(line.split()) + line.count("/")
+
+
+def simplest_first(prices: Sequence[Price]) -> tuple[Price, ...]:
+    """Returns prices sorted by seconds with the simplest moved to the front of those that are as fast as the first.
+
+    As fast are those whose steps are less than :data:`TIED` longer.
+    """
+    fast = (each for each in prices if each.step_s < (1 + TIED) * prices[0].step_s)
+    best = min(fast, key=burdens)
+    return best, *(each for each in prices if each is not best)
+
+
 class StepPart(NamedTuple):
     """The seconds of one part of a step under the best layout (``best_s``) and under another one (``other_s``)."""
 
@@ -106,11 +131,19 @@ def how_much_slower(best: Price, other: Price) -> str:
     return "as fast" if abs(slower) < _FAST else f"{slower:+.1%}" if abs(slower) < _WHOLE else f"{slower:+.0%}"
 
 
+def is_tied(best: Price, other: Price) -> bool:
+    """Returns whether ``other`` is faster than ``best``, but by less than prices tell apart, and is not as simple."""
+    return best.step_s / (1 + TIED) < other.step_s < best.step_s and burdens(best) < burdens(other)
+
+
 def where_it_loses(best: Price, other: Price) -> str:
     """Returns a phrase that names the part of the step in which ``other`` loses the most against ``best``.
 
-    If the other parts together gain more than a tenth of that loss, the phrase says how much.
+    It says that the best layout is simpler where the other one is a little faster. If the other parts together gain
+    more than a tenth of that loss, it says how much.
     """
+    if is_tied(best, other):
+        return f"less than prices tell apart, and {best.layout} is simpler"
     part, seconds = loses(best, other)
     gained = other.step_s - best.step_s - seconds
     if gained < -FEW_GAINS * seconds:
@@ -154,6 +187,8 @@ class PriceDifference(NamedTuple):
             return f"{other.layout} is the best layout found"
         if best.memory_bytes > self.limit_bytes:
             return f"{other.layout} fits, and {best.layout}, the nearest to fit of those that were priced, does not"
+        if is_tied(best, other):
+            return f"{other.layout} is {-slower:.1%} faster than {best.layout}, {where_it_loses(best, other)}"
         if slower < 0:
             return (
                 f"{other.layout} is {-slower:.1%} faster than {best.layout}, and is not among the layouts priced here"

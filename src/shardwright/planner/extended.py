@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.planner.places import ActionClass, like
-from shardwright.planner.records import ActionShape, LayoutRecords, StageRecords
+from shardwright.planner.records import ActionShape, LayoutRecords
 
 Span = tuple[int, int, int]
 """Three numbers of blocks: in the rehearsal with fewer, in the one with more, and in the stage itself."""
@@ -35,16 +35,20 @@ def at_blocks(span: Span, rehearsed: Sequence[Sequence[float]]) -> tuple[float, 
     return tuple(rehearsed[0]) if len(rehearsed) == 1 else extended(at, rehearsed[0], rehearsed[1], low, high)
 
 
-def shapes_of(kind: StageRecords, place: ActionClass | None) -> tuple[ActionShape, ...]:
+def shapes_of(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[ActionShape, ...]:
     """Returns the operators, messages and memory of one action of a stage, rehearsed with fewer and with more blocks.
 
     The action is one of the class ``place``, or of the most similar class that was rehearsed; if ``place`` is None, it
     is the optimizer's step. The tuple has one entry if the stage was rehearsed once, with all its blocks.
     """
+    kind = records.stages[stage]
     rehearsed = (kind.fewer,) if kind.more is None else (kind.fewer, kind.more)
     if place is None:
         return tuple(each.update for each in rehearsed)
-    known = like(place, kind.fewer.actions)
+    key = id(kind.fewer), place
+    if key not in records.found_alike:
+        records.found_alike[key] = like(place, kind.fewer.actions)
+    known = records.found_alike[key]
     assert known is not None, "checked when the layout was recorded"
     return tuple(each.actions[known] for each in rehearsed)
 

@@ -108,7 +108,7 @@ def _base(records: LayoutRecords, stage: int) -> Held:
 
 def _most(records: LayoutRecords, stage: int, place: ActionClass | None) -> tuple[Held, Held]:
     """Returns the most bytes beyond those before an action, by kind at that moment, and what it leaves behind."""
-    fewer, *others = shapes_of(records.stages[stage], place)
+    fewer, *others = shapes_of(records, stage, place)
     if not others:
         return fewer.moments[_largest(fewer.sums)], fewer.net
     (more,), span = others, span_of(records, stage, place)

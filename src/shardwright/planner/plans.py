@@ -20,6 +20,8 @@ from shardwright.analysis.marked_inputs import packed_in
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.calibration import MOST_SPREAD
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.constants import SLOW_START_S
+from shardwright.devices import HOST
 from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.garbage_collection import collection_paused
@@ -30,7 +32,14 @@ from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.batches import pairs
 from shardwright.parallelize.planning import job_for, num_rows
 from shardwright.planner.anchors import MOST_ANCHORED, UNKNOWN, UNMEASURED, StepTimes, TimeScale, scale_of
-from shardwright.planner.explain import PriceDifference, how_much_slower, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.explain import (
+    PriceDifference,
+    how_much_slower,
+    name_of_part,
+    simplest_first,
+    waterfall_lines,
+    where_it_loses,
+)
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.price import LEFT, Price, Pricing
@@ -121,6 +130,11 @@ class Plans:
     def is_measured(self) -> bool:
         """Whether some constants were measured on the cluster, or fitted to runs there that were given as anchors."""
         return self.scale != TimeScale() or bool({row["source"] for row in self.constants()} & {"measured", "fitted"})
+
+    @property
+    def _knows_starts(self) -> bool:
+        """Whether what the host takes to start an operator is not a guess, or the host itself computes."""
+        return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
 
     @property
     def listed(self) -> tuple[Price, ...]:
@@ -369,8 +383,7 @@ class Plans:
     def notes(self) -> list[tuple[str, str]]:
         """Returns what to know of the prices, each as a word and a text.
 
-        They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
-        and under which layouts gradients are summed in other dtypes.
+        XX which layouts gradients are summed in other dtypes.
         """
         found = [("offloaded", each) for each in self._offloaded()]
         if not self.is_measured:
@@ -382,6 +395,13 @@ class Plans:
             guessed = [row for row in self.cluster.constants.rows() if row["name"] in GUESSED]
             said = ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
             found.append(("guesses", f"{said}, the same for every accelerator"))
+        host_s = SLOW_START_S * self.best.starts
+        if host_s > self.best.step_s and not self._knows_starts:
+            found.append((
+                "host", f"it starts {self.best.starts:,.0f} operators a step: {format_duration(host_s)} where Python "
+                f"starts one in {SLOW_START_S * 1e6:.0f} us, as beside an H100 that was measured, and the step is no "
+                "shorter there; larger microbatches start fewer, and calibrate measures the host",
+            ))  # fmt: skip
         narrow = [each.layout for each in self.listed if each.records.has_narrow_sums]
         if narrow:
             dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
@@ -415,6 +435,9 @@ def plan_layouts(
     roles: Mapping[str, str] = MappingProxyType({}), keep_in: Path | str | None = None,
 ) -> Plans:  # fmt: skip
     """Returns the predicted cost of layouts of a model on a cluster, the best first, or of ``layout`` alone.
+
+    Of layouts that fit and are within one percent of the fastest, the simplest comes first: it does not offload, or has
+    fewer axes and options.
 
     ``cluster`` may be text such as "a100-80gb:128x8". The global ``batch`` is (inputs, targets), or with
     ``loss=sw.ModelLoss()`` a mapping; only shapes and dtypes matter, and a condition on values, such as whether a mask
@@ -490,6 +513,9 @@ def plan_layouts(
     kept.save()
     seconds = {"records": spent[0], "search": process_time() - began - spent[0]}
     priced = sorted((scale.of(each) for each in layouts), key=lambda each: _rank(each, limit, cluster))
+    fit = [each for each in priced if not _rank(each, limit, cluster)[0]]
+    if fit:
+        priced = [*simplest_first(fit), *priced[len(fit) :]]
     num_tokens = tokens or _num_tokens(batch[0])
     size = sum(parameter.numel() for parameter in model.parameters())
     return Plans(cluster, tuple(priced), num_samples, num_tokens, memory_limit, seconds, found, scale, top, ways, size)

@@ -54,6 +54,8 @@ class Price(NamedTuple):
     flops: float
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
+    starts: float = 0.0
+    """The operators that the host of one rank starts in a step, on the stage that finishes last."""
 
     def __repr__(self) -> str:
         return f"Price({self.layout}, {self.step_s:.3g} s, {self.memory_bytes / 1e9:.3g} GB)"
@@ -128,7 +130,7 @@ class Pricing:
         memory = memory_by_stage(records)
         most = max(traffic_by_stage(records), key=lambda each: each.total())
         flops = sum(stage.forward_flops for stage in stages) * 3 / len(stages)
-        return Price(layout, step_s, waterfall, sent.bubble, memory, dict(most), flops, records)
+        return Price(layout, step_s, waterfall, sent.bubble, memory, dict(most), flops, records, stages[last].starts)
 
     def timeline(self, layout: Layout, records: LayoutRecords) -> Timeline:
         """Returns when each action of a layout's step runs on each pipeline stage, as it is priced.
@@ -262,7 +264,7 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
             span = span_of(records, stage, place)
             key = id(kind.fewer), place, span
             if key not in known:
-                counts = [each.sent_bytes for each in shapes_of(kind, place)]
+                counts = [each.sent_bytes for each in shapes_of(records, stage, place)]
                 axes = sorted({axis for each in counts for axis in each})
                 values = at_blocks(span, [[float(each.get(axis, 0)) for axis in axes] for each in counts])
                 known[key] = dict(zip(axes, values, strict=True))
@@ -273,11 +275,12 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
 
 
 class _ActionCost(NamedTuple):
-    """The seconds of an action of a stage by part and in all, extended to the stage's blocks, and its FLOPs."""
+    """The seconds of an action by part and in all, extended to the stage's blocks, its FLOPs and operators started."""
 
     parts: Mapping[str, float]
     seconds: float
     flops: float
+    starts: float
 
 
 class _StageTimes:
@@ -299,6 +302,7 @@ class _StageTimes:
         done_s = sum(number * found[place].seconds for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
+        self.starts = self._priced(None, known).starts + sum(n * found[place].starts for place, n in times.items())
         self.forward_flops = sum(number * found[place].flops for place, number in times.items() if place.kind == "F")
 
     def _priced(self, place: ActionClass | None, known: dict[object, _ActionCost]) -> _ActionCost:
@@ -309,10 +313,11 @@ class _StageTimes:
             of_update = pricing.cluster.calibration.blocks.get("optimizer", 1.0)
             factor = of_update if place is None else pricing.factor
             launch_s = constants.update_launch_s if place is None else constants.launch_s
-            shapes = shapes_of(self._kind, place)
-            parts = self._time(place, shapes, span).waterfall(launch_s, on_host=pricing.on_host, factor=factor)
+            shapes = shapes_of(self._records, self._stage, place)
+            time = self._time(place, shapes, span)
+            parts = time.waterfall(launch_s, on_host=pricing.on_host, factor=factor)
             (flops,) = at_blocks(span, [[each.flops] for each in shapes])
-            known[key] = _ActionCost(parts, sum(parts.values()), float(flops))
+            known[key] = _ActionCost(parts, sum(parts.values()), float(flops), time.launches)
         return known[key]
 
     def _offloaded_update_s(self) -> float:

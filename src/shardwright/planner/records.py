@@ -158,6 +158,11 @@ class LayoutRecords:
     """Text on why the layout was rehearsed with all its stages and blocks; "" if it was not."""
 
     @cached_property
+    def found_alike(self) -> dict[tuple[int, ActionClass], ActionClass | None]:
+        """The rehearsed class that stands for a class of actions, by rehearsal and class, as far as it was needed."""
+        return {}
+
+    @cached_property
     def places(self) -> tuple[ActionOrder, ...]:
         """For each stage, the :class:`ActionClass` of each of its actions, by which like actions are looked up."""
         return tuple(places(self.schedule, stage) for stage in range(self.schedule.num_stages))
@@ -316,8 +321,9 @@ def _fewer_microbatches(shape: _Shape, num_stages: int, job: Job) -> Iterator[_J
             plan = planned.plan.plan
             sliced = any(plan.state[name].gradient != plan.compute[name] for name in plan.state)
             if number < all_of_them and sliced:
-                # where a layout of the same options left messages, one microbatch more shows no less
-                options = num_stages, number, *((f.axis, f.options) for f in shape.layout.factors if f.size > 1)
+                # where a layout of the same actions and options left messages, one microbatch more shows no less
+                others = (f for f in shape.layout.factors if f.size > 1 and layout_axes()[f.axis].kind != "stages")
+                options = planned.schedule.actions, *((f.axis, f.options) for f in others)
                 if options not in shape.leaving:
                     planned = planned._replace(first=shape.rehearsed_at(planned, 0))
                     if _leaves_messages(planned):

@@ -165,7 +165,7 @@ def test_forwards_alone_are_no_step():
 @given(schedules(most_stages=5, most_microbatches=8))
 def test_the_run_order_holds_every_action_after_what_it_needs(schedule):
     done = set()
-    for stage, action in run_order(schedule):
+    for stage, action, _, _ in run_order(schedule):
         assert all(done & set(forms) for forms in wanted(action, schedule.num_chunks))
         assert action in schedule.actions[stage]
         done.add(str(action))

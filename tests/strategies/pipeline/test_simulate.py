@@ -18,7 +18,7 @@ from shardwright.plan.schedule import Action, Schedule
 from shardwright.report.description import describe
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import build, forward_only
-from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, ends_of, simulate
 from strategies.pipeline.by_hand import NAMES, schedules, wanted
 
 
@@ -74,6 +74,17 @@ def test_an_action_starts_when_its_stage_is_free_and_what_it_needs_has_arrived(c
             assert span.start_s == span.end_s - lasts(span.action, times)
     assert timeline.memory == ()
     assert timeline.name == schedule.name
+
+
+@given(cases())
+def test_the_ends_of_stages_are_those_of_the_simulated_timeline(case):
+    schedule, times = case[:2]
+    timeline = simulate(schedule, times)
+    (found,) = ends_of(schedule, times)
+    assert found.ends_s == pytest.approx([spans[-1].end_s for spans in timeline.spans], rel=1e-12)
+    busy = [timeline.busy_s(stage) for stage in range(schedule.num_stages)]
+    assert found.busy_s == pytest.approx(busy, rel=1e-12)
+    assert found.bubble == pytest.approx(timeline.bubble, abs=1e-12)
 
 
 @given(cases())

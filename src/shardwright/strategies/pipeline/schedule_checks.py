@@ -55,21 +55,36 @@ def check_order(schedule: Schedule) -> None:
             last[action.chunk] = action
 
 
-def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields every (stage, action) of a schedule in one sequential order that respects all dependencies.
+def num_results(schedule: Schedule) -> int:
+    """Returns by how many indices :func:`run_order` counts the results that actions need and give.
+
+    They are the outputs of forwards, chunk by chunk, then the gradients of inputs, one for what is always there, and
+    one for what nothing needs.
+
+    >>> num_results(Schedule("by hand", ((Action("F", 0),),), (0,), 1))
+    4
+    """
+    return 2 * schedule.num_chunks * schedule.num_microbatches + 2
+
+
+def run_order(schedule: Schedule) -> Iterator[tuple[int, Action, int, int]]:
+    """Yields every action of a schedule in one sequential order that respects all dependencies.
+
+    Each comes as its stage, the action, and the indices (:func:`num_results`) of the result that it needs and of the
+    one that it gives.
 
     Raises: LayoutError: at the end, if stages deadlock.
 
     >>> lists = ((Action("F", 0), Action("B", 0)), (Action("F", 0, 1), Action("B", 0, 1)))
-    >>> [f"stage {stage} {action}" for stage, action in run_order(Schedule("by hand", lists, (0, 1), 1))]
-    ['stage 0 0F0', 'stage 1 1F0', 'stage 1 1B0', 'stage 0 0B0']
+    >>> [f"stage {stage} {action}: {need}" for stage, action, need, _ in run_order(Schedule("", lists, (0, 1), 1))]
+    ['stage 0 0F0: 4', 'stage 1 1F0: 0', 'stage 1 1B0: 1', 'stage 0 0B0: 3']
     """
     num_microbatches, num_chunks = schedule.num_microbatches, schedule.num_chunks
     size, last = num_chunks * num_microbatches, num_chunks - 1
-    # A flag for each result: the outputs of forwards, then the input gradients, then one that is always set, for
-    # actions that need no result. At most one stage waits for each flag, and runs on when it is set.
-    done = bytearray(2 * size + 1)
-    done[always := 2 * size] = 1
+    # A flag for each result. At most one stage waits for each flag, and runs on when it is set.
+    done = bytearray(num_results(schedule))
+    always, never = 2 * size, 2 * size + 1
+    done[always] = 1
     waiting: dict[int, int] = {}
     positions = [0] * schedule.num_stages
     ready = list(reversed(range(schedule.num_stages)))
@@ -83,7 +98,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             if kind == "F":
                 need, give = own - num_microbatches if chunk else always, own
             elif kind == "W":
-                need, give = size + own, always
+                need, give = size + own, never
             else:
                 give = size + own
                 need = own if chunk == last else give + num_microbatches  # which comes after this chunk's own F
@@ -91,7 +106,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 waiting[need] = stage
                 positions[stage] = position
                 break
-            yield stage, action
+            yield stage, action, need, give
             done[give] = 1
             if give in waiting:
                 ready.append(waiting.pop(give))
