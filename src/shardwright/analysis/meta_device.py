@@ -39,6 +39,8 @@ def on_meta(
     """
     kept = MetaValues(guess=guess) if values else MetaOperators()
     replaced = {functional.interpolate: _interpolate, **instead}
+    if isinstance(kept, MetaValues):
+        kept.give_kept(model.buffers())
     with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 

@@ -16,6 +16,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.marked_inputs import map_samples, marks_in
+from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
@@ -210,12 +211,13 @@ def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
 def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     """Returns the record of a copy of the model, in training, on the meta device."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
+    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in model.buffers()})
     on_meta = copied(model, memo)
     finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
+        recorded.give_kept(on_meta.buffers())
         mode = finds[id(recorded.recording)] = FindsDraws(recorded)
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield

@@ -85,6 +85,8 @@ def cut_events(
     closed = {*closed, *hooked}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
     record, inputs = _recorded(model, example, ())
+    if "" in record.selecting:
+        raise _decides_by_state(model)
     closed |= record.selecting  # only the stage that runs it knows what it selects
     closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
     if "" in closed:
@@ -208,6 +210,15 @@ def _counts(attribute: str) -> LayoutError:
         given="an attribute that is another one after each forward, as a count of calls is",
         allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
         fix="move the count into a module with parameters, which one stage calls, or into the training loop",
+    )
+
+
+def _decides_by_state(model: nn.Module) -> LayoutError:
+    return LayoutError(
+        f"the code of {type(model).__name__} decides by a buffer that each forward changes, and every stage runs it",
+        given="a read of a buffer's value, such as a count of calls, in the model's own forward",
+        allowed="such code in a module inside, which one stage runs; buffers that stay as they are",
+        fix="move the code into a module inside, or leave out pp",
     )
 
 
@@ -457,7 +468,7 @@ def _check_together(chunked: EventsChunked) -> None:
         if chunked.chunk_of[a] != chunked.chunk_of[b]:
             raise LayoutError(
                 "a stage would read a tensor that stays on another stage",
-                given=f"a tensor of {chunked.record.events[a]} that {chunked.record.events[b]} reads",
+                given=f"a tensor of {chunked.record.events[a]} that {chunked.record.events[min(b, len(chunked.record.events) - 1)]} reads",
                 allowed="values that modules take as arguments and return",
                 fix="return the tensor from the module's forward and pass it on, or cut elsewhere",
             )
