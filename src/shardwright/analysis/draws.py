@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
-from warnings import warn
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,11 +27,8 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
-from shardwright.analysis.sample_mixing import meetings
+from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
 from shardwright.errors import PlanError
-
-COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
-"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
 
 
 class SamplePlace(NamedTuple):
@@ -110,11 +106,7 @@ class Draws:
         would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across if cuts_samples else ():
-            warn(
-                f"'{path or 'the model'}' takes {function} over all samples of a batch, which this layout cuts: "
-                "if the result matters, it differs from one device; verify says by how much",
-                stacklevel=3,
-            )
+            warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
         unseeded = [name for name in self.others if are_threads or cuts or name not in self.seeded]
         if unseeded:
             names, is_shared = " and ".join(unseeded), not cuts and set(unseeded) <= {*self.seeded}

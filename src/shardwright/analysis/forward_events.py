@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -204,6 +205,9 @@ class _ForwardRecorder(TorchFunctionMode):
         """Runs a function of inputs and constants alone, and notes reads of values that depend on the inputs."""
         drawn = None if draw is None else draw.drawn(None)
         self.record.draws |= draw is not None and drawn is None
+        known = None if drawn is None else self._values.values(drawn)
+        if draw is not None and known is not None and known is not drawn:  # numbers for a constant can be drawn too
+            drawn, draw = known, replace(draw, given={k: known if v is drawn else v for k, v in draw.given.items()})
         has_values = drawn is None or (self._unit is None and not drawn.is_meta)
         if self._draw is not None and draw is not None and has_values:
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)

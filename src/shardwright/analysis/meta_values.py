@@ -44,7 +44,7 @@ Key = tuple[Any, ...]
 _KEPT = "_values_kept"
 
 MOST_KEPT = 64
-"""The largest buffer, in elements, whose values a copy of the model on the meta device keeps for code that reads them."""
+"""The largest buffer, in elements, whose values a copy of the model on the meta device keeps for code to read."""
 
 
 class ValueReadError(RuntimeError):

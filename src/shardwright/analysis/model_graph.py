@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.draws import Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
-from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
+from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"

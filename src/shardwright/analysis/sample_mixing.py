@@ -9,9 +9,19 @@ too (:func:`meetings`), of which a layout warns.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+from warnings import warn
 
-from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.analysis.marked_inputs import sample_tensors
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse, record_forward
+from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
+
+COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
+"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
 
 _SUMS = frozenset((
     "sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
@@ -20,6 +30,12 @@ _SUMS = frozenset((
 """Operators that compute one value from many. An operator that picks a sample, such as an index, is not one of them,
 because masks use it. A maximum is not either, because it may serve precision alone; :func:`meetings` has it.
 """
+
+_LOSSES = frozenset((
+    "binary_cross_entropy", "huber_loss", "mse_loss", "nll_loss2d_forward", "nll_loss_forward", "smooth_l1_loss",
+    "soft_margin_loss",
+))  # fmt: skip
+"""Operators that compute one value from all samples if their result is one number."""
 
 _REDUCTIONS = frozenset((
     "amax", "amin", "aminmax", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod", "std",
@@ -116,6 +132,55 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
     return found
 
 
+def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
+    """Warns that samples meet in a module or a loss (``where``) by ``function``, where a rank has some samples only."""
+    warn(
+        f"{where} takes {function} over all samples of a batch, which this layout cuts: if the result matters, it "
+        "differs from one device; verify says by how much",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
+    """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
+
+    The loss is run once on meta tensors like a model's ``output`` and its ``targets``, but for the number of samples.
+    Nothing is said of a loss that does not run so.
+
+    >>> import warnings
+    >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
+    >>> from shardwright.models.given_loss import as_loss
+    >>> with warnings.catch_warnings(record=True) as given:
+    ...     warn_of_loss(as_loss(contrastive), torch.ones(2, 3), torch.zeros(2))
+    >>> str(given[0].message)[:52]
+    'the loss takes mm over all samples of a batch, which'
+    """
+    given = [x for x in sample_tensors((targets, output)) if x.dim()]
+    number = len(given[0]) if given else 0
+    sizes = {size for x in given for size in x.shape}
+    if not number or any(x.is_meta for x in given):
+        return
+    prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
+
+    def with_others(x: Tensor) -> Tensor:
+        several = prime * len(x) // number if x.dim() and len(x) % number == 0 else 0
+        return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
+
+    inputs = tree_map_only(Tensor, with_others, (output, targets))
+    outputs = set(map(id, sample_tensors(inputs[0])))
+    try:
+        with torch.random.fork_rng(devices=()):
+            recording = record_forward(loss, inputs)
+    except Exception:  # of the user's own code, on tensors without values
+        return
+    learning = [use for x, use in zip(sample_tensors(inputs), recording.inputs, strict=True) if id(x) in outputs]
+    recording.parameters.update({f"output {number}": use for number, use in enumerate(learning)})
+    axes = axes_of(recording)
+    names = [call.name for call in _sums(recording, axes)[1]] + [name for _, name in meetings(recording, axes)]
+    for name in dict.fromkeys(names):
+        warn_of_meeting("the loss", name, stacklevel=2)
+
+
 def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:
     """Returns the values that are made of several samples and have none themselves, each with the sum it is made of.
 
@@ -134,7 +199,8 @@ def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, Recorded
     for call in recording.calls:
         origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
         valued = [use for use in call.operands if _has_values(use)]
-        if origin is None and call.name in _SUMS and any(map(has_samples, valued)):
+        is_sum = call.name in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
+        if origin is None and is_sum and any(map(has_samples, valued)):
             origin = call
         elif origin is not None and any(map(has_samples, call.results)):
             back.append(origin)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.sample_mixing import warn_of_loss
 from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.errors import EXAMPLE, PlanError
@@ -78,6 +79,8 @@ class TrainStep:
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
         self._structure = structure_of(executor.model)
+        several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
+        self._reads_loss = several or bool(plan.row_axes)
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -110,7 +113,7 @@ class TrainStep:
         # gradient sync must know which backward of each param group is the last one, to start its sums right after it
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
+        last = LossOutput(self._loss_of, scale=scale / expected, widen=self._widens)
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
@@ -130,6 +133,12 @@ class TrainStep:
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         return mean, num_targets
+
+    def _loss_of(self, output: Any, targets: Any) -> Any:
+        if self._reads_loss:  # the first time, and where the layout cuts samples
+            self._reads_loss = False
+            warn_of_loss(self.loss, output, targets)
+        return self.loss(output, targets)
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> tuple[Tensor, Tensor]:

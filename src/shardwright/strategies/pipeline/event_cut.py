@@ -24,7 +24,7 @@ from shardwright.analysis.costs import Cost, measured, total
 from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
-from shardwright.analysis.forward_record import ForwardRecord
+from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.structure import has_hooks
@@ -143,9 +143,11 @@ def _cut(
     if names:
         check_num_names(names, num_chunks)
     if len(sites) < num_chunks:
+        inside = sorted(path for path in record.selecting if path)
+        why = f"; the code of '{inside[0]}' decides by values that only its stage has" if inside else ""
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks",
-            given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights",
+            given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights{why}",
             allowed=f"1 to {len(sites)} chunks, stages times chunks of each",
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
@@ -397,8 +399,8 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
         a, b = next(iter(record.together))
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks: its modules exchange values on hidden ways",
-            given=f"a tensor of {record.events[a]} that {record.events[min(b, len(record.events) - 1)]} reads, from a "
-            "list or an attribute, or after a write through a view of it",
+            given=f"a tensor of {record.events[a]} that {_at_most(record, b)} reads, from a list "
+            "or an attribute, or after a write through a view of it",
             allowed="values that modules take as arguments and return",
             fix="return the tensor from the module's forward and pass it on; write in place of a view a new tensor",
         )
@@ -463,12 +465,17 @@ def _crossing_bytes(record: ForwardRecord) -> list[int]:
     return list(accumulate(change))[: len(record.events) + 1]
 
 
+def _at_most(record: ForwardRecord, number: int) -> ForwardEvent:
+    """Returns an event by its number; the last one for code behind it."""
+    return record.events[min(number, len(record.events) - 1)]
+
+
 def _check_together(chunked: EventsChunked) -> None:
     for a, b in sorted(chunked.record.together):
         if chunked.chunk_of[a] != chunked.chunk_of[b]:
             raise LayoutError(
                 "a stage would read a tensor that stays on another stage",
-                given=f"a tensor of {chunked.record.events[a]} that {chunked.record.events[min(b, len(chunked.record.events) - 1)]} reads",
+                given=f"a tensor of {chunked.record.events[a]} that {_at_most(chunked.record, b)} reads",
                 allowed="values that modules take as arguments and return",
                 fix="return the tensor from the module's forward and pass it on, or cut elsewhere",
             )
