@@ -25,7 +25,8 @@ from shardwright.errors import EXAMPLE, PlanError
 from shardwright.forward_stack import Rung
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
-from shardwright.models.losses import mean_of
+from shardwright.models.given_loss import SumLoss
+from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.checks import (
     check_dtypes,
     check_frozen,
@@ -80,7 +81,8 @@ class TrainStep:
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
         self._structure = structure_of(executor.model)
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
-        self._reads_loss = several or bool(plan.row_axes)
+        known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or "forward" in vars(loss)
+        self._reads_loss = not known and (several or bool(plan.row_axes))
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -135,7 +137,7 @@ class TrainStep:
         return mean, num_targets
 
     def _loss_of(self, output: Any, targets: Any) -> Any:
-        if self._reads_loss:  # the first time, and where the layout cuts samples
+        if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
             self._reads_loss = False
             warn_of_loss(self.loss, output, targets)
         return self.loss(output, targets)
