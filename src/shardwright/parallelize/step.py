@@ -33,6 +33,7 @@ from shardwright.parallelize.checks import (
     check_full,
     check_structure,
     check_trains,
+    explained,
     structure_of,
 )
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -120,7 +121,8 @@ class TrainStep:
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
         with torch.enable_grad(), overlap as early_mean:
-            self._executor.run(schedule, stage, pieces, last)
+            with explained(self.plan):
+                self._executor.run(schedule, stage, pieces, last)
             for events in self._executor.events:
                 events.before_sync()
         mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()

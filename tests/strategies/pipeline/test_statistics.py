@@ -131,7 +131,7 @@ def test_a_buffer_that_code_of_ones_own_changes_with_every_microbatch_is_refused
 
 
 class InWindows(nn.Module):
-    """Batch norms of pictures whose places are then taken for tokens, beside a residual, as attention in windows does."""
+    """A batch norm of pictures whose places are then taken for tokens, as attention in windows does."""
 
     def __init__(self):
         super().__init__()
