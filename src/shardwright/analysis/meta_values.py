@@ -99,6 +99,8 @@ class MetaValues(DispatchMode):
         super().__init__()
         self.num_selected = 0
         """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
+        self.num_numbers = 0
+        """How many of these were numbers."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""
@@ -214,7 +216,10 @@ class MetaValues(DispatchMode):
                 self.num_selected += 1
                 check_ends(self.num_selected)
                 self.selected()
-                return True if name == "equal" else torch.ones((), dtype=given[0].dtype).item()
+                if name == "equal" or given[0].dtype is torch.bool:
+                    return True
+                self.num_numbers += 1
+                return torch.ones((), dtype=given[0].dtype).item()
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))

@@ -107,11 +107,13 @@ class ModelGraph:
     def reads_values(self) -> bool:
         """Whether the model's code runs only on inputs with values, so that it is recorded on the example's.
 
-        The forward of a model of images and text, for example, looks for the tokens that stand for images.
+        The forward of a model of images and text, for example, looks for the tokens that stand for images. So does code
+        that runs without values, but reads numbers that inputs with values have.
         """
         if self.values is None or not may_read_values(self.model):
             return False
-        return not self._runs(by_values=False) and self._runs(by_values=True)
+        without = self._num_unknown(by_values=False)
+        return without > 0 and self._num_unknown(by_values=True) < without
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
@@ -184,8 +186,10 @@ class ModelGraph:
         sizes |= {2 * size for size in sizes}  # relative positions are one less than twice as many as tokens
         return next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
 
-    def _runs(self, *, by_values: bool) -> bool:
-        return any(isinstance(self._tried(count, by_values), RecordedRun) for count in (self._prime, None))
+    def _num_unknown(self, *, by_values: bool) -> float:
+        """Returns how many numbers the code reads that only a real run has; infinite if it cannot be recorded."""
+        tried = (self._tried(count, by_values) for count in (self._prime, None))
+        return next((run.recording.num_numbers for run in tried if isinstance(run, RecordedRun)), float("inf"))
 
     def _tried(self, number: int | None, by_values: bool) -> RecordedRun | str:
         """Returns the recorded run on ``number`` samples, by default the example's number, or what its code raised."""

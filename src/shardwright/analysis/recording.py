@@ -122,6 +122,9 @@ class Recording:
     read: list[tuple[str, TensorUse]] = field(default_factory=list)
     """The tensors of which code read a value that only a real run has, each with the module that was running."""
 
+    num_numbers: int = 0
+    """How many numbers code read that only a real run has; each counted as 1."""
+
     @property
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""
@@ -423,5 +426,6 @@ def _record(
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]
+    recording.num_numbers = recorded.num_numbers
     recording.functions = _own_functions(tensors, recorded)
     return recording, recorded.num_guessed
