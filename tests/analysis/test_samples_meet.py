@@ -7,16 +7,20 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from shardwright import verify
+from shardwright import MeanLoss, verify
+from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.sample_mixing import warn_of_loss
+from shardwright.models.given_loss import as_loss
 
 
 class Scaled(nn.Module):
-    """A layer that divides by its largest activation: of the batch, or of each sample."""
+    """Layers that divide by their largest activation: of the batch, or of each sample."""
 
     def __init__(self, dims=None):
         super().__init__()
-        self.layer, self.dims = nn.Linear(4, 4), dims
+        self.layer, self.dims = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), dims
 
     def forward(self, x):
         x = self.layer(x)
@@ -35,9 +39,100 @@ def test_a_maximum_over_the_batch_is_named_before_it_differs(line):
         assert not verdict_of(Scaled(), line).equal
 
 
-@pytest.mark.parametrize(("line", "dims"), [("dp2", -1), ("single", None)])
+@pytest.mark.parametrize(("line", "dims"), [("dp2", -1), ("single", None), ("tp2", None)])
 def test_a_maximum_over_each_sample_is_not_named(line, dims):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdict_of(Scaled(dims), line).equal
+
+
+def test_a_maximum_over_the_batch_is_not_named_where_each_microbatch_is_a_batch_of_its_own():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict_of(Scaled(), "pp1 mb2/own-statistics").equal
+
+
+class Meets(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+MEET = {
+    "_softmax": lambda y: y.softmax(0),
+    "topk": lambda y: y + y.topk(1, 0).values.mean(),
+    "sqrt": lambda y: (y - y.detach(), y.square().mean().sqrt()),
+    "mul": lambda y: (y, (y.softmax(1).mean(0) * (y > 0).to(y).mean(0)).sum()),  # as experts are balanced
+    "a decision by a mean": lambda y: y.roll(int(y.mean(0).topk(1).indices[0]), 1),
+    "_cdist_forward": lambda y: torch.cdist(y, y).sum(1),
+}
+
+APART = {
+    "of each sample": lambda y: y.softmax(1) * y.mean(1, keepdim=True).sqrt(),
+    "a number that is added": lambda y: (y, y.square().mean() + y.abs().mean() / 3),
+    "a mean by a count": lambda y: (y, (y.square() * (y > 0)).sum() / len(y)),
+    "a decision by one sample": lambda y: y.roll(int(y[0, 0] > 0), 1),
+}
+
+
+@pytest.mark.parametrize("name", [*MEET, *APART])
+def test_what_samples_meet_by_is_named_and_nothing_else(name):
+    graph = ModelGraph(Meets({**MEET, **APART}[name]), torch.empty(8, 4))
+    assert name in [name for _, name in graph.draws.across] if name in MEET else not graph.draws.across
+
+
+def test_a_choice_by_a_mean_of_all_samples_that_goes_back_into_each_mixes_them():
+    model = Meets(lambda y: y.index_select(1, y.mean(0).topk(2).indices))
+    assert ModelGraph(model, torch.empty(8, 4)).mixing_call().name == "mean"
+
+
+LOSSES = {
+    "mm": lambda y, t: (functional.cross_entropy(y @ y.T, torch.arange(len(y)), reduction="sum"), len(y)),
+    "_softmax": lambda y, t: (y.softmax(0).square().sum(), len(y)),
+    "sqrt": MeanLoss(lambda y, t: functional.mse_loss(y, t).sqrt()),
+    "mean": lambda y, t: ((y - y.mean(0)).square().sum(), len(y)),
+    "pow": lambda y, t: ((y.T @ t / len(y) - torch.eye(4)).square().sum() * len(y), len(y)),
+    "std": lambda y, t: (functional.relu(1 - y.std(0)).sum() * len(y), len(y)),
+    "sub": lambda y, t: ((y[:, None] - y[None]).abs().sum(), len(y)),
+}
+
+PLAIN_LOSSES = {
+    "mean": MeanLoss(functional.mse_loss),
+    "of targets that count": lambda y, t: (((y - t).square() * (t > 0)).sum(), (t > 0).sum()),
+    "roots": lambda y, t: ((y - t).square().mean(1).sqrt().sum(), len(y)),
+    "cosines": lambda y, t: ((1 - functional.cosine_similarity(y, t)).sum(), len(y)),
+    "divergences": lambda y, t: (functional.kl_div(y.log_softmax(-1), t.softmax(-1), reduction="sum"), len(y)),
+}
+
+
+def named_in(loss, *given):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_of_loss(as_loss(loss), *given)
+    return [str(each.message).split()[3] for each in found]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_which_samples_meet_is_named(name):
+    assert name in named_in(LOSSES[name], torch.randn(8, 4), torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("name", PLAIN_LOSSES)
+def test_a_loss_of_each_sample_is_not_named(name):
+    assert not named_in(PLAIN_LOSSES[name], torch.randn(8, 4), torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(("line", "meets"), [("dp2", True), ("pp2/1f1b mb2", True), ("tp2", False)])
+def test_a_layout_that_cuts_samples_names_a_loss_that_it_changes(line, meets):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(8, 4), torch.randn(8, 4))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        verdict = verify(model, line, [batch], loss=LOSSES["mm"])
+    assert verdict.equal is not meets
+    assert any("the loss takes mm over all samples" in str(each.message) for each in found) is meets

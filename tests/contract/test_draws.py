@@ -242,10 +242,10 @@ def test_a_generator_that_the_forward_seeds_is_refused_where_ranks_share_it():
         verdict(Noisy(seeds_itself), "tp2")
     draws = ModelGraph(Noisy(seeds_itself), NUMBER_BATCHES[0][0]).draws
     assert draws is not None
-    draws.check(are_threads=False, cuts=False)
+    draws.check(are_threads=False, cuts=False, cuts_samples=False)
     unseeded = ModelGraph(Noisy(lambda x: seeds_itself(x) * random.random()), NUMBER_BATCHES[0][0]).draws
     with pytest.raises(PlanError, match=r"from Python's random\n"):
-        unseeded.check(are_threads=False, cuts=False)
+        unseeded.check(are_threads=False, cuts=False, cuts_samples=False)
 
 
 @pytest.mark.parametrize("line", ["mb2", "dp2", "dp2/zero3", "pp2", "tp2/sp", "tp2"])
@@ -281,6 +281,6 @@ class Scores(nn.Module):
 def test_samples_that_are_combined_with_one_another_are_named_in_a_warning():
     draws = ModelGraph(Scores(), torch.ones(5, 6)).draws
     with pytest.warns(UserWarning, match="takes mm over all samples of a batch"):
-        draws.check(are_threads=True, cuts=True)
+        draws.check(are_threads=True, cuts=True, cuts_samples=True)
     draws = ModelGraph(Scores(), torch.ones(5, 3, 6)).draws  # the tokens of each sample with one another
     assert draws.across == ()

@@ -281,3 +281,48 @@ def test_an_error_that_an_example_avoids_shows_the_line_with_it(line):
     for text in sw.launch(work, 2, ranks="threads"):
         assert "fix:     write sw.parallelize(model, layout, world, example=inputs)" in text
     assert sw.launch(lambda world: work(world, example=inputs), 2, ranks="threads") == ["works"] * 2
+
+
+class Computes(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("function", [lambda y: torch.fft.fft(y).real, lambda y: y @ torch.eye(6)])
+def test_code_that_torch_does_not_run_in_bf16_is_named(function):
+    with pytest.raises(PlanError, match="does not run in bf16") as failure:
+        verify(Computes(function), "dp2 bf16", [BATCH], loss=LOSS)
+    assert "test_checks.py" in str(failure.value)
+    assert "leave out bf16" in str(failure.value)
+    assert verify(Computes(lambda y: torch.fft.fft(y.float()).real.to(y.dtype)), "dp2 bf16", [BATCH], loss=LOSS).equal
+
+
+def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too():
+    def fails(y):
+        raise RuntimeError("no such thing")
+
+    model = Computes(fails)
+
+    def work(world):
+        run = parallelize(model, "dp2 bf16", world, loss=LOSS)
+        run.step(next(run.shard([BATCH])))
+
+    with pytest.raises(RankFailedError, match="no such thing"):
+        launch(work, 2, ranks="threads")
+
+
+def test_a_batch_norm_of_one_value_in_a_microbatch_of_its_own_is_refused():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    with pytest.raises(PlanError, match="one value for each channel of a microbatch"):
+        verify(model, "mb5/own-statistics", [BATCH], loss=LOSS)
+
+    def work(world):
+        run = parallelize(model, "mb2/own-statistics", world, loss=LOSS)
+        run.step(next(run.shard([(BATCH[0][:2], BATCH[1][:2])])))
+
+    with pytest.raises(PlanError, match="one value for each channel of a microbatch"):
+        launch(work, 1, ranks="threads")

@@ -203,12 +203,31 @@ def test_a_map_over_inputs_keeps_no_model_from_being_cut():
     assert result.equal, str(result)
 
 
-def test_code_that_needs_values_of_activations_says_so():
-    class Decides(ImagesAndText):
-        def forward(self, ids, pictures):
-            return self.head(self.embedding(ids)) * int(self.projection(pictures).sum())
+class Decides(ImagesAndText):
+    """Turns its rows by a number that it computes, and takes ``form`` of that number for the others."""
 
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, ids, pictures):
+        number = int(self.projection(pictures).abs().sum()) % 3
+        return self.form(super().forward(ids, pictures), number)
+
+
+def test_code_that_reads_numbers_of_activations_is_recorded_with_ones_in_their_place():
+    torch.manual_seed(0)
+    model = Decides(lambda x, number: x.roll(number, 1))
+    verdict = verify(model, "tp2", [batch()])
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2"] > 0.7
+    with pytest.warns(UserWarning, match="takes a decision by a sum over all samples"):
+        verify(model, "dp2", [batch()])
+
+
+def test_code_whose_shapes_need_values_of_activations_says_so():
     (ids, pictures), _ = batch()
-    graph = ModelGraph(Decides(), (ids.to("meta"), pictures.to("meta")), (ids, pictures.float()))
+    model = Decides(lambda x, number: torch.cat(x.split([number, 100], 1), 1))
+    graph = ModelGraph(model, (ids.to("meta"), pictures.to("meta")), (ids, pictures.float()))
     with pytest.raises(PlanError, match="a real batch"):
         _ = graph.run

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
-from warnings import warn
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,10 +27,8 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
+from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
 from shardwright.errors import PlanError
-
-COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
-"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
 
 
 class SamplePlace(NamedTuple):
@@ -68,8 +65,7 @@ class Draws:
     has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``functions`` names
     the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
     draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
-    lists modules that reduce the samples of a batch by a function other than a sum, or combine each with all others,
-    with that function.
+    lists modules in which the samples of a batch meet, with the function by which they do (:func:`meetings`).
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -100,22 +96,17 @@ class Draws:
             found.setdefault(path, set()).add(place)
         return found
 
-    def check(self, *, are_threads: bool, cuts: bool) -> None:
+    def check(self, *, are_threads: bool, cuts: bool, cuts_samples: bool) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
         These are draws that mix samples, and draws from the generators of Python and NumPy. A forward may draw from
         those it seeds itself, unless ranks are threads, which share them, or the layout ``cuts`` the batch or the
         model's code: what it seeds and how much it draws may depend on the number of samples, or on code of another
-        stage. It also warns of a module that reduces over all samples by other than a sum, such as a maximum, or that
-        combines each sample with all others: a rank would see only its own samples, so the result may differ from one
-        device.
+        stage. If the layout ``cuts_samples``, it also warns of a module in which samples meet (``across``): a rank
+        would see only its own samples, so the result may differ from one device.
         """
-        for path, function in self.across:
-            warn(
-                f"'{path or 'the model'}' takes {function} over all samples of a batch, which this layout cuts: "
-                "if the result matters, it differs from one device; verify says by how much",
-                stacklevel=3,
-            )
+        for path, function in self.across if cuts_samples else ():
+            warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
         unseeded = [name for name in self.others if are_threads or cuts or name not in self.seeded]
         if unseeded:
             names, is_shared = " and ".join(unseeded), not cuts and set(unseeded) <= {*self.seeded}
@@ -148,7 +139,7 @@ def draws_of(
     ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
     than torch's from which the run drew, and ``seeded`` those that it seeds itself.
     """
-    draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(_across_samples(recording, axes)))
+    draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)
         if place is None and any(f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
@@ -225,35 +216,6 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
         return SamplePlace(sized[0]) if len(sized) == 1 else None
     around = _around(dims[at[0]], batch)
     return MIXED if len(at) > 1 or around is None else SamplePlace(at[0], *around)
-
-
-_REDUCTIONS = frozenset(
-    ["amax", "amin", "aminmax", "logsumexp", "max", "median", "min", "std", "std_mean", "var", "var_mean"]
-)
-
-
-def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
-    """Returns (module, operator) for each reduction over the samples that is not a sum, such as a maximum.
-
-    An operator that compares or multiplies all samples with all others, as a contrastive loss does, is one too.
-    """
-    batch = axes.of_samples(recording.inputs)
-    found: dict[tuple[str, str], None] = {}
-
-    def num_dims(use: TensorUse) -> int:
-        return sum(bool(batch.intersection(leaves(axis))) for axis in axes.of(use))
-
-    for call in recording.calls:
-        if any(num_dims(use) > 1 for use in call.results) and all(num_dims(use) < 2 for use in call.operands):
-            found[call.module, call.name] = None
-        if call.name in _REDUCTIONS and call.operands[0].kind != "constant" and call.results[0].dtype.is_floating_point:
-            before, after = (
-                {leaf for axis in axes.of(use) for leaf in leaves(axis)} & batch
-                for use in (call.operands[0], call.results[0])
-            )
-            if before - after:
-                found[call.module, call.name] = None
-    return found
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -127,9 +128,14 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self._device, self._values, self._draw = device, values, draw
         self._running: list[tuple[str, int]] = []
-        self._has_autocast = False
+        self._has_autocast = self._has_inputs = False
         self._num_draws = Counter[tuple[str, int]]()
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
+        self._stored: dict[int, tuple[Tensor, frozenset[str]]] = {}  # what it makes of buffers, and of which
+        self._reading: list[tuple[str, frozenset[str]]] = []  # modules whose code reads values of buffers
+        self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version)
+                       for path, module in model.named_modules()
+                       for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
         self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
         self._unit: int | None = None
@@ -164,14 +170,7 @@ class _ForwardRecorder(TorchFunctionMode):
         if all(name is None for name in takes):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
-        # every stage runs the code between modules, so that code may not decide by values that one stage has
-        selected, self._values.selects_all = self._values.num_selected, self._running[-1][0] != ""
-        try:
-            results = call_on_meta(*self._values.indexing(func, args), named, self._device)
-        finally:
-            self._values.selects_all = False
-        if self._values.num_selected > selected and self._unit is None:
-            self.record.selecting.add(self._running[-1][0])
+        results = self._selecting(func, args, named)
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
             with below_functions():
                 results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
@@ -188,17 +187,46 @@ class _ForwardRecorder(TorchFunctionMode):
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
 
+    def _selecting(self, func: Any, args: Any, named: Any) -> Any:
+        """Runs a function on meta, and notes a module whose code selects or decides by the values that it reads.
+
+        Every stage runs the code between modules, so that code may not decide by values that one stage has.
+        """
+        selected, self._values.selects_all = self._values.num_selected, self._running[-1][0] != ""
+        try:
+            results = call_on_meta(*self._values.indexing(func, args), named, self._device)
+        finally:
+            self._values.selects_all = False
+        if self._values.num_selected > selected and self._unit is None:
+            self.record.selecting.add(self._running[-1][0])
+        return results
+
     def _free(self, func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor], draw: DrawCall | None) -> Any:
         """Runs a function of inputs and constants alone, and notes reads of values that depend on the inputs."""
         drawn = None if draw is None else draw.drawn(None)
         self.record.draws |= draw is not None and drawn is None
+        known = None if drawn is None else self._values.values(drawn)
+        if draw is not None and known is not None and known is not drawn:  # numbers for a constant can be drawn too
+            drawn, draw = known, replace(draw, given={k: known if v is drawn else v for k, v in draw.given.items()})
         has_values = drawn is None or (self._unit is None and not drawn.is_meta)
         if self._draw is not None and draw is not None and has_values:
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
         else:
-            reads = self._values.num_reads
-            results = call_on_meta(*self._values.indexing(func, args), named, self._device)
-            if draw is None and not any(id(tensor) in self._varying for tensor in given):
+            reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
+            stored = frozenset[str]().union(*map(self._buffers_in, given))
+            if stored and not varies:
+                results = self._selecting(func, args, named)
+                self._stored.update((id(x), (x, stored)) for x in tensors_of(results))
+                if self._values.num_reads > reads and self._unit is None:
+                    self._reading.append((self._running[-1][0], stored))
+                return results
+            # where the inputs have values, what is not known is of random numbers, which a run draws before it records
+            self._values.selects_all = self._has_inputs and varies
+            try:
+                results = call_on_meta(*self._values.indexing(func, args), named, self._device)
+            finally:
+                self._values.selects_all = False
+            if draw is None and not varies:
                 return results
             if self._values.num_reads > reads or func in _READERS:
                 if self._unit is None:
@@ -207,6 +235,28 @@ class _ForwardRecorder(TorchFunctionMode):
                     self.record.deciding.add(self._unit)
         self.vary((results, given))
         return results
+
+    def _buffers_in(self, tensor: Tensor) -> frozenset[str]:
+        """Returns the names of the buffers that a tensor is, or was made of."""
+        name = self.names.any_of(tensor)
+        return self._stored[id(tensor)][1] if id(tensor) in self._stored else frozenset([name] if name else [])
+
+    def restore_buffers(self) -> None:
+        """Puts back the buffers that the forward has replaced, and notes modules whose code read such a buffer.
+
+        What a forward changes is another value in each stage and step, so that stages would not decide alike.
+        """
+        changed = set[str]()
+        for path, module, name, buffer, version in self._state:
+            if module._buffers[name] is not buffer or buffer._version != version:
+                changed.add(path)
+            module._buffers[name] = buffer
+        self.record.selecting.update(path for path, names in self._reading if names & changed)
+
+    def begin(self, inputs: Any) -> None:
+        """Notes the inputs of the forward, whose values differ between microbatches."""
+        self._has_inputs = not any(tensor.is_meta for tensor in tensors_of(inputs))
+        self.vary(inputs)
 
     def vary(self, tree: Any) -> None:
         """Notes that the values of these tensors differ between microbatches."""
@@ -361,12 +411,15 @@ def record_events(
         assert values is not None
         devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
         mode = _ForwardRecorder(model, units, work, next(devices, "cpu"), values, draw)
-        mode.vary(inputs)
+        mode.begin(inputs)
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {
             unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units
         }
         around = {module: mode.caller(path, module) for module, path in paths.items()}
-        with calls_replaced(around), mode:
-            outputs = call_model(model, inputs)
+        try:
+            with calls_replaced(around), mode:
+                outputs = call_model(model, inputs)
+        finally:
+            mode.restore_buffers()
         return mode.finish(outputs)

@@ -26,7 +26,8 @@ def on_meta(
 
     With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
     the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
-    that are not known, as in :class:`MetaValues`. ``instead`` maps torch functions to the functions that run in their
+    that are not known, as in :class:`MetaValues`; with it, masks that are not known select all, and numbers are 1.
+    ``instead`` maps torch functions to the functions that run in their
     place.
 
     >>> class Masked(nn.Linear):
@@ -37,8 +38,10 @@ def on_meta(
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    kept = MetaValues(guess=guess) if values else MetaOperators()
+    kept = MetaValues(guess=guess, selects_all=guess is not None) if values else MetaOperators()
     replaced = {functional.interpolate: _interpolate, **instead}
+    if isinstance(kept, MetaValues):
+        kept.give_kept(model.buffers())
     with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 

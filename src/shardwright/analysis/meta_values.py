@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -41,6 +41,12 @@ _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_s
 Key = tuple[Any, ...]
 
 
+_KEPT = "_values_kept"
+
+MOST_KEPT = 64
+"""The largest buffer, in elements, whose values a copy of the model on the meta device keeps for code to read."""
+
+
 class ValueReadError(RuntimeError):
     """Raised when code on the meta device reads a value that is known only in a real run."""
 
@@ -54,6 +60,18 @@ def view_key(tensor: Tensor) -> Key:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def keep_values(buffer: Tensor, copy: Tensor) -> Tensor:
+    """Attaches to ``copy``, a copy of a small buffer on the meta device, the buffer's values, and returns ``copy``.
+
+    Nothing is attached if the buffer has more than :data:`MOST_KEPT` elements, or no values. Code may read a buffer, as
+    one that holds a layer's padding; :meth:`MetaValues.give_kept` gives it the values.
+    """
+    values = buffer.__dict__.get(_KEPT) if buffer.is_meta else buffer.detach()
+    if values is not None and copy.is_meta and values.numel() <= MOST_KEPT:
+        copy.__dict__[_KEPT] = values if buffer.is_meta else values.clone()
+    return copy
+
+
 class MetaValues(DispatchMode):
     """A dispatch mode in which small meta tensors that depend on no parameter and no input have values.
 
@@ -62,7 +80,7 @@ class MetaValues(DispatchMode):
     operators. If ``guess`` is given, it is the answer to every yes-or-no condition on values that are known only
     in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, masks that are known only in
     a real run count as true everywhere, and so do conditions without a ``guess``: code that selects by them, as the
-    loop over the experts of a mixture does, selects everything.
+    loop over the experts of a mixture does, selects everything. A number that only a real run has is then 1.
 
     Raises: ValueReadError: the code reads any other value that is known only in a real run, or makes a tensor whose
         shape depends on one.
@@ -80,7 +98,9 @@ class MetaValues(DispatchMode):
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
         super().__init__()
         self.num_selected = 0
-        """How many conditions on values that only a real run has were taken as true everywhere (``selects_all``)."""
+        """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
+        self.num_numbers = 0
+        """How many of these were numbers."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""
@@ -104,7 +124,13 @@ class MetaValues(DispatchMode):
         """A hook for subclasses, called when ``on_meta`` replaces a tensor of another device; here it does nothing."""
 
     def selected(self) -> None:
-        """A hook for subclasses, called when a condition that only a real run could decide is taken as true everywhere.
+        """A hook for subclasses, called when what only a real run could say is taken as true everywhere, or as 1.
+
+        Here it does nothing.
+        """
+
+    def read(self, tensor: Tensor) -> None:
+        """A hook for subclasses, called when code reads a value of ``tensor`` that only a real run has.
 
         Here it does nothing.
         """
@@ -127,6 +153,12 @@ class MetaValues(DispatchMode):
             self._held[address] = weakref.ref(storage, lambda _: freed.append(address)), []
         self._held[address][1].append(key)
         self._values[key] = values
+
+    def give_kept(self, buffers: Iterable[Tensor]) -> None:
+        """Gives buffers on the meta device the values that :func:`keep_values` has attached to them."""
+        for buffer in buffers:
+            if buffer.is_meta and _KEPT in buffer.__dict__:
+                self.give(buffer, buffer.__dict__[_KEPT].to(buffer.dtype, copy=True))  # code may write to it
 
     def _forget_freed(self) -> None:
         """Removes the values of tensors that are gone: the address of their storage may be used again."""
@@ -174,14 +206,20 @@ class MetaValues(DispatchMode):
         self.num_reads += name in _READS or _has_size_of_values(name, args)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
+            if not known:
+                self.read(given[0])
             if not known and self._guess is not None and (name == "equal" or given[0].dtype is torch.bool):
                 self.num_guessed += 1
                 check_ends(self.num_guessed)
                 return self._guess
-            if not known and self.selects_all and (name == "equal" or given[0].dtype is torch.bool):
+            if not known and self.selects_all:
                 self.num_selected += 1
+                check_ends(self.num_selected)
                 self.selected()
-                return True
+                if name == "equal" or given[0].dtype is torch.bool:
+                    return True
+                self.num_numbers += 1
+                return torch.ones((), dtype=given[0].dtype).item()
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))

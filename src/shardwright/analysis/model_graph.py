@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.draws import Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.marked_inputs import map_samples, marks_in
+from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
-from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, mixing_call
+from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
@@ -106,11 +107,13 @@ class ModelGraph:
     def reads_values(self) -> bool:
         """Whether the model's code runs only on inputs with values, so that it is recorded on the example's.
 
-        The forward of a model of images and text, for example, looks for the tokens that stand for images.
+        The forward of a model of images and text, for example, looks for the tokens that stand for images. So does code
+        that runs without values, but reads numbers that inputs with values have.
         """
         if self.values is None or not may_read_values(self.model):
             return False
-        return not self._runs(by_values=False) and self._runs(by_values=True)
+        without = self._num_unknown(by_values=False)
+        return without > 0 and self._num_unknown(by_values=True) < without
 
     @property
     def every_run(self) -> tuple[RecordedRun, ...]:
@@ -183,8 +186,10 @@ class ModelGraph:
         sizes |= {2 * size for size in sizes}  # relative positions are one less than twice as many as tokens
         return next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
 
-    def _runs(self, *, by_values: bool) -> bool:
-        return any(isinstance(self._tried(count, by_values), RecordedRun) for count in (self._prime, None))
+    def _num_unknown(self, *, by_values: bool) -> float:
+        """Returns how many numbers the code reads that only a real run has; infinite if it cannot be recorded."""
+        tried = (self._tried(count, by_values) for count in (self._prime, None))
+        return next((run.recording.num_numbers for run in tried if isinstance(run, RecordedRun)), float("inf"))
 
     def _tried(self, number: int | None, by_values: bool) -> RecordedRun | str:
         """Returns the recorded run on ``number`` samples, by default the example's number, or what its code raised."""
@@ -210,12 +215,13 @@ def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
 def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     """Returns the record of a copy of the model, in training, on the meta device."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
+    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in model.buffers()})
     on_meta = copied(model, memo)
     finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
+        recorded.give_kept(on_meta.buffers())
         mode = finds[id(recorded.recording)] = FindsDraws(recorded)
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield

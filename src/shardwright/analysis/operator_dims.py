@@ -82,6 +82,15 @@ def _product(call: RecordedCall, a: DimLetters) -> Any:
     return [(*batch, rows, inner), (*batch, inner, columns)], [(*batch, rows, columns)]
 
 
+@_rule("_cdist_forward", "_euclidean_dist")
+def _distances(call: RecordedCall, a: DimLetters) -> Any:
+    x, y = call.operands
+    batch, inner = a.of(call.results[0].shape[:-2]), a.new(x.shape[-1], Role.WHOLE)
+    rows, columns = a.new(x.shape[-2]), a.new(y.shape[-2])
+    first, second = (*broadcast(x.shape[:-2], batch), rows, inner), (*broadcast(y.shape[:-2], batch), columns, inner)
+    return [first, second], [(*batch, rows, columns)]
+
+
 @_rule("_grouped_mm")
 def _grouped_product(call: RecordedCall, a: DimLetters) -> Any:
     """The rule of a grouped matrix product, in which ``offs`` bounds groups of rows, columns or inner elements."""

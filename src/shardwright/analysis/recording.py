@@ -119,6 +119,12 @@ class Recording:
 
     The recording took these conditions as true everywhere."""
 
+    read: list[tuple[str, TensorUse]] = field(default_factory=list)
+    """The tensors of which code read a value that only a real run has, each with the module that was running."""
+
+    num_numbers: int = 0
+    """How many numbers code read that only a real run has; each counted as 1."""
+
     @property
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""
@@ -177,6 +183,10 @@ class Recorded(MetaValues):
     def selected(self) -> None:
         """Notes that the running module's code selects by a condition on values, as a mixture of experts does."""
         self.recording.selecting.add(self.where()[0])
+
+    def read(self, tensor: Tensor) -> None:
+        """Notes that the running module's code read a value of ``tensor`` that only a real run has."""
+        self.recording.read.append((self.where()[0], self.use(tensor)))
 
     def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
         """Notes that ``on_meta`` stands for the same tensor of the run as ``tensor``."""
@@ -416,5 +426,6 @@ def _record(
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]
+    recording.num_numbers = recorded.num_numbers
     recording.functions = _own_functions(tensors, recorded)
     return recording, recorded.num_guessed

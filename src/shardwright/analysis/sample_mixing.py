@@ -2,23 +2,61 @@
 
 Such code gives other results on a rank, or in a microbatch, that has only some of the samples. Layers such as BatchNorm
 are known by their class. Code outside of layers is found by its operators: a sum over the samples whose result goes
-back into each sample, or a batch norm that uses the batch's own statistics.
+back into each sample, or a batch norm that uses the batch's own statistics. Other ways in which samples meet are found
+too (:func:`meetings`), of which a layout warns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+from warnings import warn
 
-from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-_SUMS = (
+from shardwright.analysis.marked_inputs import sample_tensors
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse, record_forward
+from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
+
+COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
+"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
+
+_SUMS = frozenset((
     "sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",
     "mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot",
-)  # fmt: skip
+))  # fmt: skip
 """Operators that compute one value from many. An operator that picks a sample, such as an index, is not one of them,
-because masks use it. A maximum is not either, because it may serve precision alone; :meth:`Draws.check` warns of it.
+because masks use it. A maximum is not either, because it may serve precision alone; :func:`meetings` has it.
 """
+
+_LOSSES = frozenset((
+    "binary_cross_entropy", "huber_loss", "mse_loss", "nll_loss2d_forward", "nll_loss_forward", "smooth_l1_loss",
+    "soft_margin_loss",
+))  # fmt: skip
+"""Operators that compute one value from all samples if their result is one number."""
+
+_REDUCTIONS = frozenset((
+    "amax", "amin", "aminmax", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod", "std",
+    "std_mean", "var", "var_mean",
+))  # fmt: skip
+"""Operators whose result on all samples is not the sum of the results on some of them."""
+
+_ALONG = {
+    "_log_softmax": 1, "_safe_softmax": 1, "_softmax": 1, "cumprod": 1, "cumsum": 1, "flip": 1, "log_softmax": 1,
+    "logcumsumexp": 1, "roll": 2, "softmax": 1, "sort": 1, "topk": 2,
+}  # fmt: skip
+"""Operators that compute each value from others along some dims, and the number of the argument that names these."""
+
+_BENDS = frozenset((
+    "_log_softmax", "_softmax", "abs", "clamp", "clamp_max", "clamp_min", "exp", "expm1", "gelu", "log", "log10",
+    "log1p", "log2", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "square", "tanh",
+))  # fmt: skip
+"""Operators of one operand that are not linear: of a mean over some samples, their mean is not that of all."""
+
+_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "div", "dot", "linear", "mm", "mul", "mv"))
+"""Operators that are not linear where several operands are sums over samples."""
 
 BATCH_NORM_CALLS = (
     "native_batch_norm",
@@ -33,7 +71,7 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     """Returns the first operator that mixes samples and whose result goes back into each sample, or None.
 
     ``shared`` names the BatchNorms that may mix samples, because ranks add up their statistics. A sum that ends in one
-    number, such as a loss, does not count, and neither do integers such as counts and positions.
+    number, such as a loss, does not count, and neither do sums of integers, such as counts and positions.
 
     >>> import torch
     >>> from torch import nn
@@ -47,6 +85,108 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     'mean'
     """
     samples = axes.of_samples(recording.inputs)
+    norms = (
+        call
+        for call in recording.calls
+        if call.name in BATCH_NORM_CALLS and call.module not in shared and _normalises_samples(call, axes, samples)
+    )
+    found = [*_sums(recording, axes)[1][:1], *norms]
+    return min(found, key=recording.calls.index, default=None)
+
+
+def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
+    """Returns (module, operator) for each operator by which the samples of a batch meet otherwise than in a sum.
+
+    These are reductions such as a maximum, softmax along the samples, and operators that compare or multiply all
+    samples with one another, as a contrastive loss does. So are functions that are not linear, such as a root, of sums
+    over samples, if parameters and outputs depend on these; and reads of such a sum by code.
+    """
+    batch = axes.of_samples(recording.inputs)
+    sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
+    trained, leading = _trained(recording), _leading(recording)
+
+    def of_batch(use: TensorUse) -> list[set[DimAxis]]:
+        return [batch.intersection(leaves(axis)) for axis in axes.of(use)]
+
+    for call in recording.calls:
+        name, first = call.name.removesuffix("_"), next(iter(call.operands), None)
+        results = [use for use in call.results if use.dtype.is_floating_point]
+        if first is None or not results:
+            continue
+        before, meets = of_batch(first), False
+        if all(sum(map(bool, of_batch(use))) < 2 for use in call.operands):
+            meets = any(sum(map(bool, of_batch(use))) > 1 for use in results)
+        if name in _REDUCTIONS and first.kind != "constant":
+            meets |= bool(set().union(*before) - set().union(*of_batch(results[0])))
+        if name in _ALONG and first.dtype.is_floating_point:
+            given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
+            meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
+        of_sums = [use for use in call.operands if use in sums and use in trained]
+        bends = name in _BENDS or (name in _PRODUCTS and len(of_sums) > 1)
+        meets |= bool(of_sums) and bends and any(use in leading for use in results)
+        if meets:
+            found[call.module, call.name] = None
+    for module, use in recording.read:
+        if use in sums:
+            found[module, f"a decision by a {sums[use].name}"] = None
+    return found
+
+
+def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
+    """Warns that samples meet in a module or a loss (``where``) by ``function``, where a rank has some samples only."""
+    warn(
+        f"{where} takes {function} over all samples of a batch, which this layout cuts: if the result matters, it "
+        "differs from one device; verify says by how much",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
+    """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
+
+    The loss is run once on meta tensors like a model's ``output`` and its ``targets``, but for the number of samples.
+    Nothing is said of a loss that does not run so.
+
+    >>> import warnings
+    >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
+    >>> from shardwright.models.given_loss import as_loss
+    >>> with warnings.catch_warnings(record=True) as given:
+    ...     warn_of_loss(as_loss(contrastive), torch.ones(2, 3), torch.zeros(2))
+    >>> str(given[0].message)[:52]
+    'the loss takes mm over all samples of a batch, which'
+    """
+    given = [x for x in sample_tensors((targets, output)) if x.dim()]
+    number = len(given[0]) if given else 0
+    sizes = {size for x in given for size in x.shape}
+    if not number or any(x.is_meta for x in given):
+        return
+    prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
+
+    def with_others(x: Tensor) -> Tensor:
+        several = prime * len(x) // number if x.dim() and len(x) % number == 0 else 0
+        return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
+
+    inputs = tree_map_only(Tensor, with_others, (output, targets))
+    outputs = set(map(id, sample_tensors(inputs[0])))
+    try:
+        with torch.random.fork_rng(devices=()):
+            recording = record_forward(loss, inputs)
+    except Exception:  # of the user's own code, on tensors without values
+        return
+    learning = [use for x, use in zip(sample_tensors(inputs), recording.inputs, strict=True) if id(x) in outputs]
+    recording.parameters.update({f"output {number}": use for number, use in enumerate(learning)})
+    axes = axes_of(recording)
+    names = [call.name for call in _sums(recording, axes)[1]] + [name for _, name in meetings(recording, axes)]
+    for name in dict.fromkeys(names):
+        warn_of_meeting("the loss", name, stacklevel=2)
+
+
+def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:
+    """Returns the values that are made of several samples and have none themselves, each with the sum it is made of.
+
+    The list has the sums whose results go back into each sample, in order.
+    """
+    samples = axes.of_samples(recording.inputs)
     known: dict[TensorUse, bool] = {}
 
     def has_samples(use: TensorUse) -> bool:
@@ -54,20 +194,37 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
             known[use] = any(leaf in samples for axis in axes.of(use) for leaf in leaves(axis) if leaf.size > 1)
         return known[use]
 
-    sums: dict[TensorUse, RecordedCall] = {}  # values made of several samples, and what made them
+    sums: dict[TensorUse, RecordedCall] = {}
+    back: list[RecordedCall] = []
     for call in recording.calls:
-        operands = [use for use in call.operands if _has_values(use)]
-        results = [use for use in call.results if _has_values(use)]
-        if call.name in BATCH_NORM_CALLS and call.module not in shared and _normalises_samples(call, axes, samples):
-            return call
-        origin = next((sums[use] for use in operands if use in sums and not has_samples(use)), None)
-        if origin is None and call.name in _SUMS and any(map(has_samples, operands)):
+        origin = next((sums[use] for use in call.operands if use in sums and not has_samples(use)), None)
+        valued = [use for use in call.operands if _has_values(use)]
+        is_sum = call.name in _SUMS or (call.name in _LOSSES and not call.results[0].shape)
+        if origin is None and is_sum and any(map(has_samples, valued)):
             origin = call
-        elif origin is not None and any(map(has_samples, results)):
-            return origin
+        elif origin is not None and any(map(has_samples, call.results)):
+            back.append(origin)
         if origin is not None:
-            sums.update((use, origin) for use in results if not has_samples(use))
-    return None
+            sums.update((use, origin) for use in call.results if not has_samples(use))
+    return sums, back
+
+
+def _trained(recording: Recording) -> set[TensorUse]:
+    """Returns the values that depend on parameters."""
+    found = {*recording.parameters.values()}
+    for call in recording.calls:
+        if not found.isdisjoint(call.operands):
+            found.update(call.results, call.written)
+    return found
+
+
+def _leading(recording: Recording) -> set[TensorUse]:
+    """Returns the values that outputs depend on."""
+    found = {*recording.outputs}
+    for call in reversed(recording.calls):
+        if not found.isdisjoint((*call.results, *call.written)):
+            found.update(call.operands)
+    return found
 
 
 def _has_values(use: TensorUse) -> bool:

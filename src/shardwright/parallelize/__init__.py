@@ -170,8 +170,10 @@ def _started(
     example = job.graph.values if job.graph is not None and by_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
-        cuts = layout.num_microbatches > 1 or plan.stages is not None or bool(plan.inputs)
-        draws.check(are_threads=world.local and world.size > 1, cuts=cuts)
+        several = layout.num_microbatches > 1
+        cuts = several or plan.stages is not None or bool(plan.inputs)
+        apart = (several and not layout.own_statistics) or bool(plan.row_axes)
+        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart)
     everyone = world.everyone()
     check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages

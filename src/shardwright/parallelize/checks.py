@@ -5,7 +5,9 @@ These checks hold for every strategy; what only one strategy forbids is checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +19,13 @@ from shardwright.analysis.batch_norms import iterates, sees_batch
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
+from shardwright.analysis.tracer import line_of
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
+from shardwright.formatting import first_line
 from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.operators.split_backward import has_hook_of_user
@@ -193,6 +197,41 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
             allowed=f"a sample or more in each: {number} or more on each of the ranks that cut the batch",
             fix="leave such a batch out, or use fewer microbatches",
         )
+
+
+@contextmanager
+def explained(plan: Plan) -> Iterator[None]:
+    """Returns a context in which errors of torch that a layout has brought about are raised as PlanErrors.
+
+    These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, and a BatchNorm on a
+    microbatch of its own with one value for each channel. Other errors are raised as they are.
+    """
+    precision, layout = plan.layout.precision, plan.layout
+    try:
+        yield
+    except (RuntimeError, ValueError) as failure:
+        text = first_line(failure)
+        given = f"{type(failure).__name__}: {text}{line_of(failure)}, under {layout}"
+        if layout.own_statistics and "more than 1 value per channel" in text:
+            raise PlanError(
+                "a BatchNorm has one value for each channel of a microbatch",
+                given=given,
+                allowed="microbatches of several samples, or channels of more than one pixel",
+                fix="use fewer microbatches, larger batches, or GroupNorm",
+            ) from failure
+        if precision != "fp32" and not isinstance(failure, ValueError) and _DTYPES.search(text):
+            raise PlanError(
+                f"the model's code does not run in {precision}",
+                given=given,
+                allowed=f"operators that torch has for {precision}, on tensors of one dtype",
+                fix=f"leave out {precision}, or convert in the model's code: x.float() before such an operator, and "
+                ".to(weight.dtype) behind it",
+            ) from failure
+        raise
+
+
+_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|scalar type")
+"""What errors of torch say about an operator that does not run in a dtype, or on tensors of several."""
 
 
 def check_trains(plan: Plan) -> None:

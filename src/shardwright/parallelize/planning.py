@@ -24,6 +24,7 @@ from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.marked_inputs import map_samples, packed_in, sample_tensors
+from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.operator_results import cloned, tensors_of
@@ -75,7 +76,9 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
         for p in each.parameters():
             if id(p) not in memo:
                 memo[id(p)] = keep_record(p, nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
-        memo.update({id(b): keep_record(b, seen_as(b).detach()) for b in each.buffers() if id(b) not in memo})
+        for b in each.buffers():
+            if id(b) not in memo:
+                memo[id(b)] = keep_values(b, keep_record(b, seen_as(b).detach()))
     return copied(model, memo)
 
 

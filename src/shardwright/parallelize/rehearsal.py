@@ -213,7 +213,7 @@ def _values_on_parts(
         if key not in by_shapes:
             sent: dict[int, Sent] = {chunk: Counter() for chunk in range(stages.num_chunks)}
             starts: dict[int, Sequence[Tensor]] = {}
-            with torch.enable_grad(), on_meta(job.model):
+            with torch.enable_grad(), on_meta(job.model, guess=True):  # as modules inside of stages were recorded
                 stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum())
                 for kind, number, chunk in schedule.actions[0]:
                     with world.recorder.recording() as records:

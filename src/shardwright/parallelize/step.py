@@ -18,19 +18,22 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.sample_mixing import warn_of_loss
 from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.forward_stack import Rung
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
-from shardwright.models.losses import mean_of
+from shardwright.models.given_loss import SumLoss
+from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.checks import (
     check_dtypes,
     check_frozen,
     check_full,
     check_structure,
     check_trains,
+    explained,
     structure_of,
 )
 from shardwright.parallelize.no_samples import NoSampleChecker
@@ -78,6 +81,9 @@ class TrainStep:
         self._joins = True  # until an output that cannot be joined from the ranks' shares
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
         self._structure = structure_of(executor.model)
+        several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
+        known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or "forward" in vars(loss)
+        self._reads_loss = not known and (several or bool(plan.row_axes))
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -110,12 +116,13 @@ class TrainStep:
         # gradient sync must know which backward of each param group is the last one, to start its sums right after it
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
+        last = LossOutput(self._loss_of, scale=scale / expected, widen=self._widens)
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
         with torch.enable_grad(), overlap as early_mean:
-            self._executor.run(schedule, stage, pieces, last)
+            with explained(self.plan):
+                self._executor.run(schedule, stage, pieces, last)
             for events in self._executor.events:
                 events.before_sync()
         mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()
@@ -130,6 +137,12 @@ class TrainStep:
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         return mean, num_targets
+
+    def _loss_of(self, output: Any, targets: Any) -> Any:
+        if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
+            self._reads_loss = False
+            warn_of_loss(self.loss, output, targets)
+        return self.loss(output, targets)
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
+from shardwright.parallelize.checks import explained
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
@@ -122,7 +123,8 @@ def reference(
     a dtype in which all is computed, as under a layout in bf16. A loss that is narrower than the model is multiplied by
     ``scale`` before the backward, and gradients are divided by it: other scales round otherwise.
 
-    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``.
+    Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
+        of the plan.
     """
     model, rng, place = structural_copy(plain, torch.clone), RngTracker(seed), torch.device(device)
     check_apart(plain, model)
@@ -148,7 +150,7 @@ def reference(
         optimizer.zero_grad()
         for rng.samples, (inputs, targets) in _parts(plan, batch):
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
-            with moves, forward or nullcontext():
+            with moves, forward or nullcontext(), explained(plan):
                 sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))

@@ -715,3 +715,114 @@ class Reentrant(Residuals):
 def test_a_checkpoint_that_cannot_be_cut_is_named_with_tensor_parallelism_too(line):
     with pytest.raises(LayoutError, match="the backward runs code of Reentrant as a whole"):
         plan_of(model_of(Reentrant), line)
+
+
+class TurnsByWeights(nn.Module):
+    """Turns its result by a number that its weights decide, which only its stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x).roll(int(self.layer.bias.argmax()), 1).tanh() * self.layer.weight[0, 0].item()
+
+
+class Numbers(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TurnsByWeights() for _ in range(4))
+
+
+class Padded(Layers):
+    """Pads by numbers that are buffers, in the code that every stage runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("more", torch.tensor(2))
+
+    def step(self, layer, x):
+        x = nn.functional.pad(x, (self.more, self.more - 2))
+        return torch.tanh(layer(x[:, : x.shape[1] - self.more.item()]) + x[:, 2:])
+
+
+class KeepsState(nn.Module):
+    """Changes a buffer in each call and takes another path after a few, and replaces a buffer by another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("lowest", torch.zeros(1))
+
+    def forward(self, x):
+        if self.calls >= 3:
+            x = x.flip(1)
+        self.calls += 1
+        self.lowest = torch.minimum(self.lowest, x.detach().min())
+        return torch.tanh(self.layer(x)) + x if self.lowest < 100 else x
+
+
+class StateInside(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(KeepsState() for _ in range(4))
+
+
+class StateItself(Layers):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+
+    def step(self, layer, x):
+        if self.calls >= 3:
+            return layer(x)
+        self.calls += 1
+        return layer(x).tanh()
+
+
+class MasksAtRandom(nn.Module):
+    """Draws which features to leave out, and leaves the mask out where it is full."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            places = torch.ones(len(x), WIDTH, device=x.device)
+            kept = places.gather(1, torch.multinomial(places, 2)).sum(1) + torch.rand(len(x), device=x.device) > 2.5
+            y = layer(x).tanh()
+            x = x + (y if kept.all() else y.masked_fill(~kept.unsqueeze(1), 0.0))
+        return x
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = MasksAtRandom()
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("model", "line"), [
+    (Numbers, "pp2/1f1b mb4"), (Numbers, "pp2/zb-v mb2"), (Padded, "pp2/1f1b mb4"), (Padded, "pp4 dp2"),
+    (StateInside, "pp2"), (StateInside, "pp2/1f1b mb4/own-statistics"), (Inside, "pp2/1f1b mb8"),
+    (Inside, "pp2/zb-v mb4"),
+])  # fmt: skip
+def test_code_may_decide_by_buffers_random_numbers_and_numbers_of_one_stage(model, line):
+    verdict = verify(model_of(model), line, batches())
+    assert verdict.equal, str(verdict)
+
+
+def test_code_between_modules_that_decides_by_a_buffer_that_it_changes_is_refused():
+    assert "decides by a buffer that each forward changes" in refusal(StateItself, "pp2")
+
+
+def test_buffers_that_a_forward_replaces_are_put_back_when_it_was_recorded():
+    model = model_of(StateInside).to("meta")
+    before = dict(model.named_buffers())
+    record_events(model, batches()[0][0], [f"layers.{number}" for number in range(4)])
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())

@@ -128,3 +128,46 @@ def test_a_buffer_that_code_of_ones_own_changes_with_every_microbatch_is_refused
     assert verify(model(mean=True), f"{line}/own-statistics", pairs(5, 4)).equal
     with pytest.raises((PlanError, RankFailedError), match=r"'1.seen' changes with every call"):
         verify(model(mean=True), line, pairs(5, 4))
+
+
+class InWindows(nn.Module):
+    """A batch norm of pictures whose places are then taken for tokens, as attention in windows does."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.layer = nn.Conv2d(2, 32, 1), nn.BatchNorm2d(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).view(len(x), 32, 1, 4, 1, 4).permute(0, 2, 4, 3, 5, 1)
+        x = self.layer(x).tanh() + x
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), 32, 4, 4)
+
+
+class ByHand(nn.Module):
+    """What a BatchNorm2d computes, without torch's kernel."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x):
+        x = x - x.mean((0, 2, 3), keepdim=True)
+        x = x / (x.square().mean((0, 2, 3), keepdim=True) + self.eps).sqrt()
+        return x * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1)
+
+
+def test_a_batch_norm_of_one_sample_has_right_gradients_on_a_stage():
+    torch.manual_seed(0)
+    model, x, y = InWindows().double(), torch.randn(2, 2, 4, 4).double(), torch.randn(2, 32, 4, 4).double()
+
+    def work(world):
+        run = parallelize(model, "pp2/1f1b/cut:conv,layer mb2/own-statistics", world, loss=nn.MSELoss(), example=x)
+        run.step(next(run.shard([(x, y)])))
+        return {name: p.grad for name, p in run.parameters.items() if p.grad is not None and p.grad.numel()}
+
+    first, second = launch(work, 2, ranks="threads")
+    model.norm = ByHand(model.norm)
+    for sample in (0, 1):
+        ((model(x[[sample]]) - y[[sample]]).square().sum() / y.numel()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close({**first, **second}[name], parameter.grad)

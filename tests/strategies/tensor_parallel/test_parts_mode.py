@@ -48,6 +48,7 @@ def rotated(x):
 # functions of x (4, 6, 8) and weights: w (8, 8), b (8,), table (12, 8)
 CASES = {
     "arithmetic": lambda x, w, b, t: (x * b + 2 - x / 3) ** 2,
+    "without a history": lambda x, w, b, t: x * x.detach() + (x.round() - x).detach_() + x.sin() * x.data,
     "two operands": lambda x, w, b, t: torch.where(x > 0, x, b) + torch.maximum(x, b),
     "activations": lambda x, w, b, t: functional.gelu(x) + functional.silu(x).tanh() - x.clamp(min=-0.5),
     "linear": lambda x, w, b, t: functional.linear(x, w, b),

@@ -24,7 +24,7 @@ from shardwright.analysis.costs import Cost, measured, total
 from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import record_events
-from shardwright.analysis.forward_record import ForwardRecord
+from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.operator_results import cloned
@@ -86,6 +86,8 @@ def cut_events(
     closed = {*closed, *hooked}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
     record, inputs = _recorded(model, example, ())
+    if "" in record.selecting:
+        raise _decides_by_state(model)
     closed |= record.selecting  # only the stage that runs it knows what it selects
     closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
     if "" in closed:
@@ -142,9 +144,11 @@ def _cut(
     if names:
         check_num_names(names, num_chunks)
     if len(sites) < num_chunks:
+        inside = sorted(path for path in record.selecting if path)
+        why = f"; the code of '{inside[0]}' decides by values that only its stage has" if inside else ""
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks",
-            given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights",
+            given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights{why}",
             allowed=f"1 to {len(sites)} chunks, stages times chunks of each",
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
@@ -210,6 +214,15 @@ def _counts(attribute: str) -> LayoutError:
         given="an attribute that is another one after each forward, as a count of calls is",
         allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
         fix="move the count into a module with parameters, which one stage calls, or into the training loop",
+    )
+
+
+def _decides_by_state(model: nn.Module) -> LayoutError:
+    return LayoutError(
+        f"the code of {type(model).__name__} decides by a buffer that each forward changes, and every stage runs it",
+        given="a read of a buffer's value, such as a count of calls, in the model's own forward",
+        allowed="such code in a module inside, which one stage runs; buffers that stay as they are",
+        fix="move the code into a module inside, or leave out pp",
     )
 
 
@@ -388,8 +401,8 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
         a, b = next(iter(record.together))
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks: its modules exchange values on hidden ways",
-            given=f"a tensor of {record.events[a]} that {record.events[min(b, len(record.events) - 1)]} reads, from a "
-            "list or an attribute, or after a write through a view of it",
+            given=f"a tensor of {record.events[a]} that {_at_most(record, b)} reads, from a list "
+            "or an attribute, or after a write through a view of it",
             allowed="values that modules take as arguments and return",
             fix="return the tensor from the module's forward and pass it on; write in place of a view a new tensor",
         )
@@ -454,12 +467,17 @@ def _crossing_bytes(record: ForwardRecord) -> list[int]:
     return list(accumulate(change))[: len(record.events) + 1]
 
 
+def _at_most(record: ForwardRecord, number: int) -> ForwardEvent:
+    """Returns an event by its number; the last one for code behind it."""
+    return record.events[min(number, len(record.events) - 1)]
+
+
 def _check_together(chunked: EventsChunked) -> None:
     for a, b in sorted(chunked.record.together):
         if chunked.chunk_of[a] != chunked.chunk_of[b]:
             raise LayoutError(
                 "a stage would read a tensor that stays on another stage",
-                given=f"a tensor of {chunked.record.events[a]} that {chunked.record.events[b]} reads",
+                given=f"a tensor of {chunked.record.events[a]} that {_at_most(chunked.record, b)} reads",
                 allowed="values that modules take as arguments and return",
                 fix="return the tensor from the module's forward and pass it on, or cut elsewhere",
             )

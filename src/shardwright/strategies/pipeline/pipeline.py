@@ -30,7 +30,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from shardwright.analysis.batch_norms import keeps_state_between_calls
+from torch import Tensor, nn
+
+from shardwright.analysis.batch_norms import batch_norms, keeps_state_between_calls
 from shardwright.analysis.call_graph import Edge
 from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
@@ -174,6 +176,8 @@ class Pipeline:
         weight gradients apart (W), it makes this rank's layers defer these.
         """
         schedule, stages = _placed(plan)
+        for _, norm in batch_norms(job.model):
+            norm.register_forward_hook(_in_one_piece)
         if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
             split_backward(job.model, job.deferred)
 
@@ -216,6 +220,16 @@ class Pipeline:
         Under ``scatter`` they send parts of values, of which the first ranks' may be larger.
         """
         return TrafficCuts(parted=() if plan.scatter_axis is None else (plan.scatter_axis,))
+
+
+def _in_one_piece(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Makes the gradient of a batch norm's output contiguous where the batch has one sample.
+
+    Torch's backward on the CPU takes some gradients of one sample, which are views, for contiguous ones. A stage gets
+    gradients in one piece, so that such views come out of it which do not on one device.
+    """
+    if output.requires_grad and output.shape[:1] == (1,):
+        output.register_hook(Tensor.contiguous)
 
 
 def _computing(stages: StagesT, plan: Plan) -> StagesT:

@@ -153,9 +153,11 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
     # a function in Python may do more with sizes than its operators show
     as_is = planning.as_is and (len(planning.steps) == 1 or not isinstance(function, FunctionType))
-    # of a part that no operator takes, the function reads the size, which must be the whole's: x.expand_as(part)
+    # of a part that no operator takes, the function reads the size, which must be the whole's: x.expand_as(part);
+    # a function without operators reads none, and only it itself does what x.detach() and x.data do
     taken = {id(use) for call in recorded.recording.calls for use in call.operands}
     as_is = as_is and all(each.part is None or id(use) in taken for use, each in zip(uses, tensors, strict=True))
+    as_is = as_is or not planning.steps
     return CallPlan(
         tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given), made,
         as_is and all(map(_is_slot, flat)),

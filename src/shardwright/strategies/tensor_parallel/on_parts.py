@@ -413,12 +413,21 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
 
 def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counter[tuple[str, str, int]]:
     """Returns the number of collectives in one microbatch's forward and backward, by (kind, axis, bytes)."""
+    try:
+        return _rehearsed_with(plan, note, coord, inputs, guess=False)
+    except Exception:  # of the user's own code: a check that has failed, as where the forward was recorded
+        return _rehearsed_with(plan, note, coord, inputs, guess=True)
+
+
+def _rehearsed_with(
+    plan: Plan, note: PartsNote, coord: Coord, inputs: Any, *, guess: bool
+) -> Counter[tuple[str, str, int]]:  # fmt: skip
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     apply_on_parts(model, world.axes(plan.mesh), note, "rehearsal")
     checkpoint_activations(Job(model, model), plan)
     model.eval()
-    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=False):
+    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess):
         outputs = call_model(model, inputs)
         learning = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
