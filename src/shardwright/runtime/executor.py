@@ -52,6 +52,7 @@ from shardwright.plan.schedule import Action, Schedule
 from shardwright.rng import RngTracker
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.timeline import Span
+from shardwright.sharding.tensor_part import tag, tagged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,10 +147,19 @@ class LossOutput:
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
         """Returns a microbatch's loss sum times ``scale``, from which backward starts, and appends to ``sums``."""
         if self.widen:
-            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
+            output = tree_map_only(Tensor, _widened, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         return loss_sum * self.scale if self.scale != 1 else loss_sum
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Returns a tensor in fp32, marked as the same shard of a whole tensor; integers as they are."""
+    if not x.dtype.is_floating_point:
+        return x
+    wide = x.float()
+    tag(wide, tagged(x))
+    return wide
 
 
 @dataclass

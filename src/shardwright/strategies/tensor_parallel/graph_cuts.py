@@ -5,7 +5,7 @@ are not dims of the inputs: the heads of attentions, the inner features of MLPs,
 candidates that are different dims of one tensor exclude each other, because a rank holds a part of one dim only. Those
 that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
-blocks would cost a sum after every layer that reads them.
+blocks would cost a sum after every layer that reads them. The classes of a cross entropy cost three numbers a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
+from shardwright.analysis.run_axes import CLASSES, DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 
@@ -120,7 +120,7 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
     for use in recording.parameters.values():
         for axis in axes.of(use):
             for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
-                if not leaf.whole and leaf.size >= size and leaf not in refused:
+                if leaf.whole in ("", CLASSES) and leaf.size >= size and leaf not in refused:
                     num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
                     found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
     for each in axes.uses:

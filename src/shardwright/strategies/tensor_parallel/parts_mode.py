@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -36,6 +37,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     like,
     plan_call,
 )
+from shardwright.strategies.tensor_parallel.loss_on_parts import cross_entropy_on_parts
 from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
 
 NUM_COPIES = 4
@@ -154,6 +156,10 @@ class PartsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if func is functional.cross_entropy:
+            loss = cross_entropy_on_parts(self.axis, *args, **named)
+            if loss is not None:
+                return loss
         key, tensors = signature_of(func, args, named)
         try:
             planned = self._plans.get(key)

@@ -21,6 +21,7 @@ from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import AppliedStrategy
+from shardwright.runtime.executor import Events
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
@@ -159,17 +160,18 @@ class TensorParallel:
 
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
         gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
-        the modules are wrapped instead and the loss is left as it is: the result then has only the context in which
-        pipeline stages run their calls, or nothing if the layout has no stages. Dropout then draws the numbers of this
+        the modules and the loss are wrapped instead: the result then has the context in which pipeline stages run their
+        calls, if the layout has stages, and a listener that tells which forwards are those of a step. Dropout then draws the numbers of this
         rank's shards, because ``job.rng`` is told which they are.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None
-            frame = apply_on_parts(job.model, axes, note, self.name, stages)
+            frame = apply_on_parts(job.model, job.loss, axes, note, self.name, stages)
             if job.rng is not None and note.axis is not None:
                 job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
-            return AppliedStrategy(frame=frame)
+            events = Events() if frame.output is None else Events(during=frame.output.during)
+            return AppliedStrategy(frame=frame if stages is not None else None, events=events)
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:

@@ -1,0 +1,60 @@
+"""The cross entropy of logits of which each rank holds some classes, wherever code calls ``F.cross_entropy`` on them.
+
+::
+
+    x --> | head: rows of its weight, some classes | --> logits, a part --> | three numbers a token, gathered | --> loss
+
+The model's own code may call it with labels, or a loss beside the model with its output (``output_parts``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.axis import Axis
+from shardwright.operators.vocabulary import cut_cross_entropy
+from shardwright.sharding.tensor_part import ALL, held, tagged
+
+
+def cross_entropy_on_parts(
+    axis: Axis, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """Returns ``F.cross_entropy`` of logits whose classes are cut, or None where they have to be gathered.
+
+    They have to with weights of classes, targets that are probabilities, and where a rank holds no class, or classes
+    that lie between those of another rank, or tokens are cut. In bf16 and fp16 the sums are computed in fp32.
+
+    Shapes: as ``F.cross_entropy``: input (C), (N, C) or (N, C, d1, ...), target the same without the dim of classes.
+    Traffic: three numbers for each token, four with label smoothing, in one all-gather; none in the backward.
+    """
+    part, dim = tagged(input), 1 if input.dim() > 1 else 0
+    cut = part.cuts[dim] if part is not None else None
+    whole = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if cut is None or not whole or tagged(target) is not None or target.is_floating_point():
+        return None
+    assert part is not None
+    if sum(each is not None for each in part.cuts) > 1 or not _is_in_blocks(cut, axis.size):
+        return None
+    narrow = input.dtype in (torch.float16, torch.bfloat16)
+    logits_v = (input.float() if narrow else input).movedim(dim, -1)
+    loss_N, count = cut_cross_entropy(
+        logits_v, target, held(cut, axis.index)[0], len(cut), (axis,), ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
+    loss = loss_N.view(target.shape) if reduction == "none" else loss_N.sum()
+    return (loss / count if reduction == "mean" else loss).to(input.dtype)
+
+
+@lru_cache(maxsize=64)
+def _is_in_blocks(cut: bytes, size: int) -> bool:
+    """Returns whether each rank holds some of a dim's elements, next to each other and after those of the rank before.
+
+    >>> _is_in_blocks(bytes([0, 0, 1]), 2), _is_in_blocks(bytes([0, 1, 0]), 2), _is_in_blocks(bytes([0, 0, 0]), 2)
+    (True, False, False)
+    """
+    return bytes(sorted(cut)) == cut and len(set(cut)) == size and ALL not in cut
