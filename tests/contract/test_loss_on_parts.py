@@ -133,7 +133,7 @@ OTHER = LossCase("other", None, as_loss(reads_logits))
 @cache
 def sent(line: str, name: str) -> list[Counter]:
     """What each rank sends in the second step."""
-    verdict, found = two_steps(line, CASES[name] if name in CASES else OTHER)
+    verdict, found = two_steps(line, CASES.get(name, OTHER))
     assert verdict.equal, str(verdict)
     return [each.recorded[1] for each in found]
 
@@ -216,7 +216,7 @@ def test_the_cross_entropy_of_a_part_is_torch_s(shape, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "why, options",
+    ("why", "options"),
     [("weights", {"weight": torch.ones(4)}), ("probabilities", {}), ("interleaved", {}), ("tokens", {})],
 )
 def test_a_cross_entropy_that_needs_all_classes_is_left_to_whole_logits(why, options):

@@ -32,8 +32,8 @@ class DimAxis:
     """An index that dims of several tensors in a recorded forward share, so that these dims must be sharded alike.
 
     It may be a product of others (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
-    that needs it uncut, or is empty; :data:`CLASSES` if that is a cross entropy over it alone. Those found to be equal are linked; :func:`root` returns the one that represents
-    them.
+    that needs it uncut, or is empty; :data:`CLASSES` if that is a cross entropy over it alone. Those found to be equal
+    are linked; :func:`root` returns the one that represents them.
     """
 
     __slots__ = ("factors", "link", "parts", "size", "whole")
@@ -328,7 +328,8 @@ def axes_of(recording: Recording) -> RunAxes:
                 for axis, dim in zip(found.of(tensor), dims, strict=True):
                     if axis.size > 1:
                         unify(axis, _axis(dim, axes))
-        of_classes = {*relation.operands[0][classes[id(call)]]} if id(call) in classes else ()
+        scores = relation.operands[0] if id(call) in classes else None
+        of_classes = scores[classes[id(call)]] if scores is not None else ()
         for letter, (axis, role) in enumerate(zip(axes, relation.letters.roles, strict=True)):
             if letter in of_classes:
                 _need_whole(axis, CLASSES)

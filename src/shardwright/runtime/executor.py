@@ -245,8 +245,9 @@ class Executor:
     microbatch of each forward, and again before its backward. ``late`` are the parameters whose gradients a strategy
     accumulates itself, before ``after_backward`` has returned. A microbatch without samples runs like any other, on
     tensors with no rows: the microbatch of another rank may have samples, and both ranks must make the same collective
-    calls. ``spans`` are the actions of the last run, each with its start and end by ``clock``; an action's time
-    includes waits in collectives, but not the wait for p2p messages before the action.
+    calls. ``in_action`` says whether an action runs. ``spans`` are the actions of the last run, each with its start and
+    end by ``clock``; an action's time includes waits in collectives, but not the wait for p2p messages before the
+    action.
     """
 
     clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device
@@ -275,7 +276,7 @@ class Executor:
             u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.param_groups
         }
         self._has_run: set[tuple[int, bool]] = set()
-        self._action, self._in_action = Action("F", 0), False
+        self._action, self.in_action = Action("F", 0), False
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._register_hooks()
@@ -323,11 +324,11 @@ class Executor:
             for events in self.events:
                 if events.during is not None:
                     stack.enter_context(events.during(action))
-            before, self._in_action = self._in_action, True
+            before, self.in_action = self.in_action, True
             try:
                 yield
             finally:
-                self._in_action = before
+                self.in_action = before
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
         """Returns the param groups in the order in which the actions of a step complete their gradients.
@@ -411,7 +412,7 @@ class Executor:
             weak_self = ref(self)
 
             def refuse(*_: Any) -> None:
-                if (executor := weak_self()) is not None and not executor._in_action:
+                if (executor := weak_self()) is not None and not executor.in_action:
                     raise _outside("forward", "run.model was called by other code than the run")
 
             self.model.register_forward_pre_hook(refuse, prepend=True)
@@ -432,7 +433,7 @@ class Executor:
         return hook
 
     def _accumulated(self, group: ParamGroup, name: str) -> None:
-        if not self._in_action:
+        if not self.in_action:
             if self.batch_shard.mesh.size > 1:
                 raise _outside("backward", f"'{name}' got a gradient of this rank's samples, which no rank sums")
             return

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import copied
@@ -105,8 +105,8 @@ class PartsNote:
     """The shards (parts) of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
 
     ``parts`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
-    is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``rehearsed`` caches a microbatch's
-    collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
+    is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``rehearsed`` caches a
+    microbatch's collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
     """
 
     axis: str | None
@@ -293,11 +293,17 @@ def apply_on_parts(
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
         given = output if path == "" else None
-        around = partial(_norm_on_parts, mode, held) if is_norm and mode else partial(_on_parts, mode, held, path == "", given)
+        around = (
+            partial(_norm_on_parts, mode, held)
+            if is_norm and mode
+            else partial(_on_parts, mode, held, path == "", given)
+        )
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
-    return PartsFrame(mode, output, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere))
+    return PartsFrame(
+        mode, output, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere)
+    )
 
 
 def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:

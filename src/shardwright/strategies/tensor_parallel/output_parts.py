@@ -108,7 +108,7 @@ def _on_parts(mode: PartsMode, forward: Forward) -> Forward:
     return on_parts
 
 
-class _SeesCrossEntropy(TorchFunctionMode):
+class _CrossEntropyCalls(TorchFunctionMode):
     """Notes whether ``F.cross_entropy`` is called with as many classes as logits that are cut have."""
 
     def __init__(self, num_classes: int) -> None:
@@ -135,7 +135,7 @@ def _takes_classes(loss: nn.Module, output: Any, parts: list[TensorPart]) -> boo
         part = tagged(x)
         return torch.empty(x.shape if part is None else part.shape, dtype=x.dtype, device="meta")
 
-    seen = _SeesCrossEntropy(cut[0])
+    seen = _CrossEntropyCalls(cut[0])
     try:
         with torch.no_grad(), seen:
             loss(tree_map_only(Tensor, on_meta, output), _class_targets(logits))

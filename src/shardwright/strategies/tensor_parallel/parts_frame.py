@@ -50,8 +50,9 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
 class PartsFrame:
     """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
-    ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the weights that
-    are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their own.
+    ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the
+    weights that are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their
+    own.
     """
 
     mode: PartsMode | None

@@ -161,8 +161,8 @@ class TensorParallel:
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
         gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
         the modules and the loss are wrapped instead: the result then has the context in which pipeline stages run their
-        calls, if the layout has stages, and a listener that tells which forwards are those of a step. Dropout then draws the numbers of this
-        rank's shards, because ``job.rng`` is told which they are.
+        calls, if the layout has stages, and a listener that tells which forwards are those of a step. Dropout then
+        draws the numbers of this rank's shards, because ``job.rng`` is told which they are.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
