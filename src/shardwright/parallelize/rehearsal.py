@@ -257,12 +257,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard."""
+    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard; ties stay."""
+    made: dict[str, nn.Parameter] = {}
     for _, module, own, name in list(owners(model)):
         whole = module._parameters[own]
         assert whole is not None
-        held = torch.empty(plan.compute[name].local_shape(coord), dtype=whole.dtype, device="meta")
-        module._parameters[own] = nn.Parameter(held, requires_grad=whole.requires_grad)
+        if name not in made:
+            held = torch.empty(plan.compute[name].local_shape(coord), dtype=whole.dtype, device="meta")
+            made[name] = nn.Parameter(held, requires_grad=whole.requires_grad)
+        module._parameters[own] = made[name]
     for path, module in model.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
             layout = plan.buffers.get(f"{path}.{own}".lstrip("."))

@@ -85,6 +85,12 @@ def share_cut(plan: Plan) -> float:
     return next((each.share for each in shares(plan) if each.factor == factor), 0.0)
 
 
+def work_cut(plan: Plan) -> float:
+    """Returns the share of the FLOPs of a plan's operators that tensor parallelism divides, from 0 to 1."""
+    factor = str(plan.layout.factor("tp"))
+    return next((each.flops or 0.0 for each in shares(plan) if each.factor == factor), 0.0)
+
+
 @dataclass(frozen=True)
 class StoredParts:
     """How one weight is sharded between steps along ``dim``, over the axes that cut samples.

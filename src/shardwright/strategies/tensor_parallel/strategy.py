@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import ClassVar, Literal
@@ -18,6 +18,7 @@ from shardwright.mesh import Coord
 from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
+from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import AppliedStrategy
@@ -35,6 +36,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     place_on_parts,
     share_cut,
     traffic_on_parts,
+    work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
@@ -139,7 +141,10 @@ class TensorParallel:
         # of other code a record tells whether it reads the weights of the layers that would be cut
         if _is_known(job.model) and least > 1:
             return known
-        return place_on_parts(job, plan, mode, least, known) or known
+        on_parts = place_on_parts(job, plan, mode, min(least, share) if least <= 1 else least, known)
+        if on_parts is not None and (share_cut(on_parts) >= least or _cuts_more_work(on_parts, known, job)):
+            return on_parts
+        return known
 
     def _without_selected(self, job: Job, mode: Mode) -> Job:
         """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
@@ -184,6 +189,14 @@ class TensorParallel:
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
         return traffic_cuts(plan)
+
+
+def _cuts_more_work(on_parts: Plan, known: Plan, job: Job) -> bool:
+    """Returns whether one plan cuts most of the FLOPs and the other does not, as where its share is a table alone."""
+    assert job.graph is not None, "its operators were recorded"
+    run = job.graph.run
+    before = work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
+    return before < ENOUGH <= work_cut(on_parts)
 
 
 def _is_known(model: nn.Module) -> bool:

@@ -1,10 +1,12 @@
-"""The cross entropy of logits of which each rank holds some classes, wherever code calls ``F.cross_entropy`` on them.
+"""Lookups in tables and cross entropies of which each rank holds some tokens or classes, wherever code calls them.
 
 ::
 
+    tokens --> | some rows of the table, zeros for others | --sum--> x
     x --> | head: rows of its weight, some classes | --> logits, a part --> | three numbers a token, gathered | --> loss
 
-The model's own code may call it with labels, or a loss beside the model with its output (``output_parts``).
+The model's own code may call ``F.cross_entropy`` with labels, or a loss beside the model with its output
+(``output_parts``). A table that is the head's weight too is cut once, for both.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.comm.autograd import partial_to_whole
 from shardwright.comm.axis import Axis
-from shardwright.operators.vocabulary import cut_cross_entropy
+from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
 from shardwright.sharding.tensor_part import ALL, held, tagged
 
 
@@ -48,6 +51,29 @@ def cross_entropy_on_parts(
     )  # fmt: skip
     loss = loss_N.view(target.shape) if reduction == "none" else loss_N.sum()
     return (loss / count if reduction == "mean" else loss).to(input.dtype)
+
+
+def embedding_on_parts(
+    axis: Axis, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Returns ``F.embedding`` from a table whose rows are cut, or None where the table has to be gathered.
+
+    It has to where rows are renormalized or their gradients scaled or sparse, and where the table is cut otherwise.
+
+    Shapes: as ``F.embedding``: input (...), weight (V / cut, H); returns (..., H), whole.
+    Traffic: one all-reduce of the result; none in the backward.
+    """
+    part = tagged(weight)
+    cut = part.cuts[0] if part is not None else None
+    if cut is None or max_norm is not None or scale_grad_by_freq or sparse or tagged(input) is not None:
+        return None
+    assert part is not None
+    if part.cuts[1] is not None or not _is_in_blocks(cut, axis.size):
+        return None
+    padding = padding_idx + len(cut) if padding_idx is not None and padding_idx < 0 else padding_idx
+    rows = cut_embedding(input, weight, held(cut, axis.index)[0], len(cut), (), (), padding)
+    return partial_to_whole(rows, axis)
 
 
 @lru_cache(maxsize=64)

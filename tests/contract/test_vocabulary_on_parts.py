@@ -1,4 +1,4 @@
-"""Logits of which each rank holds some classes stay parts until the loss, beside the model or inside of it."""
+"""Tables and logits of which each rank holds some rows or classes: lookups, and losses beside the model or inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import MeanLoss, ModelLoss
 from shardwright.parallelize.planning import structural_copy
 from shardwright.sharding.tensor_part import part_of, tag
-from shardwright.strategies.tensor_parallel.loss_on_parts import cross_entropy_on_parts
+from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 22, 8, 5
@@ -66,6 +66,27 @@ class Language(nn.Module):
 class GivesLogits(Language):
     def forward(self, tokens):
         return self.scores(tokens)
+
+
+class Tied(GivesLogits):
+    """Its table is its head's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table.padding_idx = 3
+        self.head.weight = self.table.weight
+
+
+class Positions(GivesLogits):
+    """A table of positions beside that of tokens, and one of two kinds of tokens: neither is worth a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.kinds = nn.Embedding(4 * TOKENS, WIDTH), nn.Embedding(2, WIDTH)
+
+    def forward(self, tokens):
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1])) + self.kinds(tokens % 2)
+        return self.head(self.blocks[1](self.blocks[0](x)))
 
 
 class GivesBoth(Language):
@@ -127,6 +148,8 @@ class LossCase(Case):
 
 CASES = {name: LossCase(name, None, loss) for name, loss in LOSSES.items()}
 CASES["labels"] = LossCase("labels", None, ModelLoss(shifted=True), kind=GivesBoth)
+CASES["tied"] = LossCase("tied", None, CrossEntropy(), kind=Tied)
+CASES["positions"] = LossCase("positions", None, CrossEntropy(), kind=Positions)
 OTHER = LossCase("other", None, as_loss(reads_logits))
 
 
@@ -145,9 +168,18 @@ def test_a_loss_on_classes_that_are_cut_is_that_of_one_device_and_sends_what_it_
     case = CASES.get(name, OTHER)
     plan, _ = planned(line, case)
     assert isinstance(plan.notes[""], PartsNote)
-    assert plan.compute["head.weight"].local_shape(plan.mesh.coord(0))[0] < CLASSES
+    cut = {each for each, at in plan.compute.items() if at.local_shape(plan.mesh.coord(0))[0] < at.shape[0]}
+    assert "table.weight" in cut
+    assert "head.weight" in cut or name == "tied"
+    assert "places.weight" not in cut or "d" in line.split("/")[-1]  # grids cut each weight once more between steps
     check_equal(line, case)
     check_traffic(line, case)
+
+
+def test_what_is_looked_up_in_a_table_is_summed_and_no_table_is_gathered():
+    for name in ("ours", "tied", "positions"):
+        times = Counter({key[3]: times for key, times in sent("tp2", name)[0].items() if key[1] == "all_reduce"})
+        assert times == {SAMPLES * TOKENS * WIDTH * 8: 6}  # the table, 2 blocks twice, and the gradient at the head
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,3 +261,27 @@ def test_a_cross_entropy_that_needs_all_classes_is_left_to_whole_logits(why, opt
         return cross_entropy_on_parts(world.axis("tp", [(0, 1)]), logits, targets, **options)
 
     assert launch(work, 2, ranks="threads") == [None, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 5}, {"padding_idx": -1}])
+def test_rows_looked_up_in_a_part_are_torch_s(options):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(7, 3, dtype=torch.float64, generator=generator).requires_grad_()
+    tokens = torch.tensor([[0, 6, 5], [3, 4, 6]])
+    expected = functional.embedding(tokens, table, **options)
+    (expected * torch.arange(6).view(2, 3, 1)).sum().backward()
+    part = part_of((7, 3), [bytes([0, 0, 0, 0, 1, 1, 1]), None])
+
+    def work(world):
+        local = table.detach()[slice(0, 4) if world.rank == 0 else slice(4, 7)].clone().requires_grad_()
+        tag(local, part)
+        axis = world.axis("tp", [(0, 1)])
+        assert embedding_on_parts(axis, tokens, local, max_norm=1.0) is None
+        rows = embedding_on_parts(axis, tokens, local, **options)
+        (rows * torch.arange(6).view(2, 3, 1)).sum().backward()
+        return rows.detach(), local.grad
+
+    found = launch(work, 2, ranks="threads")
+    for rows, _ in found:
+        torch.testing.assert_close(rows, expected.detach())
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), table.grad)
