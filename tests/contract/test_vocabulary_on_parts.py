@@ -19,8 +19,8 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import MeanLoss, ModelLoss
 from shardwright.parallelize.planning import structural_copy
 from shardwright.sharding.tensor_part import part_of, tag
-from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 22, 8, 5
 LINES = ["tp2", "tp3 dp2/zero3", "tp4/2d", "tp2x2x2/2.5d", "pp2/1f1b mb2 tp2"]

@@ -6,7 +6,8 @@ candidates that are different dims of one tensor exclude each other, because a r
 that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
 blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
-cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a token.
+cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
+token.
 """
 
 from __future__ import annotations
@@ -139,11 +140,11 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
     for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
         found[leaf].in_output = True  # it is gathered at the end: inner axes come first
     samples = axes.of_samples(recording.inputs)
-    for use in lookups:
-        table, index = use.call.operands
+    for lookup in lookups:
+        index = lookup.call.operands[1]
         sizes = [root(axis).size for axis in axes.of(index) if not samples.isdisjoint(leaves(axis))]
-        is_large = sizes and use.axis.size >= LARGE_TABLE * prod(index.shape) // prod(sizes)
-        for leaf in [leaf for leaf in set(leaves(use.axis)) & found.keys() if not is_large]:
+        is_large = sizes and lookup.axis.size >= LARGE_TABLE * prod(index.shape) // prod(sizes)
+        for leaf in [leaf for leaf in set(leaves(lookup.axis)) & found.keys() if not is_large]:
             if not (found[leaf].in_output or leaf.whole == CLASSES):
                 del found[leaf]  # a small table, or one of positions: a sum of all tokens would save little
     for dims in axes.dims.values():

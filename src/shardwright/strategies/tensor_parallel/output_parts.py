@@ -1,8 +1,8 @@
 """Keeps the output of a model on tensor shards (parts) in shards, from the output head to the loss.
 
 Where the classes of the logits are cut, the loss needs three numbers of each token from every rank
-(``vocabulary_on_parts``), and no logits: of a vocabulary of 128,000 tokens those of one token take half a megabyte on every rank, and their
-gradient as much again.
+(``vocabulary_on_parts``), and no logits: of a vocabulary of 128,000 tokens those of one token take half a megabyte on
+every rank, and their gradient as much again.
 """
 
 from __future__ import annotations

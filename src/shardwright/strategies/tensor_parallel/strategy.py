@@ -17,8 +17,8 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
 from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
-from shardwright.plan.option import StrategyOption
 from shardwright.plan.operator_work import operator_work
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import AppliedStrategy
