@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from tests.contract.cases import Case, check_equal, check_traffic, planned, two_steps
+from tests.contract.cases import Case, check_equal, check_traffic, job_of, planned, two_steps
 from torch import nn
 from torch.nn import functional
 
@@ -19,6 +19,7 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import MeanLoss, ModelLoss
 from shardwright.parallelize.planning import structural_copy
 from shardwright.sharding.tensor_part import part_of, tag
+from shardwright.strategies.tensor_parallel import graph_cuts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
@@ -285,3 +286,18 @@ def test_rows_looked_up_in_a_part_are_torch_s(options):
     for rows, _ in found:
         torch.testing.assert_close(rows, expected.detach())
     torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), table.grad)
+
+
+@pytest.mark.parametrize("name", ["ours", "tied"])
+def test_a_small_table_is_cut_only_if_it_is_the_output_head(name, monkeypatch):
+    monkeypatch.setattr(graph_cuts, "LARGE_TABLE", CLASSES)
+    run = job_of("tp2", CASES[name]).graph.run
+    cut = graph_cuts.graph_cuts(CASES[name].model, run.recording, run.axes, 2).parts
+    assert ("table.weight" in cut) == (name == "tied")
+    assert all(f"blocks.{number}.up" in cut for number in range(2))
+
+
+def test_a_step_in_bf16_takes_the_loss_of_parts_in_fp32():
+    case = CASES["a lambda"]
+    verdict = sw.verify(case.model, "tp2 bf16", case.batches, loss=case.loss)
+    assert verdict.equal, str(verdict)
