@@ -166,10 +166,11 @@ def test_a_loss_on_cut_classes_and_its_gradient_are_torch_s(name, size, ignore_i
             left = by_sample[: by_sample.index(name) + 1]
             take.append(move(axes, name, "rows", lambda i, n=name, left=left: part(S, mesh, left, {**coord, n: i})))
         local = logits_SNV.detach()[..., classes.start : classes.stop].requires_grad_()
-        loss, count = cut_cross_entropy(
+        loss_N, count = cut_cross_entropy(
             local, targets_SN[own.start : own.stop], classes.start, size, [axes[n] for n in reversed(by_class)],
             ignore_index=ignore_index, label_smoothing=smoothing, take=take,
         )  # fmt: skip
+        loss = loss_N.sum()
         close(loss.detach(), share_S.detach()[own.start : own.stop].sum())
         assert count == (targets_SN[own.start : own.stop] != ignore_index).sum()
         factor = 1.0 + own.start  # shows whose gradient is whose

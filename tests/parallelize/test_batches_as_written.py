@@ -389,6 +389,23 @@ def test_the_model_may_be_called_by_hand_where_that_gives_its_output(line):
         torch.testing.assert_close(found, expected) if "spatial" not in line else None
 
 
+@pytest.mark.parametrize("line", ["tp2", "tp3 dp2"])
+def test_the_model_called_by_hand_gives_all_classes_where_the_loss_takes_them_cut(line):
+    mlp = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+    model, x = nn.Sequential(nn.Embedding(22, 8), *mlp, nn.Linear(8, 22)), torch.arange(6)
+    expected = model(x).detach()
+
+    def work(run):
+        assert run.plan.activations["(output)"], "the head's classes are cut"
+        before = run.model(x)
+        with torch.no_grad():
+            return before.detach(), run.model(x), run.predict(x)
+
+    for each in on_ranks(line, work, model, example=x):
+        for found in each:
+            torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("line", ["pp2 mb2", "tp2x2/2d", "tp2/sp"])
 def test_the_model_called_by_hand_is_refused_where_that_would_be_wrong(line):
     for text in on_ranks(line, lambda run: refused(run.model, X)):

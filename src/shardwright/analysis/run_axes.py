@@ -12,6 +12,7 @@ The order of the operators does not matter, so operators that write in place nee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,14 +24,16 @@ from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.sharding.tensor_part import ALL
 
 MISMATCH = "two views of it do not match"
+CLASSES = "cross_entropy"
+"""Why the classes of a cross entropy are whole, if nothing else needs them: its sums over them can be added up."""
 
 
 class DimAxis:
     """An index that dims of several tensors in a recorded forward share, so that these dims must be sharded alike.
 
     It may be a product of others (``factors``) or a concatenation of them (``parts``). ``whole`` names the operator
-    that needs it uncut, or is empty. Those found to be equal are linked; :func:`root` returns the one that represents
-    them.
+    that needs it uncut, or is empty; :data:`CLASSES` if that is a cross entropy over it alone. Those found to be equal
+    are linked; :func:`root` returns the one that represents them.
     """
 
     __slots__ = ("factors", "link", "parts", "size", "whole")
@@ -114,9 +117,10 @@ def _concatenation(axes: Sequence[DimAxis]) -> DimAxis:
 
 def _need_whole(axis: DimAxis, why: str) -> None:
     axis = root(axis)
-    axis.whole = axis.whole or why
+    if axis.whole in ("", CLASSES):
+        axis.whole = why
     for inner in axis.inner:
-        if not root(inner).whole:
+        if root(inner).whole in ("", CLASSES) and root(inner).whole != why:
             _need_whole(inner, why)
 
 
@@ -312,6 +316,7 @@ def axes_of(recording: Recording) -> RunAxes:
     """
     found = RunAxes()
     backward = {id(call) for calls in recording.functions.values() for call in calls}
+    classes = {id(call): dim for pair, dim in _cross_entropies(recording) for call in pair}
     for call in chain(recording.calls, *recording.functions.values()):
         tensors = (*call.operands, *call.results)
         if all(tensor.kind == "constant" for tensor in tensors):
@@ -323,8 +328,12 @@ def axes_of(recording: Recording) -> RunAxes:
                 for axis, dim in zip(found.of(tensor), dims, strict=True):
                     if axis.size > 1:
                         unify(axis, _axis(dim, axes))
-        for axis, role in zip(axes, relation.letters.roles, strict=True):
-            if (
+        scores = relation.operands[0] if id(call) in classes else None
+        of_classes = scores[classes[id(call)]] if scores is not None else ()
+        for letter, (axis, role) in enumerate(zip(axes, relation.letters.roles, strict=True)):
+            if letter in of_classes:
+                _need_whole(axis, CLASSES)
+            elif (
                 role is Role.WHOLE
                 or (call.is_hidden and id(call) not in backward)
                 or (role is not Role.SAME and id(call) in backward)
@@ -333,6 +342,16 @@ def axes_of(recording: Recording) -> RunAxes:
             elif role is not Role.SAME:
                 found.uses.append(AxisUse(call, axis, role))
     return found
+
+
+def _cross_entropies(recording: Recording) -> Iterator[tuple[tuple[RecordedCall, RecordedCall], int]]:
+    """Yields the two operators of each cross entropy, a log-softmax that only an unweighted loss reads, and its dim."""
+    made = {call.results[0]: call for call in recording.calls if call.name == "_log_softmax"}
+    num_reads = Counter(chain(recording.outputs, *(call.operands for call in recording.calls)))
+    for call in recording.calls:
+        scores = call.operands[0] if call.name == "nll_loss_forward" and len(call.operands) == 2 else None
+        if scores in made and num_reads[scores] == 1:
+            yield (made[scores], call), len(scores.shape) - 1
 
 
 def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:

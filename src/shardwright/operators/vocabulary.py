@@ -138,14 +138,14 @@ def cut_cross_entropy(
     label_smoothing: float,
     take: Sequence[OperandMove] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Computes cross entropy of logits whose classes are sharded over ``axes``; returns its (sum, count) over tokens.
+    """Computes cross entropy of logits whose classes are sharded over ``axes``: of each token, 0 where it is ignored.
 
     Tokens whose target is ``ignore_index`` do not count. This rank's classes, of ``vocabulary`` in all, begin at
     ``start``. The ranks exchange their largest logit, their sum of exponentials, the target's logit and, with label
     smoothing, the sum of their logits; from these each computes its shard of the softmax. If the logits are of more
-    samples than this rank's own, ``take`` gathers the targets too; the sum is of this rank's own samples.
+    samples than this rank's own, ``take`` gathers the targets too; the losses are of this rank's own samples.
 
-    Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns a 0-d sum and a 0-d int64 count.
+    Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns (tokens) and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for
         each gather of ``take``, one of the targets forward and one of a number for each token backward.
     Raises: IndexError: a target outside of the classes (on an accelerator, an assertion on the device). PlanError:
@@ -162,4 +162,4 @@ def cut_cross_entropy(
     loss_N: Tensor = _CutCrossEntropy.apply(
         logits_Nv, targets_N, start, vocabulary, label_smoothing, tuple(axes), moves
     )
-    return loss_N.masked_fill(~counted, 0.0).sum(), counted.sum()
+    return loss_N.masked_fill(~counted, 0.0), counted.sum()

@@ -32,6 +32,7 @@ from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.outputs import join_by_hand
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
@@ -260,6 +261,7 @@ def _run_of(
     work = next((each.work for each in applied if each.work is not None), None)
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
+    join_by_hand(executor, plan, axes, shard)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every)
 
 

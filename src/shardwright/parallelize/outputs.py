@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.comm.agreement import gather_json, tensor_digest
+from shardwright.comm.autograd import cut_to_whole
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.parallelize.rank_check import some_elements
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import OUTPUT, Plan
+from shardwright.runtime.executor import Executor
 
 _ALIKE = (bool, str, type(None))
 """The types of values that a prediction returns as they are: numbers are not, since they may count or sum samples."""
@@ -107,6 +110,27 @@ def join_parts(output: Any, plan: Plan, axes: Mapping[str, Axis], shard: BatchSh
         output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))
         joined.append(cut.axis)
     return shard.join(output, axes, plan.row_moves.get(OUTPUT, ())) if plan.token_axes else output
+
+
+def join_by_hand(executor: Executor, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> None:
+    """Makes calls of the model outside of the run's steps return whole features, where steps leave them cut.
+
+    Traffic: in such a call, one all-gather over each axis that cuts features.
+    """
+    if not plan.activations.get(OUTPUT) or executor.refuses_calls:
+        return
+    held_by = ref(executor)  # Python cannot collect cycles through such a hook
+
+    def whole(_: nn.Module, given: Any, output: Any) -> Any:
+        executor, joined = held_by(), list[str]()
+        if executor is None or executor.in_action:
+            return output
+        for cut in reversed(plan.activations[OUTPUT]):
+            output = cut_to_whole(output, axes[cut.axis], cut.dim, _output_sizes(plan, shard, cut.axis, joined))
+            joined.append(cut.axis)
+        return output
+
+    executor.model.register_forward_hook(whole, prepend=True)
 
 
 def _output_sizes(plan: Plan, shard: BatchShard, axis: str, joined: Sequence[str]) -> list[int]:

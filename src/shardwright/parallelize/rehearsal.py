@@ -42,6 +42,7 @@ from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategies.pipeline.scatter import WholeShapes, may_scatter, whole_shapes
+from shardwright.strategies.tensor_parallel.output_parts import starts_of
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
@@ -214,7 +215,7 @@ def _values_on_parts(
             sent: dict[int, Sent] = {chunk: Counter() for chunk in range(stages.num_chunks)}
             starts: dict[int, Sequence[Tensor]] = {}
             with torch.enable_grad(), on_meta(job.model, guess=True):  # as modules inside of stages were recorded
-                stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum())
+                stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum(job.loss))
                 for kind, number, chunk in schedule.actions[0]:
                     with world.recorder.recording() as records:
                         if kind == "F":
@@ -237,11 +238,17 @@ def _values_on_parts(
 
 
 class _OutputSum:
-    """A stand-in for the loss: the sum of all outputs that need a gradient."""
+    """A stand-in for the loss: the loss itself of logits of which a rank holds some classes, or the sum of all outputs.
+
+    It has class targets for the loss, and else no targets, without which a loss cannot be called.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Returns a scalar that depends on every output that needs a gradient."""
-        learning = [leaf.sum() for leaf in _tensors(output) if leaf.requires_grad]
+        """Returns a scalar that depends on every output that needs a gradient and that the loss reads."""
+        learning = [start.sum() for start in starts_of(self.loss, output)]
         return torch.stack(learning).sum() if learning else torch.zeros((), requires_grad=True)
 
 
@@ -250,12 +257,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard."""
+    """Replaces every parameter and buffer by a meta tensor in the shape of this rank's shard; ties stay."""
+    made: dict[str, nn.Parameter] = {}
     for _, module, own, name in list(owners(model)):
         whole = module._parameters[own]
         assert whole is not None
-        held = torch.empty(plan.compute[name].local_shape(coord), dtype=whole.dtype, device="meta")
-        module._parameters[own] = nn.Parameter(held, requires_grad=whole.requires_grad)
+        if name not in made:
+            held = torch.empty(plan.compute[name].local_shape(coord), dtype=whole.dtype, device="meta")
+            made[name] = nn.Parameter(held, requires_grad=whole.requires_grad)
+        module._parameters[own] = made[name]
     for path, module in model.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
             layout = plan.buffers.get(f"{path}.{own}".lstrip("."))

@@ -53,6 +53,7 @@ from shardwright.plan.schedule import Action, Schedule
 from shardwright.rng import RngTracker
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.timeline import Span
+from shardwright.sharding.tensor_part import tag, tagged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,10 +148,19 @@ class LossOutput:
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
         """Returns a microbatch's loss sum times ``scale``, from which backward starts, and appends to ``sums``."""
         if self.widen:
-            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
+            output = tree_map_only(Tensor, _widened, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         return loss_sum * self.scale if self.scale != 1 else loss_sum
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Returns a tensor in fp32, marked as the same shard of a whole tensor; integers as they are."""
+    if not x.dtype.is_floating_point:
+        return x
+    wide = x.float()
+    tag(wide, tagged(x))
+    return wide
 
 
 @dataclass
@@ -243,8 +253,9 @@ class Executor:
     microbatch of each forward, and again before its backward. ``late`` are the parameters whose gradients a strategy
     accumulates itself, before ``after_backward`` has returned. A microbatch without samples runs like any other, on
     tensors with no rows: the microbatch of another rank may have samples, and both ranks must make the same collective
-    calls. ``spans`` are the actions of the last run, each with its start and end by ``clock``; an action's time
-    includes waits in collectives, but not the wait for p2p messages before the action.
+    calls. ``in_action`` says whether an action runs. ``spans`` are the actions of the last run, each with its start and
+    end by ``clock``; an action's time includes waits in collectives, but not the wait for p2p messages before the
+    action.
     """
 
     clock: Callable[[], Moment] = staticmethod(perf_counter)  # of spans; Run.timeline sets that of the rank's device
@@ -273,7 +284,7 @@ class Executor:
             u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.param_groups
         }
         self._has_run: set[tuple[int, bool]] = set()
-        self._action, self._in_action = Action("F", 0), False
+        self._action, self.in_action = Action("F", 0), False
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._register_hooks()
@@ -321,11 +332,11 @@ class Executor:
             for events in self.events:
                 if events.during is not None:
                     stack.enter_context(events.during(action))
-            before, self._in_action = self._in_action, True
+            before, self.in_action = self.in_action, True
             try:
                 yield
             finally:
-                self._in_action = before
+                self.in_action = before
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
         """Returns the param groups in the order in which the actions of a step complete their gradients.
@@ -409,7 +420,7 @@ class Executor:
             weak_self = ref(self)
 
             def refuse(*_: Any) -> None:
-                if (executor := weak_self()) is not None and not executor._in_action:
+                if (executor := weak_self()) is not None and not executor.in_action:
                     raise _outside("forward", "run.model was called by other code than the run")
 
             self.model.register_forward_pre_hook(refuse, prepend=True)
@@ -430,7 +441,7 @@ class Executor:
         return hook
 
     def _accumulated(self, group: ParamGroup, name: str) -> None:
-        if not self._in_action:
+        if not self.in_action:
             if self.batch_shard.mesh.size > 1:
                 raise _outside("backward", f"'{name}' got a gradient of this rank's samples, which no rank sums")
             return

@@ -5,7 +5,9 @@ are not dims of the inputs: the heads of attentions, the inner features of MLPs,
 candidates that are different dims of one tensor exclude each other, because a rank holds a part of one dim only. Those
 that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
-blocks would cost a sum after every layer that reads them.
+blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
+cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
+token.
 """
 
 from __future__ import annotations
@@ -21,9 +23,16 @@ from torch import nn
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
+from shardwright.analysis.run_axes import CLASSES, DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
+
+LARGE_TABLE = 2
+"""A table that is no output head is cut if it has so many rows for each token of a sample that is looked up in it.
+
+Chosen, not measured: a vocabulary has many times the tokens of a sample, and a table of kinds of tokens a few rows. In
+a table of positions all samples look up the same, so it is not cut.
+"""
 
 _FEATURES = {
     ("linear", 1): 0, ("linear", 2): 0, ("mm", 1): 1, ("addmm", 0): 0, ("addmm", 2): 1, ("add", 0): 0, ("add", 1): 0,
@@ -114,21 +123,30 @@ def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection
     """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
     given = (*recording.inputs, *recording.marked_inputs)
     refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
-    refused |= {leaf for use in axes.uses if use.role is Role.LOOKUP for leaf in leaves(use.axis)}
+    lookups = [each for each in axes.uses if each.role is Role.LOOKUP]
+    refused |= {leaf for use in lookups if any(use.call.args[3:]) for leaf in leaves(use.axis)}  # scaled, or sparse
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
     found: dict[DimAxis, _Candidate] = {}
     for use in recording.parameters.values():
         for axis in axes.of(use):
             for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
-                if not leaf.whole and leaf.size >= size and leaf not in refused:
+                if leaf.whole in ("", CLASSES) and leaf.size >= size and leaf not in refused:
                     num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
                     found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
     for each in axes.uses:
-        if each.role is Role.SUM:
+        if each.role is not Role.SAME:
             for leaf in set(leaves(each.axis)) & found.keys():
                 found[leaf].num_sent += 2 * sum(prod(result.shape) for result in each.call.results)
     for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
         found[leaf].in_output = True  # it is gathered at the end: inner axes come first
+    samples = axes.of_samples(recording.inputs)
+    for lookup in lookups:
+        index = lookup.call.operands[1]
+        sizes = [root(axis).size for axis in axes.of(index) if not samples.isdisjoint(leaves(axis))]
+        is_large = sizes and lookup.axis.size >= LARGE_TABLE * prod(index.shape) // prod(sizes)
+        for leaf in [leaf for leaf in set(leaves(lookup.axis)) & found.keys() if not is_large]:
+            if not (found[leaf].in_output or leaf.whole == CLASSES):
+                del found[leaf]  # a small table, or one of positions: a sum of all tokens would save little
     for dims in axes.dims.values():
         _exclude([set(leaves(axis)) & found.keys() for axis in dims], found)
         for axis in dims:

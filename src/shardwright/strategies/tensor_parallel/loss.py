@@ -50,10 +50,11 @@ class LossNote(OperatorNote):
         over = tuple(rank.axes[name] for name in reversed(self.vocabulary.names))
 
         def forward(logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return cut_cross_entropy(
+            loss_N, count = cut_cross_entropy(
                 logits_V, targets, start, self.vocabulary.size, over, ignore_index=module.ignore_index,
                 label_smoothing=module.label_smoothing, take=gathers,
             )  # fmt: skip
+            return loss_N.sum(), count
 
         rank.operator(module, "cross entropy of cut classes", forward)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import copied
@@ -42,6 +42,7 @@ from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import ActivationCut, Job, Plan
+from shardwright.plan.schedule import Action
 from shardwright.plan.shares import shares
 from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice
@@ -50,6 +51,7 @@ from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
+from shardwright.strategies.tensor_parallel.output_parts import OutputParts, starts_of
 from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
@@ -83,6 +85,12 @@ def share_cut(plan: Plan) -> float:
     return next((each.share for each in shares(plan) if each.factor == factor), 0.0)
 
 
+def work_cut(plan: Plan) -> float:
+    """Returns the share of the FLOPs of a plan's operators that tensor parallelism divides, from 0 to 1."""
+    factor = str(plan.layout.factor("tp"))
+    return next((each.flops or 0.0 for each in shares(plan) if each.factor == factor), 0.0)
+
+
 @dataclass(frozen=True)
 class StoredParts:
     """How one weight is sharded between steps along ``dim``, over the axes that cut samples.
@@ -103,8 +111,8 @@ class PartsNote:
     """The shards (parts) of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
 
     ``parts`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
-    is the plain model on the meta device, from which traffic is rehearsed. ``rehearsed`` caches a microbatch's
-    collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
+    is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``rehearsed`` caches a
+    microbatch's collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
     """
 
     axis: str | None
@@ -112,6 +120,7 @@ class PartsNote:
     parts: Mapping[str, TensorPart]
     stored: Mapping[str, StoredParts]
     model: nn.Module
+    loss: nn.Module
     rehearsed: dict[Any, Counter[tuple[str, str, int]]] = field(default_factory=dict)
 
 
@@ -169,7 +178,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     rows = tuple(axis.name for axis in mode.row_axes)
     plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
-    return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
+    return plan.note("", PartsNote(name, rows, parts, stored, job.model, job.loss), by=mode.name, rung=Rung.ON_PARTS)
 
 
 def _attention_of(model: nn.Module, name: str) -> set[str]:
@@ -256,18 +265,19 @@ def _store_parts(
 
 
 def apply_on_parts(
-    model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str, stages: EventStages | None = None
-) -> PartsFrame | None:
-    """Wraps every module of a rank's model so that it runs on tensor shards; the model's outputs are all-gathered.
+    model: nn.Module, loss: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str,
+    stages: EventStages | None = None,
+) -> PartsFrame:  # fmt: skip
+    """Wraps every module of a rank's model, and the loss, so that they run on tensor shards.
 
-    With ``stages``, pipeline stages do not call the model itself: a :class:`PartsFrame` is returned that does the same
-    around the calls of a stage, and modules whose code the stages run call by call are not wrapped. Otherwise None is
-    returned.
+    With ``stages``, pipeline stages do not call the model itself: the :class:`PartsFrame` that is returned does the
+    same around the calls of a stage, and modules whose code the stages run call by call are not wrapped.
     """
     if note.rows:
         norms = (*batch_norms(model), *derived_batch_norms(model))
         share_statistics((norm for _, norm in norms), [axes[name] for name in note.rows], by=by)
     mode = PartsMode(axes[note.axis]) if note.axis is not None else None
+    output = OutputParts(model, loss, mode, by, stages is not None) if mode is not None else None
     own: dict[str, list[HeldPart]] = {}
     for path, module, name, whole in owners(model):
         if whole in note.parts or whole in note.stored:
@@ -288,13 +298,18 @@ def apply_on_parts(
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
-        around = partial(_norm_on_parts, mode, held) if is_norm and mode else partial(_on_parts, mode, held, path == "")
+        given = output if path == "" else None
+        around = (
+            partial(_norm_on_parts, mode, held)
+            if is_norm and mode
+            else partial(_on_parts, mode, held, path == "", given)
+        )
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
-    if stages is None:
-        return None
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
-    return PartsFrame(mode, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere))
+    return PartsFrame(
+        mode, output, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere)
+    )
 
 
 def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
@@ -310,7 +325,9 @@ def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Call
     return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, part)
 
 
-def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, forward: Forward) -> Forward:
+def _on_parts(
+    mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, output: OutputParts | None, forward: Forward
+) -> Forward:
     tags = [each for each in held if each.fetch is None]
     stored = [(each, each.fetch) for each in held if each.fetch is not None]
 
@@ -329,7 +346,7 @@ def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, 
         finally:
             for each, _, tensor in before:
                 each.store[each.name] = tensor
-        return tree_map_only(Tensor, mode.whole, outputs) if is_model and mode is not None else outputs
+        return outputs if output is None else output.give(outputs)
 
     return on_parts
 
@@ -347,7 +364,7 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) 
         tag(output, part)
         return output
 
-    run = _on_parts(mode, held, False, forward)
+    run = _on_parts(mode, held, False, None, forward)
     return wraps(forward)(on_parts)
 
 
@@ -424,11 +441,13 @@ def _rehearsed_with(
 ) -> Counter[tuple[str, str, int]]:  # fmt: skip
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
-    apply_on_parts(model, world.axes(plan.mesh), note, "rehearsal")
+    loss = copied(note.loss, {})
+    output = apply_on_parts(model, loss, world.axes(plan.mesh), note, "rehearsal").output
     checkpoint_activations(Job(model, model), plan)
     model.eval()
     with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess):
-        outputs = call_model(model, inputs)
-        learning = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with nullcontext() if output is None else output.during(Action("F", 0)):
+            outputs = call_model(model, inputs)
+        learning = starts_of(loss, outputs)
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
     return Counter((record.kind, record.axis, record.num_bytes) for record in records)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardwright.sharding.tensor_part import TensorPart, tag
+from shardwright.strategies.tensor_parallel.output_parts import OutputParts
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 
 
@@ -50,11 +50,13 @@ def tag_all(parts: Sequence[HeldPart]) -> None:
 class PartsFrame:
     """The context in which a pipeline stage runs chunks of a model on tensor shards (a ``ForwardFrame``).
 
-    ``mode`` is None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the weights that
-    are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their own.
+    ``mode`` and ``output`` are None if only samples are cut. ``tags`` are the tensors to mark as shards; ``stored`` the
+    weights that are sharded at rest, by name, of which those in ``everywhere`` are read by other modules than their
+    own.
     """
 
     mode: PartsMode | None
+    output: OutputParts | None
     tags: Sequence[HeldPart]
     stored: Mapping[str, Sequence[HeldPart]]
     everywhere: frozenset[str]
@@ -91,8 +93,8 @@ class PartsFrame:
                 dict.__setitem__(store, own, tensor)
 
     def give(self, output: Any) -> Any:
-        """Returns the model's output with cut dims all-gathered. Traffic: one all-gather for each dim that is cut."""
-        return output if self.mode is None else tree_map_only(Tensor, self.mode.whole, output)
+        """Returns the model's output as the loss takes it (:meth:`OutputParts.give`), with the traffic of that."""
+        return output if self.output is None else self.output.give(output)
 
     def repeat(self, path: str, times: int, total: int) -> None:
         """Does nothing: running on tensor shards does not depend on how often a module was called."""

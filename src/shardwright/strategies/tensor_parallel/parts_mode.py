@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -37,6 +38,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     plan_call,
 )
 from shardwright.strategies.tensor_parallel.ready_calls import ReadyCall, has_part, signature_of
+from shardwright.strategies.tensor_parallel.vocabulary_on_parts import cross_entropy_on_parts, embedding_on_parts
 
 NUM_COPIES = 4
 """The number of recent tensors whose summed gradient is shared, so that q, k and v layers need one all-reduce."""
@@ -67,6 +69,12 @@ _OF_PARTS = frozenset(
 """The functions that give for a shard the same answer as for the whole, or concern the shard itself."""
 _ANSWERED = frozenset((*_SIZES_OF_WHOLE, Tensor.size, *_READS, *_OF_PARTS))
 
+
+_OF_VOCABULARY: Mapping[Any, Callable[..., Tensor | None]] = {
+    functional.cross_entropy: cross_entropy_on_parts,
+    functional.embedding: embedding_on_parts,
+}
+"""Functions with sums of their own over the ranks that hold other rows of a table, or other classes."""
 
 _RESHAPES_IN_PLACE = frozenset(
     (Tensor.unsqueeze_, Tensor.squeeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_)
@@ -154,6 +162,10 @@ class PartsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if func in _OF_VOCABULARY:
+            found = _OF_VOCABULARY[func](self.axis, *args, **named)
+            if found is not None:
+                return found
         key, tensors = signature_of(func, args, named)
         try:
             planned = self._plans.get(key)

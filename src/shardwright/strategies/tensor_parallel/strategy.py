@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import ClassVar, Literal
@@ -17,10 +17,12 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
 from shardwright.plan.alike_ranks import TrafficCuts
 from shardwright.plan.event_stages import EventStages
+from shardwright.plan.operator_work import operator_work
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import AppliedStrategy
+from shardwright.runtime.executor import Events
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
@@ -34,6 +36,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     place_on_parts,
     share_cut,
     traffic_on_parts,
+    work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
@@ -138,7 +141,10 @@ class TensorParallel:
         # of other code a record tells whether it reads the weights of the layers that would be cut
         if _is_known(job.model) and least > 1:
             return known
-        return place_on_parts(job, plan, mode, least, known) or known
+        on_parts = place_on_parts(job, plan, mode, min(least, share) if least <= 1 else least, known)
+        if on_parts is not None and (share_cut(on_parts) >= least or _cuts_more_work(on_parts, known, job)):
+            return on_parts
+        return known
 
     def _without_selected(self, job: Job, mode: Mode) -> Job:
         """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
@@ -159,17 +165,18 @@ class TensorParallel:
 
         Returns the callbacks of the training step that finish their collectives, and the names of the weights whose
         gradients are final only then. If the plan is to run the model's own forward on tensor shards (``PartsNote``),
-        the modules are wrapped instead and the loss is left as it is: the result then has only the context in which
-        pipeline stages run their calls, or nothing if the layout has no stages. Dropout then draws the numbers of this
-        rank's shards, because ``job.rng`` is told which they are.
+        the modules and the loss are wrapped instead: the result then has the context in which pipeline stages run their
+        calls, if the layout has stages, and a listener that tells which forwards are those of a step. Dropout then
+        draws the numbers of this rank's shards, because ``job.rng`` is told which they are.
         """
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None
-            frame = apply_on_parts(job.model, axes, note, self.name, stages)
+            frame = apply_on_parts(job.model, job.loss, axes, note, self.name, stages)
             if job.rng is not None and note.axis is not None:
                 job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
-            return AppliedStrategy(frame=frame)
+            events = Events() if frame.output is None else Events(during=frame.output.during)
+            return AppliedStrategy(frame=frame if stages is not None else None, events=events)
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
@@ -182,6 +189,14 @@ class TensorParallel:
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
         return traffic_cuts(plan)
+
+
+def _cuts_more_work(on_parts: Plan, known: Plan, job: Job) -> bool:
+    """Returns whether one plan cuts most of the FLOPs and the other does not, as where its share is a table alone."""
+    assert job.graph is not None, "its operators were recorded"
+    run = job.graph.run
+    before = work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
+    return before < ENOUGH <= work_cut(on_parts)
 
 
 def _is_known(model: nn.Module) -> bool:

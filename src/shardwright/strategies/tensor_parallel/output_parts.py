@@ -1,0 +1,144 @@
+"""Keeps the output of a model on tensor shards (parts) in shards, from the output head to the loss.
+
+Where the classes of the logits are cut, the loss needs three numbers of each token from every rank
+(``vocabulary_on_parts``), and no logits: of a vocabulary of 128,000 tokens those of one token take half a megabyte on
+every rank, and their gradient as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.models.model_loss import ModelLoss
+from shardwright.plan.schedule import Action
+from shardwright.sharding.tensor_part import TensorPart, tagged
+from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+
+
+class OutputParts:
+    """Decides whether the output of a model on tensor shards leaves it as shards, and runs the loss on these.
+
+    It does in a forward with gradients of a training step, if the model computes the loss itself, or if the loss calls
+    ``F.cross_entropy`` on logits whose classes are cut. To find that out a loss is called once on meta tensors, with
+    class targets for each token. Everywhere else the output is all-gathered: in predictions and evaluations, where the
+    loss reads the logits otherwise, and where a user has registered a hook on the model. ``in_step`` says that every
+    forward with gradients is one of a step, as it is in pipeline stages; else :meth:`during` says which are.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, mode: PartsMode, by: str, in_step: bool = False) -> None:
+        self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
+        self._taken: dict[tuple[TensorPart, ...], bool] = {}
+        if not isinstance(loss, ModelLoss):
+            wrap(loss, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=partial(_on_parts, mode))
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """Returns a context around an action of a step, in which the output may leave the model as shards."""
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        finally:
+            self._in_step = before
+
+    def give(self, output: Any) -> Any:
+        """Returns the model's output as the loss takes it: as shards, or all-gathered.
+
+        Traffic: one all-gather for each dim that is cut; none if the output stays in shards.
+        """
+        if self._in_step and torch.is_grad_enabled() and self._takes_parts(output):
+            return output
+        return tree_map_only(Tensor, self.mode.whole, output)
+
+    def _takes_parts(self, output: Any) -> bool:
+        parts = _parts_of(output)
+        if not parts or any(_of_user(hook) for hook in self.model._forward_hooks.values()):
+            return False
+        key = tuple(parts)
+        if key not in self._taken:
+            self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self.loss, output, parts)
+        return self._taken[key]
+
+
+def starts_of(loss: nn.Module, output: Any) -> list[Tensor]:
+    """Returns the tensors from which a rehearsed forward's backward starts: the loss of a rank's shard, or the outputs.
+
+    ``output`` is what the model gives in a step, on the meta device.
+    """
+    parts = _parts_of(output)
+    if parts and not isinstance(loss, ModelLoss):
+        output = loss(output, _class_targets(parts[0]))[0]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _class_targets(logits: TensorPart) -> Tensor:
+    """Returns class targets on the meta device for logits cut by classes: the shape is that without their dim."""
+    shape = [size for size, cut in zip(logits.shape, logits.cuts, strict=True) if cut is None]
+    return torch.zeros(shape, dtype=torch.int64, device="meta")
+
+
+def _parts_of(output: Any) -> list[TensorPart]:
+    found = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return [part for part in found if part is not None]
+
+
+def _of_user(hook: Callable[..., Any]) -> bool:
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("shardwright.")
+
+
+def _on_parts(mode: PartsMode, forward: Forward) -> Forward:
+    """Wraps a loss to run on tensor shards, if the output that it gets has any."""
+
+    @wraps(forward)
+    def on_parts(output: Any, targets: Any) -> Any:
+        if not _parts_of(output):
+            return forward(output, targets)
+        with mode:
+            return tree_map_only(Tensor, mode.whole, forward(output, targets))
+
+    return on_parts
+
+
+class _CrossEntropyCalls(TorchFunctionMode):
+    """Notes whether ``F.cross_entropy`` is called with as many classes as logits that are cut have."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes, self.called = num_classes, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.cross_entropy:
+            logits = args[0] if args else (kwargs or {})["input"]
+            self.called |= logits.shape[min(1, logits.dim() - 1)] == self.num_classes
+        return func(*args, **(kwargs or {}))
+
+
+def _takes_classes(loss: nn.Module, output: Any, parts: list[TensorPart]) -> bool:
+    """Returns whether a loss calls ``F.cross_entropy`` on the only output of which ranks hold parts, cut by classes."""
+    (logits, *others) = parts
+    cut = [size for size, cut in zip(logits.shape, logits.cuts, strict=True) if cut is not None]
+    if others or len(cut) > 1:
+        return False
+
+    def on_meta(x: Tensor) -> Tensor:
+        part = tagged(x)
+        return torch.empty(x.shape if part is None else part.shape, dtype=x.dtype, device="meta")
+
+    seen = _CrossEntropyCalls(cut[0])
+    try:
+        with torch.no_grad(), seen:
+            loss(tree_map_only(Tensor, on_meta, output), _class_targets(logits))
+    except Exception:  # of a user's loss, which may read values: whatever it raises, its logits are gathered
+        return False
+    return seen.called
