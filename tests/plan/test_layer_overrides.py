@@ -87,6 +87,7 @@ LINES = ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d", "dp2 tp2"]
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("mlp", [Scaled, Untraceable])
+@pytest.mark.filterwarnings("ignore:.*a decision by a sum")  # Untraceable has one
 @pytest.mark.sampled(4)
 def test_a_pair_that_no_trace_follows_is_cut_when_asked_for(mlp, line):
     names = [f"layers.{n}.mlp.{layer}.weight" for n in range(2) for layer in ("up", "gate", "down")]
@@ -128,6 +129,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("line", ["tp3", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("hidden", [HIDDEN, WIDTH])
+@pytest.mark.filterwarnings("ignore:.*a decision by a sum")  # Turned has one
 def test_a_row_that_is_called_before_its_column_is_an_error_that_names_it_and_helps(hidden, line):
     roles = {"layers.*.mlp.up": "row", "layers.*.mlp.down": "column"}
     plain = model(lambda: Turned(hidden))

@@ -460,6 +460,7 @@ def test_blocks_that_hold_other_functions_or_lists_are_not_alike():
     assert alike_blocks(blocks).number == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*a decision by a sum")
 def test_code_that_reads_values_of_activations_is_refused_and_of_inputs_priced():
     class Reads(nn.Linear):
         of_inputs = False

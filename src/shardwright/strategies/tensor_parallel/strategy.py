@@ -141,10 +141,11 @@ class TensorParallel:
         # of other code a record tells whether it reads the weights of the layers that would be cut
         if _is_known(job.model) and least > 1:
             return known
-        on_parts = place_on_parts(job, plan, mode, min(least, share) if least <= 1 else least, known)
-        if on_parts is not None and (share_cut(on_parts) >= least or _cuts_more_work(on_parts, known, job)):
-            return on_parts
-        return known
+        on_parts = place_on_parts(job, plan, mode, least, known)
+        if on_parts is None and ENOUGH <= share < least <= 1:
+            on_parts = place_on_parts(job, plan, mode, share, known)
+            on_parts = on_parts if on_parts is not None and _cuts_more_work(on_parts, known, job) else None
+        return on_parts or known
 
     def _without_selected(self, job: Job, mode: Mode) -> Job:
         """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
