@@ -151,7 +151,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     >>> import warnings
     >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
     >>> from shardwright.models.given_loss import as_loss
-    >>> with warnings.catch_warnings(record=True) as given:
+    >>> with warnings.catch_warnings(record=True, action="always") as given:
     ...     warn_of_loss(as_loss(contrastive), torch.ones(2, 3), torch.zeros(2))
     >>> str(given[0].message)[:52]
     'the loss takes mm over all samples of a batch, which'
