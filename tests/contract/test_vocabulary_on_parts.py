@@ -346,6 +346,21 @@ def test_the_cross_entropy_of_a_part_is_torch_s(shape, options, dtype):
     torch.testing.assert_close(torch.cat([gradient for _, gradient in found], dim), logits.grad, **near)
 
 
+def test_the_cross_entropy_of_a_part_stays_in_float32_under_autocast():
+    logits, targets = torch.tensor([[0.1, 0.2, 0.4, 0.8]], dtype=torch.bfloat16), torch.tensor([2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = functional.cross_entropy(logits, targets)
+
+    def work(world):
+        local = logits[:, 2 * world.rank :][:, :2].clone()
+        tag(local, part_of((1, 4), (None, bytes([0, 0, 1, 1]))))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy_on_parts(world.axis("tp", [(0, 1)]), local, targets)
+
+    for found in launch(work, 2, ranks="threads"):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("why", "options"),
     [("weights", {"weight": torch.ones(4)}), ("probabilities", {}), ("interleaved", {}), ("tokens", {})],
