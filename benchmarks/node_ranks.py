@@ -47,7 +47,8 @@ def main():
             finally:
                 sys.stdout.flush()
                 os._exit(code)
-    sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks))
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks]  # negative for a signal
+    sys.exit(int(any(codes)))
 
 
 if __name__ == "__main__":

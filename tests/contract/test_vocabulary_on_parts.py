@@ -11,6 +11,8 @@ import torch
 from tests.contract.cases import Case, check_equal, check_traffic, job_of, planned, two_steps
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.comm.launch import launch
@@ -215,6 +217,102 @@ def test_what_reads_the_output_elsewhere_gets_the_whole_of_it():
         torch.testing.assert_close(loss.double(), (total / count).detach())
 
 
+class OwnBackward(torch.autograd.Function):
+    """A sum of cross entropies with a backward of its own, which would not know that its logits are shards."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits, targets)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, targets = ctx.saved_tensors
+        return gradient * (logits.softmax(-1) - functional.one_hot(targets, logits.shape[-1])), None
+
+
+def own_backward(output, targets):
+    return OwnBackward.apply(output, targets), targets.numel()
+
+
+def recomputed(output, targets):
+    def summed(output, targets):
+        return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    return checkpoint(summed, output, targets, use_reentrant=False), targets.numel()
+
+
+def written(output, targets):
+    output[..., 0] = -9.0
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def hooked(output, targets):
+    output.register_hook(lambda gradient: gradient / gradient.shape[-1])
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+@pytest.mark.parametrize("loss", [own_backward, recomputed, written, hooked])
+def test_a_loss_that_shards_do_not_suit_gets_whole_logits(loss):
+    check_equal("tp2", LossCase(loss.__name__, None, as_loss(loss)))
+
+
+class Counting(nn.Module):
+    """A loss that keeps state: it is the mean cross entropy times the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, output, targets):
+        self.calls = self.calls + 1
+        loss = functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+        return loss * self.calls, targets.numel()
+
+
+@pytest.mark.parametrize("line", ["tp2", "dp2"])
+def test_looking_at_a_loss_leaves_its_state_alone(line):
+    case = LossCase("counting", None, Counting())
+    (tokens, labels), model = case.batches[0], case.model
+    total, count = Counting()(model(tokens), labels)
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=case.loss, example=tokens)
+        (part,) = run.shard([(tokens, labels)])
+        return [run.step(part) for _ in range(2)]
+
+    for first, second in launch(work, 2, ranks="threads"):
+        torch.testing.assert_close(first.double(), (total / count).detach())
+        torch.testing.assert_close(second, 2 * first)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # tokens have no gradient
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook", "of all modules"])
+def test_a_hook_of_a_backward_of_the_model_gets_the_whole_gradient(kind):
+    case, seen = CASES["ours"], []
+    (tokens, labels), model = case.batches[0], case.model
+    total, count = case.loss(model(tokens), labels)
+
+    def note(module, *gradients):
+        if isinstance(module, GivesLogits):
+            seen.append(gradients[-1][0].shape)
+
+    def work(world):
+        run = sw.parallelize(model, "tp2", world, loss=case.loss, example=tokens)
+        (part,) = run.shard([(tokens, labels)])
+        if kind == "of all modules":
+            handle = register_module_full_backward_hook(note)
+        else:
+            handle = getattr(run.model, kind)(note)
+        loss = run.step(part)
+        handle.remove()
+        return loss
+
+    for loss in launch(work, 2, ranks="threads"):
+        torch.testing.assert_close(loss.double(), (total / count).detach())
+    assert set(seen) == {(SAMPLES, TOKENS, CLASSES)}
+
+
 OPTIONS = [
     {"reduction": "mean", "ignore_index": 2}, {"reduction": "none", "label_smoothing": 0.3}, {"reduction": "sum"},
 ]  # fmt: skip
@@ -246,6 +344,21 @@ def test_the_cross_entropy_of_a_part_is_torch_s(shape, options, dtype):
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), **near)
     torch.testing.assert_close(torch.cat([gradient for _, gradient in found], dim), logits.grad, **near)
+
+
+def test_the_cross_entropy_of_a_part_stays_in_float32_under_autocast():
+    logits, targets = torch.tensor([[0.1, 0.2, 0.4, 0.8]], dtype=torch.bfloat16), torch.tensor([2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = functional.cross_entropy(logits, targets)
+
+    def work(world):
+        local = logits[:, 2 * world.rank :][:, :2].clone()
+        tag(local, part_of((1, 4), (None, bytes([0, 0, 1, 1]))))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy_on_parts(world.axis("tp", [(0, 1)]), local, targets)
+
+    for found in launch(work, 2, ranks="threads"):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -301,9 +301,10 @@ def test_code_that_torch_does_not_run_in_bf16_is_named(function):
     assert verify(Computes(lambda y: torch.fft.fft(y.float()).real.to(y.dtype)), "dp2 bf16", [BATCH], loss=LOSS).equal
 
 
-def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too():
+@pytest.mark.parametrize("text", ["no such thing", "expected scalar type Long but found Float"])
+def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too(text):
     def fails(y):
-        raise RuntimeError("no such thing")
+        raise RuntimeError(text)
 
     model = Computes(fails)
 
@@ -311,7 +312,7 @@ def test_an_error_of_the_models_own_is_raised_as_it_is_in_bf16_too():
         run = parallelize(model, "dp2 bf16", world, loss=LOSS)
         run.step(next(run.shard([BATCH])))
 
-    with pytest.raises(RankFailedError, match="no such thing"):
+    with pytest.raises(RankFailedError, match=text):
         launch(work, 2, ranks="threads")
 
 

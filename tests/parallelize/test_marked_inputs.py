@@ -229,6 +229,18 @@ def test_an_input_that_has_the_size_of_the_batch_by_accident_is_told_how_to_be_m
     assert sw.verify(Added(4, 2), "dp2", [(marked, torch.zeros(4, dtype=torch.int64))]).equal
 
 
+def test_an_error_of_ours_gets_no_hint_of_marks():
+    model, inputs, targets = Added(4, 2), (torch.ones(4, 4), torch.ones(4, 1)), torch.zeros(4, 3, dtype=torch.int64)
+
+    def work(world):
+        run = sw.parallelize(model, "dp2", world)
+        with pytest.raises(PlanError, match="targets") as failed:
+            run.step(next(run.shard([(inputs, targets)])))
+        return getattr(failed.value, "__notes__", [])
+
+    assert sw.launch(work, 2, ranks="threads") == [[], []]
+
+
 def test_a_batch_of_one_tensor_gets_no_hint_of_marks():
     plain, batch = nn.Sequential(nn.Linear(4, 2), nn.Unflatten(0, (4, 1))), (torch.ones(4, 4), torch.ones(4, 1, 2))
     with pytest.raises(RuntimeError) as failed:

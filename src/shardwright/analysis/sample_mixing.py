@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.copying import copied
 from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse, record_forward
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
@@ -144,8 +145,8 @@ def warn_of_meeting(where: str, function: str, stacklevel: int) -> None:
 def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
 
-    The loss is run once on meta tensors like a model's ``output`` and its ``targets``, but for the number of samples.
-    Nothing is said of a loss that does not run so.
+    A copy of the loss is run on meta tensors like a model's ``output`` and its ``targets``, but for the number of
+    samples. Nothing is said of a loss that does not run so.
 
     >>> import warnings
     >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
@@ -170,7 +171,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     outputs = set(map(id, sample_tensors(inputs[0])))
     try:
         with torch.random.fork_rng(devices=()):
-            recording = record_forward(loss, inputs)
+            recording = record_forward(copied(loss, {}), inputs)  # a copy: the loss may keep state
     except Exception:  # of the user's own code, on tensors without values
         return
     learning = [use for x, use in zip(sample_tensors(inputs), recording.inputs, strict=True) if id(x) in outputs]

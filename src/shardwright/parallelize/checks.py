@@ -230,8 +230,8 @@ def explained(plan: Plan) -> Iterator[None]:
         raise
 
 
-_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype|scalar type")
-"""What errors of torch say about an operator that does not run in a dtype, or on tensors of several."""
+_DTYPES = re.compile(r"BFloat16|bfloat16|\bHalf\b|float16|same dtype")
+"""What errors of torch say about an operator that does not run in bf16 or fp16, or on such tensors and others."""
 
 
 def check_trains(plan: Plan) -> None:

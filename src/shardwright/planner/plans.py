@@ -383,7 +383,8 @@ class Plans:
     def notes(self) -> list[tuple[str, str]]:
         """Returns what to know of the prices, each as a word and a text.
 
-        XX which layouts gradients are summed in other dtypes.
+        They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
+        how long a slow host would take, and under which layouts gradients are summed in other dtypes.
         """
         found = [("offloaded", each) for each in self._offloaded()]
         if not self.is_measured:

@@ -44,7 +44,7 @@ from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
-from shardwright.errors import PlanError
+from shardwright.errors import ExplainedError, PlanError
 from shardwright.models.losses import sum_and_count
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard
@@ -229,7 +229,8 @@ class WholeModel:
             return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
         except (RuntimeError, ValueError, IndexError) as failure:
             is_part = microbatch.num_global is None or len(microbatch.samples) < microbatch.num_global
-            if is_part and (hint := hint_of_samples(microbatch.inputs)):
+            is_known = isinstance(failure, ExplainedError | torch.OutOfMemoryError)
+            if is_part and not is_known and (hint := hint_of_samples(microbatch.inputs)):
                 failure.add_note(hint)
             raise
 

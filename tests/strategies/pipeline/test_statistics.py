@@ -171,3 +171,23 @@ def test_a_batch_norm_of_one_sample_has_right_gradients_on_a_stage():
         ((model(x[[sample]]) - y[[sample]]).square().sum() / y.numel()).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close({**first, **second}[name], parameter.grad)
+
+
+class Columns(nn.Module):
+    """A layer by einsum, which no rule knows, and a batch norm of its features, of which tp holds parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(*size) / 3) for size in ((4 * W, W), (W, 4 * W)))
+        self.norm = nn.BatchNorm1d(4 * W)
+
+    def forward(self, x):
+        y = self.norm(torch.einsum("biw,oi->bow", x, self.up)).relu()
+        return x + torch.einsum("biw,oi->bow", y, self.down)
+
+
+def test_a_batch_norm_of_one_sample_of_which_ranks_hold_parts_runs_on_a_stage():
+    torch.manual_seed(0)
+    model = nn.Sequential(Columns(), Columns(), nn.Flatten(), nn.Linear(3 * W, 2))
+    verdict = verify(model, "pp2/1f1b dp2 tp2", [(torch.randn(2, W, 3), torch.tensor([1, 0]))])
+    assert verdict.equal, str(verdict)

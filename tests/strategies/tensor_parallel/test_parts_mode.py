@@ -182,6 +182,18 @@ def test_a_write_to_a_view_of_a_gathered_part_is_refused(write):
         run_on_threads(Mesh(tp=2), work)
 
 
+@pytest.mark.parametrize("place", [(..., 0), (slice(None), 3)])
+def test_a_write_to_one_element_of_a_dim_that_is_cut_is_refused(place):
+    def work(axes):
+        x = torch.ones(2, 2)
+        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with PartsMode(axes["tp"]):
+            x[place] = 5.0
+
+    with pytest.raises((PlanError, RankFailedError), match="writes to a tensor of which each rank holds a part"):
+        run_on_threads(Mesh(tp=2), work)
+
+
 def test_a_users_hook_on_the_gradient_of_a_part_is_refused():
     def work(axes):
         x = torch.ones(2, 2, requires_grad=True)

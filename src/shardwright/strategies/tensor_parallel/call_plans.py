@@ -185,6 +185,7 @@ class _Planning:
         self.parts: dict[int, TensorPart | None] = {}
         self.steps: list[OperatorStep] = []
         self.learning: set[int] = set()
+        self.lost: set[int] = set()  # views of all-gathered copies: what is written there is lost
         self.as_is = True
 
     def slot(self, use: TensorUse, part: TensorPart | None = None, learns: bool = False) -> int:
@@ -197,15 +198,19 @@ class _Planning:
 
     def call(self, call: RecordedCall) -> None:
         slots = [self.slot(use) for use in call.operands]
+        if self.lost.intersection(self.slot(use) for use in call.written):
+            raise WriteToPartError(call.name)
         cut = {slot for slot in slots if self.parts[slot] is not None}
         if not cut:
             self._add(call, OperatorStep(call.function, call.args, call.named, (), ()), [None] * len(call.results))
+            self._note_views(call, set())
             return
         relation = relation_of(call)
         gathered: set[int] = set()
         while True:
             try:
                 self._on_parts(call, relation, slots, gathered)
+                self._note_views(call, gathered)
                 return
             except _GatherFirstError as found:
                 more = cut - gathered if found.slot is None else {found.slot} - gathered
@@ -216,6 +221,14 @@ class _Planning:
                 if gathered >= cut:
                     raise NotOnPartsError(call.name) from None
                 gathered |= cut
+
+    def _note_views(self, call: RecordedCall, gathered: set[int]) -> None:
+        """Adds the results of a call to ``lost`` if they are views of operands that were all-gathered."""
+        returns = getattr(getattr(call.function, "_schema", None), "returns", ())
+        if any(each.alias_info for each in returns) and (self.lost | gathered).intersection(
+            map(self.slot, call.operands)
+        ):
+            self.lost.update(map(self.slot, call.results))
 
     def _on_parts(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
         written = {self.slot(use) for use in call.written}

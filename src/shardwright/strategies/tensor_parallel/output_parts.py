@@ -7,38 +7,48 @@ every rank, and their gradient as much again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.autograd_graph import nodes_behind
+from shardwright.analysis.copying import copied
+from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.meta_values import keep_values
+from shardwright.analysis.structure import HOOKS
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.schedule import Action
 from shardwright.sharding.tensor_part import TensorPart, tagged
-from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.strategies.tensor_parallel.parts_mode import PartsMode, writes
 
 
 class OutputParts:
     """Decides whether the output of a model on tensor shards leaves it as shards, and runs the loss on these.
 
     It does in a forward with gradients of a training step, if the model computes the loss itself, or if the loss calls
-    ``F.cross_entropy`` on logits whose classes are cut. To find that out a loss is called once on meta tensors, with
-    class targets for each token. Everywhere else the output is all-gathered: in predictions and evaluations, where the
-    loss reads the logits otherwise, and where a user has registered a hook on the model. ``in_step`` says that every
-    forward with gradients is one of a step, as it is in pipeline stages; else :meth:`during` says which are.
+    ``F.cross_entropy`` on logits whose classes are cut. To find that out a copy of the loss runs once on meta tensors,
+    with class targets for each token. Everywhere else the output is all-gathered: in predictions and evaluations, where
+    the loss reads the logits otherwise, writes in place, or has code of its own in the backward, and where a user has
+    registered a hook on the model, the loss, or all modules. ``in_step`` says that every forward with gradients is one
+    of a step, as it is in pipeline stages; else :meth:`during` says which are.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, mode: PartsMode, by: str, in_step: bool = False) -> None:
         self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
         self._taken: dict[tuple[TensorPart, ...], bool] = {}
         if not isinstance(loss, ModelLoss):
+            self._on_meta = _meta_copy(loss)
             wrap(loss, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=partial(_on_parts, mode))
 
     @contextmanager
@@ -61,11 +71,11 @@ class OutputParts:
 
     def _takes_parts(self, output: Any) -> bool:
         parts = _parts_of(output)
-        if not parts or any(_of_user(hook) for hook in self.model._forward_hooks.values()):
+        if not parts or _has_any_global_hook() or _has_hook_of_user(self.model) or _has_hook_of_user(self.loss):
             return False
         key = tuple(parts)
         if key not in self._taken:
-            self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self.loss, output, parts)
+            self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self._on_meta, output, parts)
         return self._taken[key]
 
 
@@ -91,8 +101,17 @@ def _parts_of(output: Any) -> list[TensorPart]:
     return [part for part in found if part is not None]
 
 
-def _of_user(hook: Callable[..., Any]) -> bool:
-    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("shardwright.")
+def _has_hook_of_user(module: nn.Module) -> bool:
+    """Returns whether a module has a hook other than this library's: it would get shards, or results without marks."""
+    hooks = (getattr(hook, "func", hook) for name in HOOKS for hook in getattr(module, name).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("shardwright.") for hook in hooks)
+
+
+def _meta_copy(loss: nn.Module) -> nn.Module:
+    """Returns a copy of a loss on the meta device: a call of it changes no state of the loss."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in loss.parameters()}
+    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in loss.buffers()})
+    return copied(loss, memo)
 
 
 def _on_parts(mode: PartsMode, forward: Forward) -> Forward:
@@ -108,12 +127,17 @@ def _on_parts(mode: PartsMode, forward: Forward) -> Forward:
     return on_parts
 
 
-class _CrossEntropyCalls(TorchFunctionMode):
-    """Notes whether ``F.cross_entropy`` is called with as many classes as logits that are cut have."""
+class _LossCalls(TorchFunctionMode):
+    """Notes whether a loss calls ``F.cross_entropy`` with as many classes as logits that are cut have.
+
+    It also notes what shards do not allow: writes in place, hooks and gradients inside of the loss, and hooks of saved
+    tensors, by which a recomputation runs in the backward, where it would not know of the shards.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.num_classes, self.called = num_classes, False
+        self.num_classes, self.called, self.needs_whole = num_classes, False, False
+        self._hooks = _top_saved_tensors_default_hooks(True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -121,24 +145,37 @@ class _CrossEntropyCalls(TorchFunctionMode):
         if func is functional.cross_entropy:
             logits = args[0] if args else (kwargs or {})["input"]
             self.called |= logits.shape[min(1, logits.dim() - 1)] == self.num_classes
+        self.needs_whole |= func in _NEEDS_WHOLE or _top_saved_tensors_default_hooks(True) != self._hooks
+        self.needs_whole |= writes(func) and isinstance(args[0], Tensor) and args[0].is_floating_point()
         return func(*args, **(kwargs or {}))
 
 
+_NEEDS_WHOLE = frozenset((Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad))
+
+
 def _takes_classes(loss: nn.Module, output: Any, parts: list[TensorPart]) -> bool:
-    """Returns whether a loss calls ``F.cross_entropy`` on the only output of which ranks hold parts, cut by classes."""
+    """Returns whether a loss calls ``F.cross_entropy`` on the only output of which ranks hold parts, cut by classes.
+
+    ``loss`` is a copy on the meta device.
+    """
     (logits, *others) = parts
     cut = [size for size, cut in zip(logits.shape, logits.cuts, strict=True) if cut is not None]
     if others or len(cut) > 1:
         return False
 
-    def on_meta(x: Tensor) -> Tensor:
+    def as_meta(x: Tensor) -> Tensor:
         part = tagged(x)
-        return torch.empty(x.shape if part is None else part.shape, dtype=x.dtype, device="meta")
+        made = torch.empty(x.shape if part is None else part.shape, dtype=x.dtype, device="meta")
+        return made.requires_grad_(x.requires_grad).view_as(made)  # no leaf, as an output is none: code may write to it
 
-    seen = _CrossEntropyCalls(cut[0])
+    seen = _LossCalls(cut[0])
     try:
-        with torch.no_grad(), seen:
-            loss(tree_map_only(Tensor, on_meta, output), _class_targets(logits))
+        with torch.enable_grad(), on_meta(loss, guess=False):
+            output = tree_map_only(Tensor, as_meta, output)
+            with seen:
+                given = loss(output, _class_targets(logits))
+        behind = nodes_behind(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+        has_own_backward = any(isinstance(node, BackwardCFunction) for node in behind)
     except Exception:  # of a user's loss, which may read values: whatever it raises, its logits are gathered
         return False
-    return seen.called
+    return seen.called and not seen.needs_whole and not has_own_backward

@@ -130,7 +130,7 @@ class PartsMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not has_part(args) and not (kwargs and has_part(kwargs.values())):
-            if self._gathered and _writes(func):
+            if self._gathered and writes(func):
                 self._check_write(func, args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
@@ -182,7 +182,7 @@ class PartsMode(TorchFunctionMode):
     def on_whole(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs a call that cannot run on shards on tensors that are all-gathered first."""
         name = getattr(func, "__name__", str(func))
-        if _writes(func):
+        if writes(func):
             raise _no_write(name)
         self.gathered[name] += 1
         flat, spec = tree_flatten((args, named))
@@ -285,7 +285,7 @@ class PartsMode(TorchFunctionMode):
 
 
 @lru_cache(maxsize=1024)
-def _writes(func: Any) -> bool:
+def writes(func: Any) -> bool:
     """Returns whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
     name = getattr(func, "__name__", "")
     inside = name.strip("_")

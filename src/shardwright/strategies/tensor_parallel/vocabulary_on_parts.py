@@ -30,7 +30,8 @@ def cross_entropy_on_parts(
     """Returns ``F.cross_entropy`` of logits whose classes are cut, or None where they have to be gathered.
 
     They have to with weights of classes, targets that are probabilities, and where a rank holds no class, or classes
-    that lie between those of another rank, or tokens are cut. In bf16 and fp16 the sums are computed in fp32.
+    that lie between those of another rank, or tokens are cut. In bf16 and fp16 the sums are computed in fp32, in which
+    they stay under autocast, as torch's do.
 
     Shapes: as ``F.cross_entropy``: input (C), (N, C) or (N, C, d1, ...), target the same without the dim of classes.
     Traffic: three numbers for each token, four with label smoothing, in one all-gather; none in the backward.
@@ -50,7 +51,9 @@ def cross_entropy_on_parts(
         label_smoothing=label_smoothing,
     )  # fmt: skip
     loss = loss_N.view(target.shape) if reduction == "none" else loss_N.sum()
-    return (loss / count if reduction == "mean" else loss).to(input.dtype)
+    loss = loss / count if reduction == "mean" else loss
+    under_autocast = not input.is_meta and torch.is_autocast_enabled(input.device.type)  # torch knows none of meta
+    return loss if under_autocast else loss.to(input.dtype)
 
 
 def embedding_on_parts(
