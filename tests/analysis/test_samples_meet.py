@@ -127,10 +127,22 @@ def test_a_loss_of_each_sample_is_not_named(name):
     assert not named_in(PLAIN_LOSSES[name], torch.randn(8, 4), torch.randn(8, 4))
 
 
-@pytest.mark.parametrize(("line", "meets"), [("dp2", True), ("pp2/1f1b mb2", True), ("tp2", False)])
-def test_a_layout_that_cuts_samples_names_a_loss_that_it_changes(line, meets):
+class Product(nn.Module):
+    """A layer that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(4, 4), Product])
+@pytest.mark.parametrize(("line", "meets"), [("dp2", True), ("dp2 tp2", True), ("pp2/1f1b mb2", True), ("tp2", False)])
+def test_a_layout_that_cuts_samples_names_a_loss_that_it_changes(line, meets, layer):
     torch.manual_seed(0)
-    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(8, 4), torch.randn(8, 4))
+    model, batch = nn.Sequential(layer(), nn.Tanh(), layer()), (torch.randn(8, 4), torch.randn(8, 4))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         verdict = verify(model, line, [batch], loss=LOSSES["mm"])

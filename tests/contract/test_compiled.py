@@ -183,6 +183,7 @@ class Odd(nn.Module):
         return self.layer(x) if x.detach().abs().sum().item() >= 0 else -self.layer(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*a decision by a sum")
 @pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero3/bucket:0", "dp2 recompute:full"])
 def test_a_block_that_cannot_be_compiled_runs_as_it_is_and_a_warning_names_it_once(line, caplog):
     line = f"{line} compile:aot_eager".removeprefix("single ")

@@ -148,6 +148,7 @@ GIVEN = {
     r".*cifar-10-batches-bin": cifar10,
     r"docs/guide.md: .*--weights pretrained/": pretrained,
     r"docs/guide.md: .*export my_loop": lambda: trained("my_loop", "--ema", "0.9"),
+    r"docs/guide.md: shardwright plan --config run.toml": lambda: invoked("shardwright", "init", "."),
     r"docs/guide.md: .*--cluster here.toml": of_this_machine,
     r"docs/guide.md: .*--cluster other.toml": lambda: shutil.copy("here.toml", "other.toml"),
     r"docs/guide.md: .*--compare runs/first": lambda: [trained(f"runs/{name}") for name in ("second", "third")],

@@ -22,7 +22,7 @@ from shardwright.analysis.sample_mixing import warn_of_loss
 from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.errors import EXAMPLE, PlanError
-from shardwright.forward_stack import Rung
+from shardwright.forward_stack import Rung, stack_of
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
@@ -82,7 +82,8 @@ class TrainStep:
         self._told: set[str] = set()  # structures of outputs that are known to be of samples
         self._structure = structure_of(executor.model)
         several = plan.layout.num_microbatches > 1 and not plan.layout.own_statistics
-        known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or "forward" in vars(loss)
+        is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
+        known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._reads_loss = not known and (several or bool(plan.row_axes))
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
