@@ -118,12 +118,15 @@ def stepper(world, line, sleeps_s):
 
 
 def hop_s(runs_of_rank):
-    """From an action's end to the beginning of the next on another stage, nothing else going on: in ``naive``."""
+    """From an action's end to the beginning of the next on another stage, nothing else going on: in ``naive``.
+
+    On busy cores a sender may be taken off its core before it has read the clock, and the next begin before that: 0.
+    """
     gaps = []
     for told in zip(*runs_of_rank, strict=True):
         every = sorted((*span, rank) for rank, spans in enumerate(told) for span in spans)
         gaps += [b[0] - a[1] for a, b in pairwise(every) if a[2] != b[2]]
-    return statistics.median(gaps)
+    return max(0.0, statistics.median(gaps))
 
 
 def predicted(name, num_stages, num_microbatches, sleeps_s, transfer_s):
