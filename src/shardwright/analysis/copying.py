@@ -93,7 +93,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether a deep copy of a module is a deep copy of its attributes: its class customizes no copying."""
+    """Returns whether a class has no copying methods of its own, so that deepcopy copies a module by its attributes."""
     protocol = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs_ex__")
     customised = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in protocol)
     return not customised and not hasattr(kind, "__slots__")

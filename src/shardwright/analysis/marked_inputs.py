@@ -137,6 +137,16 @@ def sample_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, Tensor)]
 
 
+def first_repeated(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
+    """Returns a batch (inputs, targets) of ``number`` samples, each the first of ``batch``, without a copy of it.
+
+    >>> first_repeated((torch.ones(2, 3), torch.ones(2)), 4)[0].shape
+    torch.Size([4, 3])
+    """
+    inputs, targets = map_samples(batch, lambda tensor: tensor[:1].expand(number, *tensor.shape[1:]))
+    return inputs, targets
+
+
 def hint_of_samples(inputs: Any) -> str:
     """Returns what to write where a forward fails on a part of the samples, since an input may have none in dim 0.
 

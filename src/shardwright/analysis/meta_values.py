@@ -100,7 +100,7 @@ class MetaValues(DispatchMode):
         self.num_selected = 0
         """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
         self.num_numbers = 0
-        """How many of these were numbers."""
+        """How many numbers that only a real run has the code has read; each was taken as 1 (``selects_all``)."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""

@@ -22,7 +22,8 @@ from shardwright.analysis.recording import RecordedCall, Recording, TensorUse, r
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
-"""The batch sizes tried for a recording: primes, which are rarely a dim's size, so that samples can be told from it."""
+"""The batch sizes tried for a recording: primes, which few other dims have as their size, so that the samples' dim is
+recognised."""
 
 _SUMS = frozenset((
     "sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm",

@@ -97,7 +97,7 @@ def save(
 
 
 def _warn_of_others(run: Run, optimizer: torch.optim.Optimizer) -> None:
-    """Warns of tensors of the optimizer that a checkpoint leaves out, since they are not the run's."""
+    """Warns of tensors that the optimizer updates and a checkpoint leaves out: they are no parameters of the run."""
     every = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
     num_own = sum(len(group_parameters(run, group)) for group in optimizer.param_groups)
     if len(every) > num_own:

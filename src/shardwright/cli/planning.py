@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from torch import nn
 
-from shardwright.analysis.marked_inputs import map_samples
+from shardwright.analysis.marked_inputs import first_repeated
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.errors import LayoutError, PlanError
@@ -47,7 +47,7 @@ def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[An
             fix="give --data package.module:factory, as to train, or call shardwright.plan_layouts(model, cluster, "
             "batch, ...) with a batch of your own",
         )
-    return model, loss, _of_samples(found, config.batch)
+    return model, loss, first_repeated(found, config.batch)
 
 
 @report_errors
@@ -150,8 +150,8 @@ def plan(
     texts, batches = list[str](), None
     with _says_what_it_does():
         if len(sizes) > 1:
-            batches = plan_batches(sizes, lambda size: wanted(cluster=on, batch=_of_samples(batch, size)))
-            batch, found = _of_samples(batch, batches.best), [batches.plans[batches.best]]
+            batches = plan_batches(sizes, lambda size: wanted(cluster=on, batch=first_repeated(batch, size)))
+            batch, found = first_repeated(batch, batches.best), [batches.plans[batches.best]]
         else:
             found = [
                 wanted(cluster=each, batch=batch)
@@ -223,12 +223,6 @@ def _explained(
         return f"{line} cannot be: {problem}", {"layout": line, "why": str(problem), "fits": False}
     compared.append(plans.compare(other))
     return compared[-1].text(), compared[-1].to_dict()
-
-
-def _of_samples(batch: tuple[Any, Any], number: int) -> tuple[Any, Any]:
-    """Returns a batch that repeats the first sample of ``batch``."""
-    inputs, targets = map_samples(batch, lambda tensor: tensor[:1].expand(number, *tensor.shape[1:]))
-    return inputs, targets
 
 
 def _check_one(are_both: bool, what: str, given: str) -> None:

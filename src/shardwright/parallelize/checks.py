@@ -200,7 +200,7 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
 
 
 @contextmanager
-def explained(plan: Plan) -> Iterator[None]:
+def torch_errors_explained(plan: Plan) -> Iterator[None]:
     """Returns a context in which errors of torch that a layout has brought about are raised as PlanErrors.
 
     These are operators that do not run in bf16 or fp16, or not on tensors of two dtypes, and a BatchNorm on a

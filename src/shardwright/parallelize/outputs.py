@@ -113,7 +113,7 @@ def join_parts(output: Any, plan: Plan, axes: Mapping[str, Axis], shard: BatchSh
 
 
 def join_by_hand(executor: Executor, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> None:
-    """Makes calls of the model outside of the run's steps return whole features, where steps leave them cut.
+    """Registers a hook by which a user's own call of the model returns the whole output, which steps leave cut.
 
     Traffic: in such a call, one all-gather over each axis that cuts features.
     """

@@ -33,8 +33,8 @@ from shardwright.parallelize.checks import (
     check_full,
     check_structure,
     check_trains,
-    explained,
     structure_of,
+    torch_errors_explained,
 )
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
@@ -122,7 +122,7 @@ class TrainStep:
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
         with torch.enable_grad(), overlap as early_mean:
-            with explained(self.plan):
+            with torch_errors_explained(self.plan):
                 self._executor.run(schedule, stage, pieces, last)
             for events in self._executor.events:
                 events.before_sync()

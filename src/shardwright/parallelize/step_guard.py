@@ -479,7 +479,7 @@ def _look_before_clipping() -> None:
 
 
 ON_RETURN.append(lambda model: _has_trained(ref(model), _version_of(model), elsewhere=True))
-torch.optim.Optimizer.load_state_dict = _load_with_look  # type: ignore[method-assign]  # torch has a hook of each alone
+torch.optim.Optimizer.load_state_dict = _load_with_look  # type: ignore[method-assign]  # torch has hooks of one optimizer only
 register_optimizer_step_pre_hook(_before_update)
 register_optimizer_step_post_hook(_after_update)
 _look_before_clipping()

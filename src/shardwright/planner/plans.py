@@ -133,7 +133,7 @@ class Plans:
 
     @property
     def _knows_starts(self) -> bool:
-        """Whether what the host takes to start an operator is not a guess, or the host itself computes."""
+        """Whether the seconds to start an operator are known, or do not matter, since the host itself computes."""
         return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
 
     @property

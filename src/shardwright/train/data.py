@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.marked_inputs import map_samples
+from shardwright.analysis.marked_inputs import first_repeated
 from shardwright.errors import PlanError
 from shardwright.models import entry_of
 from shardwright.models.convnet import ConvNetConfig
@@ -332,14 +332,13 @@ def collates(dataset: Dataset) -> TypeGuard[MapDataset]:
     return isinstance(dataset, MapDataset) and dataset.collate is not None
 
 
-def first_repeated(dataset: Dataset, number: int) -> tuple[Any, Any]:
+def first_sample_repeated(dataset: Dataset, number: int) -> tuple[Any, Any]:
     """Returns a batch (inputs, targets) of ``number`` samples, each the first of a dataset: for planning alone.
 
-    >>> first_repeated(MapDataset([(torch.ones(3), 1)], range(1), "mine:data"), 4)[0].shape
+    >>> first_sample_repeated(MapDataset([(torch.ones(3), 1)], range(1), "mine:data"), 4)[0].shape
     torch.Size([4, 3])
     """
-    inputs, targets = map_samples(global_batch(dataset, range(1)), lambda t: t[:1].expand(number, *t.shape[1:]))
-    return inputs, targets
+    return first_repeated(global_batch(dataset, range(1)), number)
 
 
 def check_index(index: int, num_samples: int) -> None:

@@ -16,7 +16,7 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.model_loss import ModelLoss
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import Dataset, Split, first_repeated, global_batch, open_data
+from shardwright.train.data import Dataset, Split, first_sample_repeated, global_batch, open_data
 from shardwright.train.fitting import check_takes, failure_on_meta
 from shardwright.train.given_data import MapDataset
 
@@ -75,7 +75,7 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
             raise
         with without_values():
             return *config.build()[:2], None
-    return model, loss, first_repeated(data, config.batch)
+    return model, loss, first_sample_repeated(data, config.batch)
 
 
 def other_split(config: TrainConfig, first: TrainingJob, split: Split) -> Dataset:
@@ -91,7 +91,7 @@ def inputs_of(data: Dataset, batch: int) -> Any:
 
     Planning uses them.
     """
-    return first_repeated(data, batch)[0]
+    return first_sample_repeated(data, batch)[0]
 
 
 def num_tokens(data: Dataset) -> int:

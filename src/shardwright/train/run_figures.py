@@ -20,7 +20,7 @@ from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for, make_plan, on_device
 from shardwright.planner.predicted import by_price, cluster_for, cluster_here, predict_step
 from shardwright.train.config import TrainConfig
-from shardwright.train.data import first_repeated
+from shardwright.train.data import first_sample_repeated
 from shardwright.train.opening import inputs_of, opened
 from shardwright.train.out_folder import LOCK
 from shardwright.train.progress import say, write_json
@@ -75,7 +75,7 @@ def predicted_step(config: TrainConfig, ranks: Ranks, cluster: str | None = None
     layout = Layout.parse(config.layout)
     text = cluster or config.cluster or cluster_here()
     model, loss, _, data = opened(config)
-    batch = on_device(first_repeated(data, config.batch), torch.device("meta"))
+    batch = on_device(first_sample_repeated(data, config.batch), torch.device("meta"))
     job = job_for(model, loss, layout, batch[0], config.num_tokens, config.roles)
     if config.cluster:  # as the run was cut
         job = job._replace(seconds=by_price(job, layout, config.cluster).seconds)

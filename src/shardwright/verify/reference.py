@@ -40,7 +40,7 @@ from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
-from shardwright.parallelize.checks import explained
+from shardwright.parallelize.checks import torch_errors_explained
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
@@ -150,7 +150,7 @@ def reference(
         optimizer.zero_grad()
         for rng.samples, (inputs, targets) in _parts(plan, batch):
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
-            with moves, forward or nullcontext(), explained(plan):
+            with moves, forward or nullcontext(), torch_errors_explained(plan):
                 sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))

@@ -239,7 +239,7 @@ def run_processes(
 
 
 def _check_threads(text: str) -> None:
-    """Raises PlanError unless ``text``, or the first of its parts between commas, is a number of threads."""
+    """Raises PlanError unless a value of OMP_NUM_THREADS, such as "4" or "4,2", begins with a number of threads."""
     if not re.fullmatch("[1-9][0-9]{0,3}(,.*)?", text.strip()):
         raise PlanError(
             "OMP_NUM_THREADS is no number of threads",

@@ -56,7 +56,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def num_results(schedule: Schedule) -> int:
-    """Returns by how many indices :func:`run_order` counts the results that actions need and give.
+    """Returns the number of results, which :func:`run_order` numbers from 0, that a schedule's actions need and give.
 
     They are the outputs of forwards, chunk by chunk, then the gradients of inputs, one for what is always there, and
     one for what nothing needs.

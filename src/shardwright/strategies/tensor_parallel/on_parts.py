@@ -43,7 +43,7 @@ from shardwright.plan.event_stages import EventStages
 from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import ActivationCut, Job, Plan
 from shardwright.plan.schedule import Action
-from shardwright.plan.shares import shares
+from shardwright.plan.shares import CutShare, shares
 from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
@@ -81,14 +81,17 @@ record cuts 0.21 more or above (the heads of every attention), or 0.19 and below
 
 def share_cut(plan: Plan) -> float:
     """Returns the share of a plan's parameter bytes that tensor parallelism shards, from 0 to 1; 0 on one rank."""
-    factor = str(plan.layout.factor("tp"))
-    return next((each.share for each in shares(plan) if each.factor == factor), 0.0)
+    return next((each.share for each in _shares(plan)), 0.0)
 
 
 def work_cut(plan: Plan) -> float:
     """Returns the share of the FLOPs of a plan's operators that tensor parallelism divides, from 0 to 1."""
+    return next((each.flops or 0.0 for each in _shares(plan)), 0.0)
+
+
+def _shares(plan: Plan) -> list[CutShare]:
     factor = str(plan.layout.factor("tp"))
-    return next((each.flops or 0.0 for each in shares(plan) if each.factor == factor), 0.0)
+    return [each for each in shares(plan) if each.factor == factor]
 
 
 @dataclass(frozen=True)

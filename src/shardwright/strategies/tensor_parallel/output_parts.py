@@ -34,19 +34,19 @@ from shardwright.strategies.tensor_parallel.parts_mode import PartsMode, writes
 
 
 class OutputParts:
-    """Decides whether the output of a model on tensor shards leaves it as shards, and runs the loss on these.
+    """Decides whether a model on tensor shards returns its output as shards or whole, and runs the loss on shards.
 
-    It does in a forward with gradients of a training step, if the model computes the loss itself, or if the loss calls
-    ``F.cross_entropy`` on logits whose classes are cut. To find that out a copy of the loss runs once on meta tensors,
-    with class targets for each token. Everywhere else the output is all-gathered: in predictions and evaluations, where
-    the loss reads the logits otherwise, writes in place, or has code of its own in the backward, and where a user has
-    registered a hook on the model, the loss, or all modules. ``in_step`` says that every forward with gradients is one
-    of a step, as it is in pipeline stages; else :meth:`during` says which are.
+    It returns shards in a forward with gradients of a training step, if the model computes the loss itself, or if the
+    loss calls ``F.cross_entropy`` on logits whose classes are cut. To find that out a copy of the loss runs once on
+    meta tensors, with class targets for each token. Everywhere else the output is all-gathered: in predictions and
+    evaluations, where the loss reads the logits otherwise, writes in place, or has code of its own in the backward, and
+    where a user has registered a hook on the model, the loss, or all modules. ``in_step`` says that every forward with
+    gradients is one of a step, as it is in pipeline stages; else :meth:`during` says which are.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, mode: PartsMode, by: str, in_step: bool = False) -> None:
         self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
-        self._taken: dict[tuple[TensorPart, ...], bool] = {}
+        self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # by the cuts, whatever the other sizes
         if not isinstance(loss, ModelLoss):
             self._on_meta = _meta_copy(loss)
             wrap(loss, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=partial(_on_parts, mode))
@@ -73,7 +73,7 @@ class OutputParts:
         parts = _parts_of(output)
         if not parts or _has_any_global_hook() or _has_hook_of_user(self.model) or _has_hook_of_user(self.loss):
             return False
-        key = tuple(parts)
+        key = tuple(part.cuts for part in parts)
         if key not in self._taken:
             self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self._on_meta, output, parts)
         return self._taken[key]

@@ -193,7 +193,7 @@ class TensorParallel:
 
 
 def _cuts_more_work(on_parts: Plan, known: Plan, job: Job) -> bool:
-    """Returns whether one plan cuts most of the FLOPs and the other does not, as where its share is a table alone."""
+    """Returns whether ``on_parts`` cuts half of the FLOPs or more, and ``known`` less, as if it cuts a table alone."""
     assert job.graph is not None, "its operators were recorded"
     run = job.graph.run
     before = work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
