@@ -96,6 +96,21 @@ class ActionTime:
         return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
 
 
+class PassTimes(NamedTuple):
+    """The seconds of a microbatch's passes on a layout of one stage, of the parts of them, and of the optimizer's step.
+
+    ``weights_s`` is the part of ``backward_s`` that computes gradients of weights, taken to be half of its matrix
+    products, and ``adds_s`` how much longer the backward of a later microbatch takes, which adds its gradients; 0 if
+    there is one microbatch.
+    """
+
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    adds_s: float
+    update_s: float
+
+
 class Pricing:
     """Computes the prices of layouts on one cluster, and caches the seconds of operators, messages and actions.
 
@@ -154,6 +169,14 @@ class Pricing:
         # where a chunk has whole and split backwards, a whole one is simulated as its two parts
         inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
         return stages, ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
+
+    def pass_times(self, records: LayoutRecords) -> PassTimes:
+        """Returns the seconds of the passes of a layout of one stage, extended to all its blocks."""
+        stage = _StageTimes(self, records, 0, {})
+        (forward, *_), (first, *later) = (stage.parts_of(kind) for kind in "FB")
+        times = sum(forward.values()), sum(first.values())
+        adds_s = max(0.0, sum(later[0].values()) - times[1]) if later else 0.0
+        return PassTimes(*times, first[PARTS[0]] / 2, adds_s, stage.waterfall["optimizer"])
 
     # ---- actions
 
@@ -290,7 +313,7 @@ class _StageTimes:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
         times = records.places[stage].counts()
-        found = {place: self._priced(place, known) for place in times}
+        found = self._found = {place: self._priced(place, known) for place in times}
         self._usual: dict[tuple[int, str], float] = {}
         for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
             self._usual[place.slot, place.kind] = found[place].seconds  # the commonest one, which comes last
@@ -341,6 +364,10 @@ class _StageTimes:
             + read / constants.host_update_bytes_per_s
             + (launches * constants.update_launch_s)
         )
+
+    def parts_of(self, kind: str) -> list[Mapping[str, float]]:
+        """Returns the seconds by part of each class of the stage's actions of a kind, in their order."""
+        return [cost.parts for place, cost in self._found.items() if place.kind == kind]
 
     def usual_s(self, slot: int, kind: str) -> float:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""

@@ -176,17 +176,16 @@ def search(
     """
     found = SearchResult()
 
-    def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
-        layout = Layout(operators, 1, wanted.precision)
+    def alone(layout: Layout, samples: int) -> LayoutRecords | None:
         try:
-            return pricing.price(layout, (short.record if short is not None else record)(layout, samples))
+            return (short.record if short is not None else record)(layout, samples)
         except (LayoutError, PlanError) as error:
             found.refused(error, layout)
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
     known = (
-        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept)
+        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept, short.ends)
         if short is not None
         else ()
     )
