@@ -38,7 +38,7 @@ from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 MOMENTS_BYTES = 8
 """The bytes of optimizer state that estimates count for each trained element: two moments in fp32."""
 
-FEW_RANKS, TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), 4, (8, 16), 0.03
+FEW_RANKS, TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), (2, 4), (8, 16), 0.03
 """The sizes from which estimates are extrapolated: two numbers of ranks for shares of state, and the stages, numbers of
 microbatches and seconds of a transfer of the toy model whose schedules are simulated. On each stage of that model, a
 microbatch's forward and backward take a second."""
@@ -104,21 +104,18 @@ class StateShares(NamedTuple):
 class ScheduleCost(NamedTuple):
     """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
 
-    A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. The fullest stage
-    holds the activations of ``held_by_stage * p + held_by_microbatch * m`` microbatches, and that with the most weight
-    gradients still to compute those of ``late_by_stage * p + late_by_microbatch * m`` microbatches. A step waits for
-    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages.
+    A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. A step waits for
+    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages. The others are coefficients of
+    1, p and m.
     """
 
     idle: float = 1.0
-    held_by_stage: float = 1.0
-    held_by_microbatch: float = 0.0
-    late_by_stage: float = 0.0
-    """The microbatches on a stage, for each stage, whose gradients of inputs are computed and not those of weights."""
-    late_by_microbatch: float = 0.0
-    last_by_stage: float = 0.0
-    """The microbatches of which the stage of the last chunk holds activations, for each stage."""
-    last_by_microbatch: float = 0.0
+    of_held: tuple[float, float, float] = (0.0, 1.0, 0.0)
+    """The microbatches of which the fullest stage holds activations."""
+    of_late: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """The microbatches on a stage whose gradients of inputs are computed and not those of weights."""
+    of_last: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    """The microbatches of which the stage of the last chunk holds activations."""
     waits_by_stage: float = 2.0
     """The transfers between stages that a step waits for, for each stage but one."""
     waits_by_microbatch: float = 0.0
@@ -128,14 +125,16 @@ class ScheduleCost(NamedTuple):
     """Whether the last chunk is on the stage of the first."""
     scatters: bool = False
     """Whether ranks that hold alike what crosses between stages each send a part of it."""
+    splits: float = 0.0
+    """The share of backwards of which the gradients of inputs and of weights are computed in actions of their own."""
 
     def held(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
-        return _of_stage(self.held_by_stage, self.held_by_microbatch, num_stages, num_microbatches)
+        return _of_stage(self.of_held, num_stages, num_microbatches)
 
     def held_last(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the same of the stage that has the last chunk."""
-        return _of_stage(self.last_by_stage, self.last_by_microbatch, num_stages, num_microbatches)
+        return _of_stage(self.of_last, num_stages, num_microbatches)
 
     def late(self, num_stages: int, num_microbatches: int) -> float:
         """Returns the most microbatches on a stage of which only the gradients of weights are still to be computed.
@@ -143,12 +142,17 @@ class ScheduleCost(NamedTuple):
         What they need, the inputs of layers and the gradients of outputs, takes as much as the activations before. A
         stage has computed them by then even if it recomputes its blocks.
         """
-        late = self.late_by_stage * num_stages + self.late_by_microbatch * num_microbatches
+        late = _at(self.of_late, num_stages, num_microbatches)
         return min(late, self.held(num_stages, num_microbatches)) if num_stages > 1 else 0.0
 
 
-def _of_stage(by_stage: float, by_microbatch: float, num_stages: int, num_microbatches: int) -> float:
-    held = by_stage * num_stages + by_microbatch * num_microbatches
+def _at(coefficients: tuple[float, float, float], num_stages: int, num_microbatches: int) -> float:
+    always, by_stage, by_microbatch = coefficients
+    return always + by_stage * num_stages + by_microbatch * num_microbatches
+
+
+def _of_stage(coefficients: tuple[float, float, float], num_stages: int, num_microbatches: int) -> float:
+    held = _at(coefficients, num_stages, num_microbatches)
     return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
 
 
@@ -238,6 +242,10 @@ class _Passes:
     rest_s: float
     """The seconds of the passes of what is in no block; 0 if that is not known."""
     has_rest: bool
+    rest_flops: float
+    """The share of FLOPs that is in no block."""
+    hidden_s: float
+    """The seconds of messages that are under way while gradients of weights are computed."""
     adds_s: float
     """The seconds in which gradients are added to those of microbatches before."""
     update_s: float
@@ -286,76 +294,79 @@ class _Passes:
             operators, recompute, forward_s, backward_s,
             PassShares(parts[0], round(1 - sum(parts), 2), parts[1]),
             scaled(lambda e: e.rest[0].times.forward_s + e.rest[0].times.backward_s) if has_rest else 0.0, has_rest,
-            few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept), with_own(lambda e: e.memory.most),
+            few.rest[0].times.flops / few.times.flops if has_rest and few.times.flops else 0.0,
+            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept), with_own(lambda e: e.memory.most),
             few.at_rest, of_block, {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in _STATE},
             few.memory.update, few.beside,
         )  # fmt: skip
 
 
 @cache
-def _toys(axis: str, options: tuple[Option, ...]) -> tuple[tuple[Schedule, bool], ...]:
+def _toys(axis: str, options: tuple[Option, ...], stages: int) -> tuple[tuple[Schedule, bool], ...]:
     """Returns the schedules of the toy model with few and with more microbatches, and whether parts are sent.
 
     Raises: LayoutError, PlanError: the toy model cannot have the schedule.
     """
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(TOY_STAGES * 8)))
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(stages * 8)))
     found = []
     for number in TOY_MICROBATCHES:
-        layout = Layout((Factor(axis, (TOY_STAGES,), options),), number)
+        layout = Layout((Factor(axis, (stages,), options),), number)
         plan, _ = make_plan(job_for(model, CrossEntropy(), layout), layout)
         assert plan.schedule is not None, "of stages"
         found.append((plan.schedule, plan.scatters))
     return tuple(found)
 
 
-def schedule_cost(
-    axis: str, options: tuple[Option, ...], shares: PassShares = EVEN
-) -> ScheduleCost | None:
-    """Returns the cost of the pipeline schedule that ``options`` choose on ``axis``, simulated for a toy model.
+def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = EVEN) -> ScheduleCost | None:
+    """Returns the cost of the pipeline schedule that ``options`` choose on ``axis``, simulated for toy models.
 
-    ``shares`` are those of each chunk's passes. It is None if the toy model cannot have the schedule.
+    ``shares`` are those of each chunk's passes. It is None if the toy models cannot have the schedule.
 
     >>> found = schedule_cost("pp", (Option("1f1b"),)), schedule_cost("pp", (Option("gpipe"),))
     >>> [(each.idle, each.held(4, 32)) for each in found if each is not None]
     [(1.0, 4.0), (1.0, 32)]
     """
     try:
-        toys = _toys(axis, options)
+        toys = [_toys(axis, options, stages) for stages in TOY_STAGES]
     except (LayoutError, PlanError):
         return None
-    idle, counts = list[float](), list[tuple[float, ...]]()
-    for number, (schedule, _) in zip(TOY_MICROBATCHES, toys, strict=True):
-        part = TOY_STAGES / schedule.num_chunks
+    (few, more), (few_stages, stages) = TOY_MICROBATCHES, TOY_STAGES
+
+    def held(number: int) -> tuple[float, float, float]:
+        of_few, of_more = (_most_held(schedule)[number] for schedule, _ in toys[1])
+        by_microbatch = (of_more - of_few) / (more - few)
+        by_stage = (of_few - _most_held(toys[0][0][0])[number]) / (stages - few_stages)
+        return of_few - by_stage * stages - by_microbatch * few, by_stage, by_microbatch
+
+    took, longer = list[float](), list[float]()
+    for number, (schedule, _) in zip(TOY_MICROBATCHES, toys[-1], strict=True):
+        part = stages / schedule.num_chunks
         times = ChunkTimes.equal(schedule.num_chunks, *(part * each for each in shares))
-        try:
-            ends = ends_of(schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
-        except LayoutError:
-            return None
-        took_s, longer_s = (max(each.ends_s) for each in ends)
-        idle.append((took_s - number) / (TOY_STAGES - 1))
-        counts.append((*(most * part for most in _most_held(schedule)), (longer_s - took_s) / TOY_TRANSFER_S))
-    few, more = TOY_MICROBATCHES
-    at_few, at_more = counts
-    growth = [(b - a) / (more - few) for a, b in zip(at_few, at_more, strict=True)]
-    held, late, last, waits = (a - part * few for a, part in zip(at_few, growth, strict=True))
-    schedule, scatters = toys[-1]
+        ends = ends_of(schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
+        first_s, second_s = (max(each.ends_s) for each in ends)
+        took.append((first_s - number) / (stages - 1))
+        longer.append((second_s - first_s) / TOY_TRANSFER_S)
+    waits = (longer[1] - longer[0]) / (more - few)
+    schedule, scatters = toys[-1][-1]
+    kinds = [action.kind for actions in schedule.actions for action in actions]
     return ScheduleCost(
-        round(idle[-1], 12), held / TOY_STAGES, growth[0], late / TOY_STAGES, growth[1], last / TOY_STAGES, growth[2],
-        waits / (TOY_STAGES - 1), growth[3], schedule.num_chunks // TOY_STAGES,
-        schedule.stage_of[-1] == schedule.stage_of[0], scatters,
+        round(took[-1], 12), held(0), held(1), held(2), (longer[0] - waits * few) / (stages - 1), waits,
+        schedule.num_chunks // stages, schedule.stage_of[-1] == schedule.stage_of[0], scatters,
+        kinds.count("I") / (kinds.count("I") + kinds.count("B")),
     )  # fmt: skip
 
 
-def _most_held(schedule: Schedule) -> tuple[int, int, int]:
-    """Returns the most microbatches of which a chunk's stage holds anything, and of which only W is left to compute.
+def _most_held(schedule: Schedule) -> tuple[float, ...]:
+    """Returns the most microbatches of which a stage holds anything, and of which only W is left to compute.
 
-    The third is the most of which the stage of the last chunk holds anything.
+    The third is the most of which the stage of the last chunk holds anything. A chunk's is a part of a microbatch.
     """
     held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
 
-    def most(counted: Mapping[str, int], stages: Sequence[Sequence[Action]]) -> int:
-        return max(max(accumulate(counted.get(action.kind, 0) for action in actions)) for actions in stages)
+    def most(counted: Mapping[str, int], stages: Sequence[Sequence[Action]]) -> float:
+        found = max(max(accumulate(counted.get(action.kind, 0) for action in actions)) for actions in stages)
+        return found * schedule.num_stages / schedule.num_chunks
 
     last = schedule.actions[schedule.stage_of[-1]]
     return most(held, schedule.actions), most(late, schedule.actions), most(held, [last])
@@ -398,6 +409,7 @@ class Estimator:
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[object, ...], ScheduleCost | None] = field(default_factory=dict)
     _of_passes: dict[tuple[object, ...], _Passes | None] = field(default_factory=dict)
+    _copies: dict[tuple[Factor, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     _at_ends: dict[str, tuple[float, float]] = field(default_factory=dict)
     _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
     _defaults: dict[str, tuple[Option, ...]] = field(default_factory=dict)
@@ -464,7 +476,7 @@ class Estimator:
         return self.plan is not None and own is not None and plain == own._replace(scatters=False)
 
     def _of_toy(self, axis: str, *options: Option) -> ScheduleCost | None:
-        return self._schedule((Factor(axis, (TOY_STAGES,), options),))
+        return self._schedule((Factor(axis, TOY_STAGES[-1:], options),))
 
     def saving_options(self, axis: str) -> list[Option]:
         """Returns the declared options of an axis that reduce the state that a rank holds between steps.
@@ -485,10 +497,14 @@ class Estimator:
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
         alike = self._num_alike(passes.operators) if schedule.scatters and stages > 1 else 1
         gather_s = cluster.message_s("all_gather", self.sent_bytes * samples, range(alike))
-        of_stage_s = (passes.forward_s + passes.backward_s) * slowest / stages
-        of_stage_s += 2 * schedule.chunks * gather_s  # of activations, and of their gradients
-        adds_s = passes.adds_s * share.summed * slowest / stages
-        passes_s = (number + schedule.idle * (stages - 1)) * of_stage_s + (number - 1) * adds_s
+        copied_s = self._copied(passes, share, layout)
+        backward_s = passes.backward_s + passes.hidden_s * schedule.splits + copied_s[1]
+        mean_s = (passes.forward_s + copied_s[0] + backward_s) / stages
+        mean_s += 2 * schedule.chunks * gather_s  # of activations, and of their gradients
+        adds_s = (copied_s[2] if any(copied_s) else passes.adds_s * share.summed) * slowest / stages
+        if share.summed == share.computed < 1:  # gradients of weights alone are added by their products
+            adds_s *= 1 - schedule.splits
+        passes_s = (number * slowest + schedule.idle * (stages - 1)) * mean_s + (number - 1) * adds_s
         transfers = schedule.waits_by_stage * (stages - 1) + schedule.waits_by_microbatch * number
         if stages > 1:
             passes_s += transfers * cluster.message_s("send", self.sent_bytes * samples / alike, next_stage)
@@ -504,7 +520,7 @@ class Estimator:
         # beside the passes of other microbatches; a stage waits for its neighbors in between, so there less is hidden
         hidden_s = gathers_s + (repeated_s if stages == 1 else 0)
         groups = max(1, self.num_blocks // stages)
-        sums_s = max(sums_s / groups, sums_s - passes.backward_s * slowest / stages)  # beside the last backward
+        sums_s = max(sums_s / groups, sums_s - backward_s / stages)  # beside the last backward
         sums_s += repeated_s if stages > 1 else 0
         moved_s = self._offloaded_s(passes.at_rest["optimizer"] * share.moved * of_state)
         update_s = passes.update_s * of_state * share.updated
@@ -516,6 +532,27 @@ class Estimator:
             for at_rest, active in zip(held, activations, strict=True)
         )
         return Estimate(layout, step_s, memory)
+
+    def _copied(self, passes: _Passes, share: StateShares, layout: Layout) -> tuple[float, float, float]:
+        """Returns the seconds that options of model copies add to a forward, to a backward, and to sums of later ones.
+
+        They copy parameters and gradients, so they grow with the parameters of a rank, and not with the samples.
+        """
+        kinds = {name: axis.kind for name, axis in layout_axes().items()}
+        factors = tuple(f for f in layout.factors if kinds[f.axis] == "copies" and f.options)
+        if not factors:
+            return 0.0, 0.0, 0.0
+        key = tuple(Factor(f.axis, FEW_RANKS[-1:], f.options) for f in factors)
+        if key not in self._copies:
+            own, plain = self._read(key, None, FEW_SAMPLES[0]), self._read((), None, FEW_SAMPLES[0])
+            self._copies[key], few = (0.0, 0.0, 0.0, 1.0), self._share(key[0])
+            if own is not None and plain is not None and few is not None:
+                times = own.times, plain.times
+                more = [max(0.0, a - b) for a, b in zip(times[0][:2], times[1][:2], strict=True)]
+                self._copies[key] = more[0], more[1], own.times.adds_s / few.summed, plain.at_rest["parameters"]
+        *seconds, of_all = self._copies[key]
+        part = passes.at_rest["parameters"] / of_all
+        return seconds[0] * part, seconds[1] * part, seconds[2] * part * share.summed
 
     def _held(
         self, passes: _Passes, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
@@ -600,14 +637,15 @@ class Estimator:
         if key not in self._cuts:
             rest = passes.rest_s
             of_block = (passes.forward_s + passes.backward_s - rest) / blocks
+            end = blocks * passes.rest_flops / (1 - passes.rest_flops)  # stages are cut by FLOPs, here in blocks
             found = []
             for last in range(blocks // number + 1):
                 others = -(-(blocks - last) // (number - 1))
-                last_s = ((chunks - 1) * others + last) * of_block + rest
-                found.append((max(chunks * others * of_block, last_s), others, last))
-            slowest_s, others, last = min(found)
-            slowest = max(1.0, slowest_s * stages / (rest + blocks * of_block))
-            self._cuts[key] = slowest, chunks * others, (chunks - 1) * others + last
+                found.append((max(chunks * others, (chunks - 1) * others + last + end), -last, others))
+            _, last, others = min(found)
+            last_s = ((chunks - 1) * others - last) * of_block + rest
+            slowest = max(1.0, max(chunks * others * of_block, last_s) * stages / (rest + blocks * of_block))
+            self._cuts[key] = slowest, chunks * others, (chunks - 1) * others - last
         return self._cuts[key]
 
     def _samples(self, layout: Layout) -> int:
@@ -636,7 +674,7 @@ class Estimator:
         """Reads the records of microbatches of so many samples: the second one adds gradients to those of the first."""
         key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute), samples
         if key not in self._alone:
-            records = self.alone(key[0], key[0].num_microbatches * samples)
+            records = self.alone(key[0], num_shares(key[0]) * samples)
             self._alone[key] = None if records is None else _Alone.of(self.pricing, records)
         return self._alone[key]
 
@@ -645,7 +683,7 @@ class Estimator:
             return ScheduleCost()
         key = factors[0].axis, factors[0].options, shares
         if key not in self._schedules:
-            name = str(Factor(key[0], (TOY_STAGES,), key[1]))
+            name = str(Factor(key[0], TOY_STAGES[-1:], key[1]))
             self._schedules[key] = self.kept.find(("schedule", name, *shares), partial(schedule_cost, *key))
         return self._schedules[key]
 

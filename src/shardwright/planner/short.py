@@ -22,7 +22,7 @@ from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, wi
 from shardwright.plan.plan import Job, Plan
 from shardwright.planner.blocks import AlikeBlocks, num_parameters
 from shardwright.planner.outline import ModelPlans
-from shardwright.planner.records import FEWER_AND_MORE, WHERE_RECOMPUTED, LayoutRecords, first_rows, record_layout
+from shardwright.planner.records import FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED, LayoutRecords, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
 
 MOST_OF_MODEL = 0.8
@@ -109,7 +109,10 @@ class ShortModel:
 
     def _recorded(self, layout: Layout, samples: int) -> LayoutRecords:
         rows = first_rows(self.batch, samples)
-        short = self._short if layout.recompute is None else self._of_blocks(WHERE_RECOMPUTED[-1] + 1)
+        few = FEWER_AND_MORE if layout.recompute is None else WHERE_RECOMPUTED
+        if any(factor.options for factor in layout.factors) and self.plan(layout).unsharded_on_use:
+            few = WHERE_UNSHARDED
+        short = self._of_blocks(few[-1] + 1)
         records = record_layout(self._job(short, layout, rows), layout, rows, self.device_type)
         if self.blocks is None or short is self.model:
             return records
