@@ -549,7 +549,8 @@ class Estimator:
             if own is not None and plain is not None and few is not None:
                 times = own.times, plain.times
                 more = [max(0.0, a - b) for a, b in zip(times[0][:2], times[1][:2], strict=True)]
-                self._copies[key] = more[0], more[1], own.times.adds_s / few.summed, plain.at_rest["parameters"]
+                adds_s = own.times.adds_s / (few.summed or 1.0)
+                self._copies[key] = more[0], more[1], adds_s, plain.at_rest["parameters"]
         *seconds, of_all = self._copies[key]
         part = passes.at_rest["parameters"] / of_all
         return seconds[0] * part, seconds[1] * part, seconds[2] * part * share.summed
@@ -577,7 +578,7 @@ class Estimator:
     def _activations(
         self, layout: Layout, passes: _Passes, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
     ) -> list[float]:
-        """Returns the most bytes of activations, and of what backwards need for a moment, on the first and last stage."""
+        """Returns the most bytes of activations and of what backwards need for a moment, on the first and last stage."""
         number = layout.num_microbatches
         if stages == 1:
             return [passes.most_bytes]

@@ -22,7 +22,14 @@ from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, wi
 from shardwright.plan.plan import Job, Plan
 from shardwright.planner.blocks import AlikeBlocks, num_parameters
 from shardwright.planner.outline import ModelPlans
-from shardwright.planner.records import FEWER_AND_MORE, WHERE_RECOMPUTED, WHERE_UNSHARDED, LayoutRecords, first_rows, record_layout
+from shardwright.planner.records import (
+    FEWER_AND_MORE,
+    WHERE_RECOMPUTED,
+    WHERE_UNSHARDED,
+    LayoutRecords,
+    first_rows,
+    record_layout,
+)
 from shardwright.planner.records_file import RecordsFile
 
 MOST_OF_MODEL = 0.8
