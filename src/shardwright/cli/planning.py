@@ -77,7 +77,7 @@ def plan(
         list[str] | None, typer.Option(help="LINE=SECONDS of a run on this cluster, which corrects prices; repeat.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="The most layouts to list.")] = 10,
-    most_priced: Annotated[int, typer.Option(min=1, help="The most layouts to rehearse and price.")] = 6,
+    most_priced: Annotated[int, typer.Option(min=1, help="The most layouts to rehearse and price.")] = 4,
     memory_limit: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="The share of a device's memory that a layout may take.")
     ] = 0.92,

@@ -290,14 +290,16 @@ class _Passes:
         kept = at_blocks(lambda e: e.memory.kept)
         rest = few.rest[0] if has_rest else few
         of_block = {kind: (few.at_rest[kind] - rest.at_rest[kind] * has_rest) / blocks for kind in _STATE}
+        rest_s = rest_flops = 0.0
+        if has_rest:
+            rest_s = scaled(lambda e: e.rest[0].times.forward_s + e.rest[0].times.backward_s)
+            rest_flops = rest.times.flops / (few.times.flops or 1)
         return cls(
             operators, recompute, forward_s, backward_s,
-            PassShares(parts[0], round(1 - sum(parts), 2), parts[1]),
-            scaled(lambda e: e.rest[0].times.forward_s + e.rest[0].times.backward_s) if has_rest else 0.0, has_rest,
-            few.rest[0].times.flops / few.times.flops if has_rest and few.times.flops else 0.0,
-            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept), with_own(lambda e: e.memory.most),
-            few.at_rest, of_block, {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in _STATE},
-            few.memory.update, few.beside,
+            PassShares(parts[0], round(1 - sum(parts), 2), parts[1]), rest_s, has_rest, rest_flops,
+            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept),
+            with_own(lambda e: e.memory.most), few.at_rest, of_block,
+            {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in _STATE}, few.memory.update, few.beside,
         )  # fmt: skip
 
 
@@ -578,7 +580,7 @@ class Estimator:
     def _activations(
         self, layout: Layout, passes: _Passes, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
     ) -> list[float]:
-        """Returns the most bytes of activations and of what backwards need for a moment, on the first and last stage."""
+        """Returns the most bytes of activations, and of what backwards need for a moment, on the two end stages."""
         number = layout.num_microbatches
         if stages == 1:
             return [passes.most_bytes]

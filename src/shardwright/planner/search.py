@@ -34,7 +34,7 @@ from shardwright.strategies import STRATEGIES, choose
 LOG = logging.getLogger("shardwright.planner")
 """Where a search says what it has priced, at level INFO, since it may take minutes."""
 
-MOST_PRICED = 6
+MOST_PRICED = 4
 """The layouts that a search prices by default; each takes seconds of rehearsals."""
 
 LARGEST_MICROBATCH = 8
@@ -47,7 +47,7 @@ TOO_LONG, TOO_MUCH = 1.06, 1.11
 in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
 
 FEWEST = 3
-"""How many layouts are to be the best of all: prices end where no estimate left may be better than the last of these."""
+"""How many layouts are to be the best of all: prices end where no estimate left may be better than all but so few."""
 
 MOST_TO_FIT = 8
 """The most further layouts that are priced where none of those priced fits the memory, until one does."""
@@ -203,6 +203,7 @@ class _Search:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
         self.estimates = {str(each.layout): each for each in _estimates(estimator, wanted, found)}
         self.tried: set[str] = set()
+        self.done: set[tuple[object, ...]] = set()
 
     def price_best(self) -> None:
         """Prices the best estimates, until no other may be better than the best prices or the most are priced."""
@@ -213,8 +214,10 @@ class _Search:
             self._price(min(likely, key=self._order).layout)
 
     def left(self) -> list[Estimate]:
-        """Returns the estimates of layouts that were not tried."""
-        return [each for line, each in self.estimates.items() if line not in self.tried]
+        """Returns the estimates of layouts that were not tried, and do not do the same as one that was."""
+        return [
+            each for line, each in self.estimates.items() if line not in self.tried and _deed(each) not in self.done
+        ]
 
     def _least_s(self, each: Estimate) -> float:
         """Returns the fewest seconds that the price of an estimate may have; infinite if it cannot fit the memory."""
@@ -229,9 +232,14 @@ class _Search:
         return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
 
     def _add_beside(self, layout: Layout) -> None:
-        """Adds the estimates of what differs from a priced layout by one option to those to choose from."""
+        """Adds the estimates of what differs from a priced layout by one option to those to choose from.
+
+        Recomputation of a layout that fits is not added: it takes longer.
+        """
+        fits = any(price.layout == layout for price in self.found.fit)
         for each in options_beside(layout):
-            if str(each) not in self.estimates and str(each) not in self.tried and self._may_be(each):
+            is_slower = fits and each.recompute is not None and layout.recompute is None
+            if str(each) not in self.estimates and not is_slower and self._may_be(each):
                 estimate = self.estimator.estimate(each)
                 if estimate is not None:
                     self.estimates[str(each)] = estimate
@@ -276,6 +284,9 @@ class _Search:
         found.fit.sort(key=lambda each: each.step_s)
         best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
         own = self.estimator.estimate(best.layout) if best is not None else None
+        for line, same in self.estimates.items():
+            if line not in self.tried and _deed(same) in self.done:
+                found.reject("options that change nothing there", same.layout)
         for left in sorted(self.left(), key=self._order):
             if isinf(self._least_s(left)):
                 detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
@@ -306,6 +317,8 @@ class _Search:
 
     def _price(self, layout: Layout) -> None:
         self.tried.add(str(layout))
+        if (own := self.estimates.get(str(layout))) is not None:
+            self.done.add(_deed(own))
         try:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
@@ -326,6 +339,11 @@ def _kind(layout: Layout) -> tuple[object, ...]:
 
 def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
+
+
+def _deed(each: Estimate) -> tuple[object, ...]:
+    """Returns what layouts have in common that differ in options which change nothing there: each has one estimate."""
+    return _division(each.layout), each.layout.num_microbatches, each.layout.recompute, each.step_s, each.memory_bytes
 
 
 def nearness(price: Price, limit: float) -> float:
@@ -465,15 +483,18 @@ def _recomputed(
     limit = wanted.limit_bytes
     plain = [each for each in estimates if each.layout.recompute == wanted.recomputed[0]]
     least_s = min((each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit), default=inf)
-    again = []
-    for each in plain:
+    again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
+    for each in sorted(plain, key=lambda each: each.step_s):
         layout = replace(each.layout, recompute=recompute)
         if each.memory_bytes * TOO_MUCH <= limit:
             found.reject("recomputation where all fits without it", layout)
-        elif each.step_s / TOO_LONG > least_s * TOO_LONG:
-            found.reject("recomputation of what is slower without it than others", layout)
+        elif each.step_s * (longer if again else 1.0) > least_s * TOO_LONG:
+            found.reject("recomputation that takes longer than others do without it", layout)
         elif (estimate := estimator.estimate(layout)) is not None:
             again.append(estimate)
+            longer = min(longer, estimate.step_s / each.step_s)
+            if estimate.memory_bytes * TOO_MUCH <= limit:
+                least_s = min(least_s, estimate.step_s)
         elif why := estimator.refusal(layout):
             found.reject(why, layout)
     return again
