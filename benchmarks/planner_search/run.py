@@ -5,6 +5,7 @@ model says which layout it takes for the best. Nothing is timed: estimates and p
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -56,8 +57,12 @@ def drawn(ranks, batch, seed):
             yield line
 
 
-def rows_of(name, number):
-    """A row for each drawn layout, and the search's own rows."""
+def rows_of(name, number, priced, out):
+    """A row for each drawn layout, and the search's own rows.
+
+    Prices in ``priced``, rows of a run before that refused the layouts in ``out``, are taken from there: a change of
+    estimates alone leaves them as they are.
+    """
     sizes, cluster, batch, tokens = CASES[name]
     with sw.without_values():
         model = GPT(GPTConfig(**sizes))
@@ -78,8 +83,14 @@ def rows_of(name, number):
     for line in drawn(estimator.pricing.cluster.num_ranks, batch, SEED):
         if len(table) == number:
             break
+        if (name, line) in out:
+            continue
         layout = Layout.parse(line)
         estimate = estimator.estimate(layout)
+        if (name, line) in priced:
+            table.append({**priced[name, line], "estimate_s": estimate and estimate.step_s,
+                          "estimate_bytes": estimate and estimate.memory_bytes})  # fmt: skip
+            continue
         try:
             price = estimator.pricing.price(layout, record(layout, batch))
         except (LayoutError, PlanError) as problem:
@@ -138,12 +149,16 @@ def summary(table):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layouts", type=int, default=150)
+    parser.add_argument("--layouts", type=int, default=60)
+    parser.add_argument("--prices", type=Path, metavar="FILE", help="take prices from these rows of a run before")
     parser.add_argument("--model", choices=CASES, action="append")
     options = options_of(parser, {"layouts": 2, "model": ["gpt 1.3B"]})
     rows, searched, left, best = [], [], [], []
+    known = json.loads(options.prices.read_text()) if options.prices else {"table": [], "refused": []}
+    priced = {(row["model"], row["layout"]): row for row in known["table"]}
+    out = {(row["model"], row["layout"]) for row in known["refused"]}
     for name in options.model or CASES:
-        table, layouts, refused, limit = rows_of(name, options.layouts)
+        table, layouts, refused, limit = rows_of(name, options.layouts, priced, out)
         rows, searched, left = rows + table, searched + layouts, left + refused
         fit = [row for row in table if row["price_bytes"] <= limit]
         near = [row for row in table if row["price_bytes"] <= CONTENDERS * limit

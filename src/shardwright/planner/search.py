@@ -234,12 +234,18 @@ class _Search:
     def _add_beside(self, layout: Layout) -> None:
         """Adds the estimates of what differs from a priced layout by one option to those to choose from.
 
-        Recomputation of a layout that fits is not added: it takes longer.
+        Recomputation of a layout that fits is not added: it takes longer. Nor is a second option of operators, of which
+        each way to cut them has to be rehearsed.
         """
-        fits = any(price.layout == layout for price in self.found.fit)
+        fits, kinds = any(price.layout == layout for price in self.found.fit), layout_axes()
+
+        def of_operators(each: Layout) -> list[Factor]:
+            return [f for f in each.factors if f.options and kinds[f.axis].kind == "operators"]
+
         for each in options_beside(layout):
             is_slower = fits and each.recompute is not None and layout.recompute is None
-            if str(each) not in self.estimates and not is_slower and self._may_be(each):
+            is_second = bool(of_operators(layout)) and of_operators(each) != of_operators(layout)
+            if str(each) not in self.estimates and not (is_slower or is_second) and self._may_be(each):
                 estimate = self.estimator.estimate(each)
                 if estimate is not None:
                     self.estimates[str(each)] = estimate
