@@ -140,6 +140,19 @@ def test_nothing_that_fits_ends_with_exit_code_2_and_the_nearest():
     assert not said["layouts"][0]["fits"]
 
 
+@pytest.mark.parametrize(
+    ("options", "tokens"), [("--set max_tokens=64", 64), ("--set max_tokens=64 --seq 32", 32), ("--model mlp", 8)]
+)
+def test_a_plan_is_of_samples_as_long_as_the_model_takes_unless_a_length_is_given(options, tokens):
+    line = f"plan --layout dp2 --set num_layers=2 {options} --json"
+    found = CliRunner().invoke(app, line.replace("--set num_layers=2 --model", "--model").split())
+    assert found.exit_code == 0, found.output
+    row, batch = json.loads(found.stdout)["layouts"][0], 8
+    samples = batch if "mlp" in options else batch * tokens
+    assert row["tokens_per_s"] * row["step_s_expected"] == pytest.approx(samples)
+    assert ("the model's max_tokens" in found.stderr) == (tokens == 64)
+
+
 def test_a_fix_that_no_layout_has_is_refused():
     with pytest.raises(LayoutError, match="no layout can be on a100-80gb:1x2"):
         plan_layouts(model(), "a100-80gb:1x2", BATCH, fix="tp3")
