@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import chain, product, zip_longest
 from math import inf, isinf, prod
 
@@ -209,6 +210,8 @@ class _Search:
         """Prices the best estimates, until no other may be better than the best prices or the most are priced."""
         while self.found.priced < self.wanted.most and not self._is_done():
             likely = [each for each in self.left() if self._least_s(each) < self._enough_s()]
+            if not likely and not self.found.fit and self.found.priced < FEWEST:
+                likely = self.left()  # none fits, as estimated: those that are near to it
             if not likely:
                 return
             self._price(min(likely, key=self._order).layout)
@@ -488,19 +491,19 @@ def _recomputed(
     """
     limit = wanted.limit_bytes
     plain = [each for each in estimates if each.layout.recompute == wanted.recomputed[0]]
-    least_s = min((each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit), default=inf)
+    fit = [each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit]
     again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
     for each in sorted(plain, key=lambda each: each.step_s):
         layout = replace(each.layout, recompute=recompute)
         if each.memory_bytes * TOO_MUCH <= limit:
             found.reject("recomputation where all fits without it", layout)
-        elif each.step_s * (longer if again else 1.0) > least_s * TOO_LONG:
+        elif len(fit) >= FEWEST and each.step_s * (longer if again else 1.0) > nsmallest(FEWEST, fit)[-1] * TOO_LONG:
             found.reject("recomputation that takes longer than others do without it", layout)
         elif (estimate := estimator.estimate(layout)) is not None:
             again.append(estimate)
             longer = min(longer, estimate.step_s / each.step_s)
             if estimate.memory_bytes * TOO_MUCH <= limit:
-                least_s = min(least_s, estimate.step_s)
+                fit.append(estimate.step_s)
         elif why := estimator.refusal(layout):
             found.reject(why, layout)
     return again
