@@ -44,7 +44,7 @@ MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
 TOO_LONG, TOO_MUCH = 1.06, 1.11
-"""How many times the price an estimate of seconds, and one of bytes, may be: the 95th percentiles of the layouts drawn
+"""How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
 in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
 
 FEWEST = 3
