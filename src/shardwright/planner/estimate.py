@@ -231,7 +231,7 @@ _STATE = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _PassCost:
     """The seconds and bytes of one microbatch of all blocks on one stage, under operators cut in one way."""
 
     operators: tuple[Factor, ...]
@@ -265,7 +265,7 @@ class _Passes:
     def of(
         cls, operators: tuple[Factor, ...], recompute: str | None, samples: int, num_blocks: int,
         sizes: Sequence[int], known: Sequence[_Alone],
-    ) -> _Passes:  # fmt: skip
+    ) -> _PassCost:  # fmt: skip
         """Returns what ``samples`` do, from records of few samples, the same recomputed, and if there are of more."""
         few, own, *more = known
         blocks, has_rest = max(1, num_blocks), bool(few.rest)
@@ -410,7 +410,7 @@ class Estimator:
     _states: dict[Layout, StateShares | None] = field(default_factory=dict)
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[object, ...], ScheduleCost | None] = field(default_factory=dict)
-    _of_passes: dict[tuple[object, ...], _Passes | None] = field(default_factory=dict)
+    _of_passes: dict[tuple[object, ...], _PassCost | None] = field(default_factory=dict)
     _copies: dict[tuple[Factor, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     _at_ends: dict[str, tuple[float, float]] = field(default_factory=dict)
     _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
@@ -491,7 +491,7 @@ class Estimator:
         return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
 
     def _put_together(
-        self, layout: Layout, passes: _Passes, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
+        self, layout: Layout, passes: _PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
     ) -> Estimate:
         stages, number = prod(f.size for f in factors), layout.num_microbatches
         copies, samples = num_shares(layout) // number, self._samples(layout)
@@ -535,7 +535,7 @@ class Estimator:
         )
         return Estimate(layout, step_s, memory)
 
-    def _copied(self, passes: _Passes, share: StateShares, layout: Layout) -> tuple[float, float, float]:
+    def _copied(self, passes: _PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
         """Returns the seconds that options of model copies add to a forward, to a backward, and to sums of later ones.
 
         They copy parameters and gradients, so they grow with the parameters of a rank, and not with the samples.
@@ -558,7 +558,7 @@ class Estimator:
         return seconds[0] * part, seconds[1] * part, seconds[2] * part * share.summed
 
     def _held(
-        self, passes: _Passes, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
+        self, passes: _PassCost, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
         blocks: float, last_blocks: float,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Returns the bytes by kind between steps of the first and the last stage, before what ``share`` saves."""
@@ -578,7 +578,7 @@ class Estimator:
         return self._at_ends[axis]
 
     def _activations(
-        self, layout: Layout, passes: _Passes, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
+        self, layout: Layout, passes: _PassCost, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
     ) -> list[float]:
         """Returns the most bytes of activations, and of what backwards need for a moment, on the two end stages."""
         number = layout.num_microbatches
@@ -592,7 +592,7 @@ class Estimator:
         return [first + of_end, last] if schedule.returns else [first, last + of_end]
 
     def _peak(
-        self, passes: _Passes, share: StateShares, at_rest: Mapping[str, float], active: float, number: int
+        self, passes: _PassCost, share: StateShares, at_rest: Mapping[str, float], active: float, number: int
     ) -> float:
         """Returns the most bytes of a stage: in the backward of a microbatch, or at the optimizer's step."""
         kept = at_rest["parameters"] * share.parameters + at_rest["optimizer"] * share.optimizer + passes.beside
@@ -627,7 +627,7 @@ class Estimator:
         link = cluster.device.host_bytes_per_s * cluster.constants.host_link_efficiency
         return moments_bytes / link + 4.5 * moments_bytes / cluster.constants.host_update_bytes_per_s
 
-    def _cut(self, passes: _Passes, stages: int, chunks: int) -> tuple[float, float, float]:
+    def _cut(self, passes: _PassCost, stages: int, chunks: int) -> tuple[float, float, float]:
         """Returns how many times the mean the slowest stage takes, and the blocks of a stage and of the last one.
 
         Stages have whole blocks only. What is not of a block, such as the head, is taken to be in the last chunk, which
@@ -654,7 +654,7 @@ class Estimator:
     def _samples(self, layout: Layout) -> int:
         return -(-self.batch // num_shares(layout))
 
-    def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> _Passes | None:
+    def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> _PassCost | None:
         """Returns what a microbatch of so many samples does, from few and from more samples; None if it is refused.
 
         Operators with options, which few layouts have, are rehearsed with as many samples as are asked for. Blocks that
@@ -669,7 +669,7 @@ class Estimator:
             self._of_passes[key] = (
                 None
                 if any(each is None for each in known)
-                else _Passes.of(operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each])
+                else _PassCost.of(operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each])
             )
         return self._of_passes[key]
 
