@@ -669,7 +669,9 @@ class Estimator:
             self._of_passes[key] = (
                 None
                 if any(each is None for each in known)
-                else _PassCost.of(operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each])
+                else _PassCost.of(
+                    operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each]
+                )
             )
         return self._of_passes[key]
 
