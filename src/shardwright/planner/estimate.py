@@ -586,7 +586,7 @@ class Estimator:
             return [passes.most_bytes]
         again = max(0.0, passes.plain_bytes - passes.block_bytes)  # of a block, while it is recomputed
         late = schedule.late(stages, number)
-        first = schedule.held(stages, number) * blocks * passes.block_bytes + (late * blocks + 1) * again
+        first = schedule.held(stages, number) * blocks * passes.block_bytes + max(1.0, late * blocks) * again
         last = schedule.held_last(stages, number) * last_blocks * passes.block_bytes + late * last_blocks * again
         of_end = passes.most_bytes - max(1, self.num_blocks) * passes.block_bytes
         return [first + of_end, last] if schedule.returns else [first, last + of_end]
