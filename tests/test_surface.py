@@ -329,7 +329,7 @@ def test_the_public_names_of_a_run_are_these():
         run = shardwright.parallelize(torch.nn.Linear(2, 2), "single", world, loss=shardwright.MeanSquaredError())
         return {name for name in dir(run) if not name.startswith("_")}
 
-    methods = {name for name, value in vars(shardwright.Run).items() if inspect.isfunction(value) and name[0] != "_"}
+    methods = {name for name, value in inspect.getmembers(shardwright.Run, inspect.isfunction) if name[0] != "_"}
     assert {name: parameters_of(getattr(shardwright.Run, name)) for name in methods} == METHODS
     assert shardwright.launch(names, 1, ranks="threads") == [METHODS.keys() | ATTRIBUTES]
 
