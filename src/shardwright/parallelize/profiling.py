@@ -36,7 +36,8 @@ PER_RANK = 1000
 def profiled(run: RankState, step: TrainStep, path: Path) -> Iterator[None]:
     """Returns a context in which the steps of ``run`` are profiled; at its end rank 0 writes the merged trace.
 
-    ``step`` is the run's training step. All ranks enter it together. ``path`` is a file in a folder that all ranks reach, such as ``trace.json``.
+    All ranks enter it together. ``step`` is the run's training step, and ``path`` a file in a folder that all ranks
+    reach, such as ``trace.json``.
 
     Traffic: two barriers before, and three after. Raises: PlanError: the folder of ``path`` does not exist.
     """
