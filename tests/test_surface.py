@@ -257,7 +257,7 @@ JSON = [
         {
             "": "equal max_relative_error worst_parameter first_difference first_error loss_error gradients_error "
             "parameters_error buffers_error tolerance parameters world_size steps allowed own_error presence shares "
-            "flops left_whole"
+            "flops left_whole only_float32"
         },
     ),
     (
