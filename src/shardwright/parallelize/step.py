@@ -217,6 +217,7 @@ class TrainStep:
         Raises: PlanError: a parameter's dtype was changed since the model was laid out.
         """
         check_dtypes(self._executor.parameters, self.plan.compute_dtypes)
+        torch.clear_autocast_cache()  # of an earlier step in the same block: casts of the parameters as they were
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)
