@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ demo: $(READY)  ## installs, verifies, trains, resumes under another layout, sam
 
 test: $(READY)  ## unit, doctest and property tests, one size of each strategy (under 4 minutes on two quiet cores)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier test
+
+contract-rest: $(READY) ## what make contract runs and make test has not: .ci/run runs both
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier rest tests
 
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier contract tests
