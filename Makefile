@@ -12,6 +12,7 @@ BROWSER := .venv-browser
 BROWSER_READY := $(BROWSER)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
+INSTALL := --quiet --disable-pip-version-check --no-compile  # of large packages a few modules are imported
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
@@ -56,21 +57,21 @@ test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where the
 
 $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	$(PYTHON) -m venv $(ZOO)
-	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(ZOO)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints.txt --constraint constraints-zoo.txt --editable '.[zoo]'
 	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
-	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
+	$(ZOO)/bin/python -m pip install $(INSTALL) --no-deps --constraint constraints-zoo.txt vit-pytorch
 	@touch $@
 
 $(CLUSTER_READY): pyproject.toml constraints.txt constraints-cluster.txt
 	$(PYTHON) -m venv $(CLUSTER)
-	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(CLUSTER)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints.txt --constraint constraints-cluster.txt --editable '.[cluster,dev]'
 	@touch $@
 
 $(BROWSER_READY): constraints-browser.txt
 	$(PYTHON) -m venv $(BROWSER)
-	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(BROWSER)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints-browser.txt selenium pytest pytest-timeout
 	@touch $@
 
@@ -113,7 +114,7 @@ check: lint types test size ## what every commit passes
 
 $(DOCS_READY): constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-docs.txt
+	$(DOCS)/bin/python -m pip install $(INSTALL) --requirement constraints-docs.txt
 	@touch $@
 
 docs: $(DOCS_READY) ## the documentation site, into build/site; look at it with python -m http.server -d build/site (half a minute)
