@@ -31,8 +31,13 @@ def test_properties_run_in_both_tiers_and_plain_tests_in_one():
 
 
 def test_the_rest_is_what_make_test_leaves_out_and_properties_with_all_their_examples():
-    kinds = dict(inside=item("all", CONTRACT), both=item("both", CONTRACT, every=1), plain=item("plain"),
-                 few=item("few", hypothesis=object()), left=item("left", every=0))  # fmt: skip
+    kinds = {
+        "inside": item("all", CONTRACT),
+        "both": item("both", CONTRACT, every=1),
+        "plain": item("plain"),
+        "few": item("few", hypothesis=object()),
+        "left": item("left", every=0),
+    }
     found = dict(zip(kinds, (tiers for _, tiers in tiers_of(kinds.values())), strict=True))
     assert [name for name, tiers in found.items() if "rest" in tiers] == ["inside", "few", "left"]
     assert all(tiers & {"test", "rest"} for tiers in found.values()), "together they run every test"
