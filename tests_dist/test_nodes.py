@@ -88,8 +88,10 @@ def check_two_levels(found, line):
 
 def test_layouts_over_two_nodes_equal_one_device_share_memory_only_inside_of_a_node_and_sum_in_two_levels(tmp_path):
     lines = LAYOUT, "dp8"  # under one start, whose processes take longer than their steps
-    with nodes(2) as (one, other):
-        run_ranks([one] * 4 + [other] * 4, tmp_path, SCRIPT, str(tmp_path), *lines)
+    with nodes(2) as made:
+        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 4, SCRIPT, str(tmp_path), *lines)) for n in made]
+        with started(each) as processes:
+            all_end_well(processes, tmp_path)
     found, expected = results_in(tmp_path), losses_of_steps()
     assert [result["nodes"] for result in found] == [[0] * 4 + [1] * 4] * 8
     for result in found:
