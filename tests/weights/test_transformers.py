@@ -95,15 +95,6 @@ def test_the_files_of_the_model_are_those_of_save_pretrained(tmp_path, line):
     assert settings.items() <= again.generation_config.to_dict().items()
 
 
-def test_a_model_that_cannot_generate_has_no_file_for_it(tmp_path):
-    model = transformers.BertForSequenceClassification(
-        transformers.BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
-    )
-    torch.save(model.state_dict(), tmp_path / "a.pt")
-    sw.save_weights(tmp_path / "a.pt", tmp_path / "ours", format="transformers", model=model)
-    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"config.json", "model.safetensors"}
-
-
 def test_a_folder_gives_the_config_and_the_tokenizer_and_the_dtype_is_noted(tmp_path):
     torch.manual_seed(0)
     model_of(config_of("gpt2")).save_pretrained(tmp_path / "given")

@@ -60,9 +60,8 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
 
 def _generation(model: nn.Module | None) -> dict[str, str]:
     """Returns the text of the model's generation config by its name, where ``save_pretrained`` would write it."""
-    write = getattr(getattr(model, "generation_config", None), "to_json_string", None)
-    can_generate = getattr(model, "can_generate", None)
-    return {GENERATION: write()} if callable(write) and callable(can_generate) and can_generate() else {}
+    write = getattr(getattr(model, "generation_config", None), "to_json_string", None)  # None where it cannot generate
+    return {GENERATION: write()} if callable(write) else {}
 
 
 def _content(path: Path) -> bytes:
