@@ -38,6 +38,7 @@ from shardwright.comm.current_world import enter
 from shardwright.comm.failures import LostPartnerError, StopRequested
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.trained_copies import objects_of, tell_trained, trained_among
+from shardwright.comm.wait_watchdog import WaitWatchdog
 from shardwright.comm.world import World
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
@@ -93,6 +94,7 @@ def run_here(
         )
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
+    waits = WaitWatchdog(rank, size, PrefixStore("waits", store), timeout_s, transport.fail, report)
     try:
         with _forked_ends():
             result = work(world, *args)
@@ -103,7 +105,9 @@ def run_here(
             time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise
     finally:
+        waits.close()
         world.stop.restore()
+    waits.leave()
     transport.close()
     _end_together(rank, [place.index] if backend in NATIVE else None)
     transport.disconnect()
@@ -298,7 +302,7 @@ def rank_main(task: int, answer: int) -> None:
     os._exit(code)
 
 
-def _report_and_end(rank: int, answer: int, failure: LostPartnerError) -> NoReturn:
+def _report_and_end(rank: int, answer: int, failure: CommunicationError) -> NoReturn:
     """Sends the launcher the error of a call that did not complete, and ends the process, whose main thread waits."""
     os.write(answer, answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure))))
     os._exit(1)
