@@ -183,6 +183,30 @@ def test_ranks_that_do_not_end_when_told_to_are_killed_after_their_grace_and_nam
     telling.join()
 
 
+def test_a_program_that_sigterm_ends_says_so_in_one_line_and_has_the_exit_code_of_the_signal(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from pathlib import Path
+            import shardwright as sw
+            def work(world):
+                world.everyone().barrier()
+                Path(sys.argv[1], str(world.rank)).write_text("")
+                time.sleep(60)
+            if __name__ == "__main__":
+                sw.launch(work, 2)
+            """
+        )
+    )
+    with subprocess.Popen([sys.executable, program, tmp_path], stderr=subprocess.PIPE, text=True) as started:
+        within(60, lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        started.terminate()
+        assert started.stderr.read() == "stopped by SIGTERM\n"
+    assert started.returncode == 143
+
+
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])
 def test_ranks_that_disagree_are_both_named(kind):
     with pytest.raises(CommunicationError) as failure:

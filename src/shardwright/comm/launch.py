@@ -72,7 +72,8 @@ def launch(
         library itself is raised as it is, and so is any error of ``work`` in a process that is already a rank.
         LayoutError: ``torchrun`` started another number of ranks, this machine cannot start as many, or a line is no
         layout. PlanError: the ranks' devices or the options do not fit. KeyboardInterrupt: the run was told to stop,
-        and ``work`` did not ask for it by :meth:`~shardwright.Run.stop_requested`.
+        and ``work`` did not ask for it by :meth:`~shardwright.Run.stop_requested`; uncaught after SIGTERM it ends the
+        program with one line and exit code 143.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]
