@@ -28,7 +28,7 @@ class Labelled(nn.Module):
 
 def batches(*, ignored):
     draw = torch.Generator().manual_seed(0)
-    for _ in range(6):  # 41 / 41 in float32 is not 1 where it is 1 / 41 * 41
+    for _ in range(6):  # 1 / 41 * 41 is not 1 in float32
         x, labels = torch.randn(41, 5, generator=draw), torch.randint(CLASSES, (41,), generator=draw)
         yield x, labels.masked_fill(labels == 3, -100) if ignored else labels
 
@@ -54,7 +54,8 @@ def test_losses_gradients_clipping_and_adamw_are_those_of_a_plain_loop(loss, ign
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for x, labels in batches(ignored=ignored):
         optimizer.zero_grad()
-        plain(x, labels)["loss"].backward()
+        mean = plain(x, labels)["loss"]
+        mean.backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(plain.parameters(), clip)
         optimizer.step()
@@ -67,12 +68,15 @@ def test_losses_gradients_clipping_and_adamw_are_those_of_a_plain_loop(loss, ign
         of_model = loss == "the model's own"
         given = ({"x": x, "labels": labels} if of_model else (x, labels) for x, labels in batches(ignored=ignored))
         for batch in run.shard(given):
-            run.step(batch)
+            last = run.step(batch)
             if clip is not None:
                 assert run.clip_grad_norm_(clip).dtype is torch.float64
             optimizer.step()
-        return run.state_dict()
+        return last.item(), run.state_dict()
 
-    (found,) = sw.launch(work, 1, ranks="threads")
+    ((last, found),) = sw.launch(work, 1, ranks="threads")
     assert all(torch.equal(found[name], parameter) for name, parameter in plain.state_dict().items())
     assert clip is None or norm > clip
+    assert last == pytest.approx(mean.item(), rel=1e-6)
+    if loss in ("the model's own", "a mean"):  # others add up their terms in another order
+        assert last == mean.item()
