@@ -60,7 +60,7 @@ class CollectiveCall(NamedTuple):
 SAME_CALLS = "the same calls in the same order on every rank of an axis"
 FIX_CALLS = (
     "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save (call it on every "
-    "rank: it writes files once), a loop, the size of a batch"
+    "rank: it writes files once) or a hook, a loop, the size of a batch"
 )
 DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
 FIX_LOST = (
