@@ -255,9 +255,14 @@ def forks(world, end):
     return world.rank
 
 
-@pytest.mark.parametrize("end", [sys.exit, list])
-def test_a_process_that_a_rank_forks_answers_nothing_for_the_rank(end):
+def says():
+    print("of a child")
+
+
+@pytest.mark.parametrize("end", [sys.exit, says])
+def test_a_process_that_a_rank_forks_answers_nothing_for_the_rank_and_its_prints_are_kept(end, capfd):
     assert launch(forks, 2, end) == [0, 1]
+    assert capfd.readouterr().out == "of a child\n" * (2 if end is says else 0)
 
 
 def trains_the_first(world, model, other):

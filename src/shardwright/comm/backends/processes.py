@@ -135,6 +135,9 @@ def _forked_ends() -> Iterator[None]:
         else:
             traceback.print_exc()
     if os.getpid() != own:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # what it has printed
+            with suppress(OSError):
+                stream.flush()
         os._exit(code)
 
 
