@@ -257,7 +257,7 @@ def forks(world, end):
 
 
 def says(file):
-    sys.stdout = file.open("w")  # noqa: SIM115  # as a pipe or a file: what is printed is not written at once
+    sys.stdout = file.open("w")  # as a pipe or a file: what is printed is not written at once
     print("of a child")
 
 
