@@ -123,7 +123,8 @@ def _edits(word: str, other: str) -> int:
     >>> _edits("pd", "dp"), _edits("pd", "pp"), _edits("zreo", "zero"), _edits("pipline", "pipe")
     (1, 1, 1, 3)
     """
-    before, row = [], list(range(len(other) + 1))
+    before: list[int] = []
+    row = list(range(len(other) + 1))
     for i, letter in enumerate(word, 1):
         earlier, before, row = before, row, [i]
         for j, each in enumerate(other, 1):
