@@ -159,7 +159,8 @@ class ThreadWorld:
         for rank, meeting in sorted(self.waiting.items()):
             absent = [member for member in meeting.members if member not in meeting.contributions]
             call = call_of_user(frames.get(self._threads[rank]))
-            lines.append(f"rank {rank} waits in {call}, {meeting.calls[rank]}, for rank {', '.join(map(str, absent))}")
+            of = "" if call.startswith("Axis.") else f", called by {call},"
+            lines.append(f"rank {rank} waits in {meeting.calls[rank]}{of} for rank {', '.join(map(str, absent))}")
         gone = sorted({m for w in self.waiting.values() for m in w.members} - self.live)
         if gone:
             lines.append(f"rank {', '.join(map(str, gone))} has returned already")
