@@ -47,7 +47,7 @@ PARAMETERS = {
     "roles= keep_in=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
-    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
+    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force= check_only=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
     "whole": "tensor",

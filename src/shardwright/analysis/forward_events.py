@@ -248,7 +248,7 @@ class _ForwardRecorder(TorchFunctionMode):
         """
         changed = set[str]()
         for path, module, name, buffer, version in self._state:
-            if module._buffers[name] is not buffer or buffer._version != version:
+            if module._buffers.get(name) is not buffer or buffer._version != version:
                 changed.add(path)
             module._buffers[name] = buffer
         self.record.selecting.update(path for path, names in self._reading if names & changed)
