@@ -27,8 +27,11 @@ POWER = 16
 REACH = 4
 """Two boundaries are moved together by at most this number of calls each; one alone is moved as far as it can be."""
 
-FOLDED = (1.05, 1.1, 1.15, 1.2, UNEVEN)
-"""The largest shares that are tried in turn where the stages of a V are filled from both ends of the model."""
+FOLDED = (1.05, 1.1, 1.15, 1.2, UNEVEN, 1.3, 1.35, 1.4, 1.5, 1.6, 1.8)
+"""The largest shares that are tried in turn where the stages of a V are filled from both ends of the model.
+
+Those above ``UNEVEN`` are for parameters alone, beside work that is at most that.
+"""
 
 
 class StageShares:
@@ -102,9 +105,16 @@ class StageShares:
         num = self.num_stages
         if self.stage_of != (*range(num), *reversed(range(num))):
             return None
-        return next((found for most in FOLDED if (found := self._folded(most)) is not None), None)
+        return next(
+            (found for most in FOLDED if (found := self.folded_within(min(most, UNEVEN), most)) is not None), None
+        )
 
-    def _folded(self, most: float) -> Bounds | None:
+    def folded_within(self, most_work: float, most_held: float) -> Bounds | None:
+        """Returns bounds of a V whose stages have at most these shares, or None if there are none.
+
+        Of several calls that use a parameter the first counts alone, so a stage may hold more.
+        """
+        limits = ((self.work_before, most_work), (self.held_before, most_held))
         # by the number of calls in front: where the calls behind begin, as early as can be, and all bounds so far
         taken: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
         for left in range(2 * self.num_stages - 2, -1, -2):  # the chunks of the stages that follow
@@ -112,8 +122,7 @@ class StageShares:
             for start, (stop, fronts, backs) in taken.items():
                 for first in range(start + 1, stop - left):
                     room = [
-                        bisect_left(each, each[first] - each[start] + each[stop] - most - 1e-9)
-                        for each in (self.work_before, self.held_before)
+                        bisect_left(each, each[first] - each[start] + each[stop] - most - 1e-9) for each, most in limits
                     ]
                     last = max(first + left, *room)
                     if last >= stop:
@@ -129,8 +138,8 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
 
     Each cut is given, and returned, as the starts of its chunks. Of cuts whose shares are at most ``UNEVEN`` the search
     prefers few bytes between chunks; ``sent`` has the bytes that cross in front of each call and behind the last. Where
-    no cut is found that is so even, parameters count less than work by ``UNEVEN``. The search begins at each of the
-    given cuts and moves one boundary or two at a time, so it may miss the best.
+    no cut is found that is so even, work is made so even, or as even as it can be, and then the parameters. The search
+    begins at each of the given cuts and moves one boundary or two at a time, so it may miss the best.
 
     >>> shares = StageShares([4, 1, 1, 1, 1, 4], [()] * 6, {}, (0, 1, 1, 0))
     >>> evened([[0, 1, 3, 4]], shares, [0, 1, 1, 1, 1, 1, 0])  # chunks of 4, 2, 1 and 5: stages of 9 and 3
@@ -142,12 +151,13 @@ def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[in
 
     def even(of: Bounds) -> Price:
         found = [max(each) for each in shares.of(of)]
-        if max(found) <= UNEVEN:
+        if round(max(found), 6) <= UNEVEN:
             return 0.0, sum(sent[each] for each in of)
         return 1.0, sum(each**POWER for each in found)
 
     def work_first(of: Bounds) -> Price:
-        return 1.0, sum(max(work, held / UNEVEN) ** POWER for work, held in shares.of(of))
+        found = shares.of(of)
+        return sum(max(work, UNEVEN) ** POWER for work, _ in found), sum(held**POWER for _, held in found)
 
     if (folded := shares.folded()) is not None:
         bounds.append(folded)

@@ -224,9 +224,10 @@ def _decides_by_state(model: nn.Module) -> LayoutError:
 
 def _own_backward(model: nn.Module) -> LayoutError:
     return LayoutError(
-        f"the backward runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
+        f"torch runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
         given="an autograd function, torch.autograd.grad, torch.utils.checkpoint with use_reentrant=True, a checkpoint "
-        "of several modules, or a function of torch.jit.script, which the model's own code calls",
+        "of several modules, a function of torch.jit.script, or a transform as torch.vmap, which the model's own code "
+        "calls",
         allowed="these in the code of a module inside, as a block; in the model's own, "
         "torch.utils.checkpoint with use_reentrant=False, of one module in each call",
         fix="move the call into a module inside, or write recompute:... in the layout in place of a checkpoint",
@@ -436,8 +437,10 @@ def _balanced(
         fits = work <= most_work and held <= most_held
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
-    cuts = [best(sent_bytes)[1], *(best(lambda *loads, n=n: (0.0, loads[n]))[1] for n in (0, 1))]
-    return [places[at] for at in evened(cuts, shares, sent)]
+    starts = best(sent_bytes)[1]
+    if shares.num_stages < num_chunks:  # what counts is the sum of a stage's chunks
+        starts = evened([starts, *(best(lambda *each, n=n: (0.0, each[n]))[1] for n in (0, 1))], shares, sent)
+    return [places[at] for at in starts]
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:
