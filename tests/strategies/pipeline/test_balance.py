@@ -2,10 +2,10 @@
 
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
-from pytest import approx
 from torch import nn
 
 from shardwright.plan.event_stages import UNEVEN
@@ -50,7 +50,7 @@ def test_the_two_chunks_of_a_stage_are_even_together_though_each_alone_is_not():
 def test_a_table_counts_on_each_of_two_stages_that_hold_it_and_once_on_one_stage():
     uses, sizes = [{"table"}, {"a"}, {"b"}, {"table"}], {"table": 8, "a": 1, "b": 1}
     apart, folded = (StageShares([1] * 4, uses, sizes, stage_of) for stage_of in ((0, 1), (0, 1, 1, 0)))
-    assert [apart.of_run(*run)[1] for run in ((0, 2), (2, 4))] == approx([1.8, 1.8])
-    assert [folded.of_run(*run)[1] for run in ((0, 2), (2, 4))] == approx([1.8, 0.2])
-    assert [held for _, held in apart.of((0, 2, 4))] == approx([1.8, 1.8])
-    assert [held for _, held in folded.of((0, 1, 2, 3, 4))] == approx([1.6, 0.4])
+    assert [apart.of_run(*run)[1] for run in ((0, 2), (2, 4))] == pytest.approx([1.8, 1.8])
+    assert [folded.of_run(*run)[1] for run in ((0, 2), (2, 4))] == pytest.approx([1.8, 0.2])
+    assert [held for _, held in apart.of((0, 2, 4))] == pytest.approx([1.8, 1.8])
+    assert [held for _, held in folded.of((0, 1, 2, 3, 4))] == pytest.approx([1.6, 0.4])
