@@ -12,12 +12,13 @@ BROWSER := .venv-browser
 BROWSER_READY := $(BROWSER)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
+INSTALL := --quiet --disable-pip-version-check --no-compile  # of large packages a few modules are imported
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -34,6 +35,9 @@ demo: $(READY)  ## installs, verifies, trains, resumes under another layout, sam
 
 test: $(READY)  ## unit, doctest and property tests, one size of each strategy (under 4 minutes on two quiet cores)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier test
+
+contract-rest: $(READY) ## what make contract runs and make test has not: .ci/run runs both
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier rest tests
 
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier contract tests
@@ -53,21 +57,21 @@ test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where the
 
 $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	$(PYTHON) -m venv $(ZOO)
-	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(ZOO)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints.txt --constraint constraints-zoo.txt --editable '.[zoo]'
 	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
-	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
+	$(ZOO)/bin/python -m pip install $(INSTALL) --no-deps --constraint constraints-zoo.txt vit-pytorch
 	@touch $@
 
 $(CLUSTER_READY): pyproject.toml constraints.txt constraints-cluster.txt
 	$(PYTHON) -m venv $(CLUSTER)
-	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(CLUSTER)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints.txt --constraint constraints-cluster.txt --editable '.[cluster,dev]'
 	@touch $@
 
 $(BROWSER_READY): constraints-browser.txt
 	$(PYTHON) -m venv $(BROWSER)
-	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(BROWSER)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints-browser.txt selenium pytest pytest-timeout
 	@touch $@
 
@@ -110,7 +114,7 @@ check: lint types test size ## what every commit passes
 
 $(DOCS_READY): constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-docs.txt
+	$(DOCS)/bin/python -m pip install $(INSTALL) --requirement constraints-docs.txt
 	@touch $@
 
 docs: $(DOCS_READY) ## the documentation site, into build/site; look at it with python -m http.server -d build/site (half a minute)

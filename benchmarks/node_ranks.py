@@ -1,7 +1,7 @@
 """Forks the ranks of a world on nodes from one process, so that torch is imported once; ``nodes.world_on`` starts it.
 
 python node_ranks.py RANKS SCRIPT WORDS...    RANKS is JSON: of each rank a process on its node, its variables, and the
-descriptors of its input and output. Each rank runs the script with the words.
+descriptors of its input, its output and, if it is named, its errors. Each rank runs the script with the words.
 """
 
 import ctypes

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +53,6 @@ class Node:
         options += ["--local-addr", self.address]
         options += ["--monitor-interval", "0.1"]
         return self.inside(sys.executable, "-m", "torch.distributed.run", *options, *words)
-
-    def rank(self, place: Mapping[str, object], *words: str) -> list[str]:
-        """The command that starts one rank, whose ``place`` is torch's variables, without torchrun."""
-        return self.inside("env", *(f"{name}={value}" for name, value in place.items()), sys.executable, *words)
 
     def set_link(self, state: str) -> None:
         """Sets the link to the switch ``up`` or ``down``; a link that goes down closes no connection."""
@@ -105,6 +101,24 @@ def nodes(num: int, bits_per_s: str = "", names: Path | None = None) -> Iterator
         yield made
 
 
+def fork_ranks(
+    places: Sequence[Node], port: int, descriptors: Sequence[Sequence[int]], *words: str
+) -> subprocess.Popen[bytes]:
+    """Starts one process that imports torch and forks a rank on each of these nodes, without torchrun.
+
+    ``descriptors`` are those of each rank's input and output, and of its errors if there are three. ``words`` are the
+    script that each rank runs, and its options. The process ends with code 1 if a rank fails.
+    """
+    ranks = []
+    for rank, node in enumerate(places):
+        place = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(node)}
+        place |= {"LOCAL_WORLD_SIZE": places.count(node), "MASTER_ADDR": places[0].address, "MASTER_PORT": port}
+        ranks.append((node.pid, {name: str(value) for name, value in place.items()}, *descriptors[rank]))
+    command = [sys.executable, str(ROOT / "benchmarks" / "node_ranks.py"), json.dumps(ranks), *words]
+    passed = {each for several in descriptors for each in several}
+    return subprocess.Popen(command, pass_fds=[*passed], env=os.environ | ENVIRONMENT, start_new_session=True)
+
+
 @contextmanager
 def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callable[[str], list[str]]]:
     """A world of one rank on each of these nodes, as a function that runs a variant and returns what each rank says.
@@ -112,18 +126,14 @@ def world_on(places: Sequence[Node], port: int, *words: str) -> Iterator[Callabl
     ``words`` are the script that each rank runs, and its options. A rank prints ``READY``, then reads the names of
     variants, one a line, and prints a line for each, such as the seconds of a step. The ranks are forks of one process.
     """
-    ranks, inputs, outputs, theirs, files = [], [], [], [], ExitStack()
-    for rank, node in enumerate(places):
-        place = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": places[:rank].count(node)}
-        place |= {"LOCAL_WORLD_SIZE": places.count(node), "MASTER_ADDR": places[0].address, "MASTER_PORT": port}
+    inputs, outputs, theirs, files = [], [], [], ExitStack()
+    for _ in places:
         (reads, told), (answers, writes) = os.pipe(), os.pipe()
-        ranks.append((node.pid, {name: str(value) for name, value in place.items()}, reads, writes))
         inputs.append(files.enter_context(os.fdopen(told, "w")))
         outputs.append(files.enter_context(os.fdopen(answers)))
-        theirs += [reads, writes]
-    command = [sys.executable, str(ROOT / "benchmarks" / "node_ranks.py"), json.dumps(ranks), *words]
-    process = subprocess.Popen(command, pass_fds=theirs, env=os.environ | ENVIRONMENT, start_new_session=True)
-    for descriptor in theirs:
+        theirs.append((reads, writes))
+    process = fork_ranks(places, port, theirs, *words)
+    for descriptor in (each for pair in theirs for each in pair):
         os.close(descriptor)
 
     def run(name: str) -> list[str]:

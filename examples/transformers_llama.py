@@ -57,12 +57,14 @@ def train(world: sw.World, options: argparse.Namespace) -> list[float]:
     run = sw.parallelize(built(options.model), options.layout, world, loss=NextToken(), example=every[0][0])
     if options.model is not None:
         sw.load_weights(run, options.model)  # each rank reads its own parts of the files
+    target = {"to": options.out, "format": "transformers", "config": options.model}
+    sw.save_weights(run, **target, check_only=True)  # what cannot be written is refused now, not after training
     optimizer = run.optimizer(torch.optim.AdamW, lr=options.lr)
     losses = []
     for batch in run.shard(every):
         losses.append(run.step(batch).item())
         optimizer.step()
-    sw.save_weights(run, options.out, format="transformers", config=options.model)
+    sw.save_weights(run, **target)
     return losses
 
 

@@ -55,7 +55,7 @@ class Accelerator:
         """What would have stopped the host: how often, by operator, file and line."""
         self.num_pinned = 0
         self.peak_bytes: int | None = None
-        """The most live bytes since this was set to a number; None while nothing asks, since each peak is a sweep."""
+        """The most live bytes since :meth:`counting_memory` began; None outside of it."""
         self.here = threading.local()
         self._lock = threading.RLock()
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -64,7 +64,7 @@ class Accelerator:
 
         No deleter is called into Python: torch frees tensors while an exception is on its way.
         """
-        self._listed_bytes, self._swept = 0, 0
+        self._listed_bytes = 0
 
     @contextmanager
     def counting(self) -> Iterator[Counter[str]]:
@@ -75,6 +75,15 @@ class Accelerator:
         finally:
             before.update(self.stops)
             self.stops = before
+
+    @contextmanager
+    def counting_memory(self) -> Iterator[None]:
+        """Within it the memory of storages is counted that are made in it; it costs as much as a small operator."""
+        self._memory, self._listed_bytes, self.peak_bytes = [], 0, 0
+        try:
+            yield
+        finally:
+            self._memory, self.peak_bytes = [], None
 
     @property
     def stream(self) -> Stream:
@@ -110,23 +119,22 @@ class Accelerator:
     def of_host(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the device over the memory of a tensor of the CPU, which is the device's from now on."""
         found = _handed_over(tensor, _EXTERNAL)
-        storage = found.untyped_storage()
-        with self._lock:
-            self._memory.append((StorageWeakRef(storage), storage.nbytes()))
-            self._listed_bytes += storage.nbytes()
-            if self.peak_bytes is not None and self._listed_bytes > self.peak_bytes:
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            elif len(self._memory) > 2 * self._swept + 1000:
-                _ = self.live_bytes
+        if self.peak_bytes is not None:
+            storage = found.untyped_storage()
+            with self._lock:
+                self._memory.append((StorageWeakRef(storage), storage.nbytes()))
+                self._listed_bytes += storage.nbytes()
+                if self._listed_bytes > self.peak_bytes:
+                    self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return found
 
     @property
     def live_bytes(self) -> int:
-        """The bytes of all storages of the device that are not freed."""
+        """The bytes of the counted storages that are not freed."""
+        assert self.peak_bytes is not None, "memory is counted in counting_memory() alone"
         with self._lock:
             self._memory = [each for each in self._memory if not each[0].expired()]
             self._listed_bytes = sum(num_bytes for _, num_bytes in self._memory)
-            self._swept = len(self._memory)
             return self._listed_bytes
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -175,30 +183,6 @@ _Views = dict[int, tuple[Tensor, Tensor]]
 """A device's tensor and the CPU's over the same memory, by the id of the latter."""
 
 
-def _to_host(value: Any, writes: bool, views: _Views) -> Any:
-    """Returns an argument for the CPU's kernel."""
-    if isinstance(value, Tensor):
-        if value.device.type != "acc":
-            return value
-        resizes = writes and not value.numel()  # an ``out`` that the kernel enlarges
-        view = torch.empty(value.shape, dtype=value.dtype) if resizes else _handed_over(value, _HOST)
-        views[id(view)] = value, view
-        return view
-    if isinstance(value, list | tuple):
-        return [_to_host(each, writes, views) for each in value]
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-class _Facts(NamedTuple):
-    """What the schema of an operator says: the names of its arguments, of those that are tensors, of those written."""
-
-    op: Any
-    name: str
-    names: tuple[str, ...]
-    of_tensors: tuple[str, ...]
-    written: frozenset[str]
-
-
 class _Kernels:
     """What runs an operator on the pretend device; a method runs the operator of its name."""
 
@@ -220,39 +204,68 @@ class _Kernels:
         own = getattr(self, name, None)
         if own is not None:
             return own
-        returns, tensor = op._schema.returns, torch.TensorType.get()
+        returns = op._schema.returns
         is_view = bool(returns) and all(
             each.alias_info is not None and not each.alias_info.is_write for each in returns
         )
         if is_view or name == "set_":  # the CPU's kernel makes a tensor of the same storage and device
             return lambda *args, **named: op.redispatch(_KERNELS, *args, **named)
-        arguments = op._schema.arguments
-        facts = _Facts(
-            op,
-            name,
-            tuple(each.name for each in arguments),
-            tuple(each.name for each in arguments if each.type == tensor),
-            frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write),
-        )
-        return partial(self.run, facts)
+        return self._on_host(op, name)
 
-    def run(self, facts: _Facts, /, *args: Any, **named: Any) -> Any:
-        """Runs the CPU's kernel of an operator on the memory of the device's tensors."""
-        op, name, names, of_tensors, written = facts
-        given = dict(zip(names, args, strict=False)) | named
-        self._check_devices(given, written)
-        if name in STOPPING or _counts_values(name, given):
-            self.accelerator.stop(name)
-        if any(isinstance(given.get(key), int | float | complex) for key in of_tensors):
-            op = op.overloadpacket  # torch has made a number of a tensor that it had made of one
-        views: _Views = {}
-        host = {key: _to_host(value, key in written, views) for key, value in given.items()}
-        with torch._C._AutoDispatchBelowAutograd():
-            found = op(*list(host.values())[: len(args)], **dict(list(host.items())[len(args) :]))
-        for mine, view in views.values():
-            if view.shape != mine.shape:
-                self._take_over(mine, view)
-        return self._to_device(found, views)
+    def _on_host(self, op: Any, name: str) -> Callable[..., Any]:
+        """What runs the CPU's kernel of an operator on the memory of the device's tensors: most operators, often."""
+        arguments, tensor = op._schema.arguments, torch.TensorType.get()
+        names = tuple(each.name for each in arguments)
+        of_tensors = frozenset(each.name for each in arguments if each.type == tensor)
+        written = frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+        stops, may_count = name in STOPPING, name == "repeat_interleave" or ("index" in name and "indices" in names)
+        call, packet, host_device = op._op, op.overloadpacket, torch.device("cpu")
+
+        def run(*args: Any, **named: Any) -> Any:
+            views: _Views = {}
+            host, has_number = [], False
+            for key, value in (*zip(names, args, strict=False), *named.items()):
+                if isinstance(value, Tensor):
+                    host.append(self._to_host(key, value, key in written, views))
+                elif isinstance(value, list | tuple):
+                    host.append([
+                        self._to_host(key, each, key in written, views) if isinstance(each, Tensor) else each
+                        for each in value
+                    ])  # fmt: skip
+                else:
+                    has_number |= key in of_tensors and isinstance(value, int | float | complex)
+                    host.append(host_device if isinstance(value, torch.device) else value)
+            if stops or (may_count and _counts_values(name, dict(zip(names, args, strict=False)) | named)):
+                self.accelerator.stop(name)
+            runs = packet if has_number else call  # torch has made a number of a tensor that it had made of one
+            given = dict(zip(named, host[len(args) :], strict=True)) if named else {}
+            with torch._C._AutoDispatchBelowAutograd():
+                found = runs(*host[: len(args)], **given)
+            for mine, view in views.values() if written else ():
+                if view.shape != mine.shape:
+                    self._take_over(mine, view)
+            return self._to_device(found, views)
+
+        return run
+
+    def _to_host(self, key: str, value: Tensor, writes: bool, views: _Views) -> Tensor:
+        """Returns a tensor for the CPU's kernel.
+
+        Raises as CUDA does for a tensor of the CPU, unless it is one number that is only read.
+        """
+        if value.is_cpu or value.is_meta:
+            if key == "indices" and value.dim():
+                self.accelerator.stop("indices on the host")
+            elif value.dim() or writes:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, acc:0 and cpu! "
+                    f"(when checking argument for argument {key})"
+                )
+            return value
+        resizes = writes and not value.numel()  # an ``out`` that the kernel enlarges
+        view = torch.empty(value.shape, dtype=value.dtype) if resizes else _handed_over(value, _HOST)
+        views[id(view)] = value, view
+        return view
 
     def _to_device(self, value: Any, views: _Views) -> Any:
         if isinstance(value, Tensor):
@@ -268,26 +281,15 @@ class _Kernels:
             _KERNELS, mine, storage, 0, host.shape, host.stride()
         )
 
-    def _check_devices(self, given: dict[str, Any], written: frozenset[str]) -> None:
-        """Raises as CUDA does for a tensor of the CPU, unless it is one number that is only read."""
-        for key, value in given.items():
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if not isinstance(each, Tensor) or each.device.type == "acc" or (not each.dim() and key not in written):
-                    continue
-                if key == "indices":
-                    self.accelerator.stop("indices on the host")
-                else:
-                    raise RuntimeError(
-                        "Expected all tensors to be on the same device, but found at least two devices, acc:0 and cpu! "
-                        f"(when checking argument for argument {key})"
-                    )
-
     # ---- operators with rules of their own
 
     def copy_(self, mine: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+        if not (mine.is_cpu or other.is_cpu):
+            _copy(_handed_over(mine, _HOST), _handed_over(other, _HOST))
+            return mine
         devices, stream = (other.device.type, mine.device.type), self.accelerator.stream
         ends = [_handed_over(each, _HOST) if each.device.type == "acc" else each for each in (mine, other)]
-        if devices != ("acc", "acc") and other.numel():
+        if other.numel():
             if not (non_blocking and self.accelerator.is_pinned(mine if devices[1] == "cpu" else other)):
                 self.accelerator.stop(f"copy {devices[0]} to {devices[1]}")
             elif stream.is_side or devices[1] == "cpu":  # it comes when something waits for it
@@ -304,9 +306,12 @@ class _Kernels:
         self, mine: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
         non_blocking: bool = False, memory_format: Any = None,
     ) -> Tensor:  # fmt: skip
-        made = torch.empty_like(
-            mine, dtype=dtype, device=device, memory_format=memory_format or torch.preserve_format, requires_grad=False
-        )
+        order = memory_format or torch.preserve_format
+        if mine.device.type == "acc" and (device is None or device.type == "acc"):
+            with torch._C._AutoDispatchBelowAutograd():
+                copy = _handed_over(mine, _HOST).to(dtype or mine.dtype, copy=True, memory_format=order)
+            return self.accelerator.of_host(copy)
+        made = torch.empty_like(mine, dtype=dtype, device=device, memory_format=order, requires_grad=False)
         if non_blocking and made.device.type == "cpu":
             self.accelerator.pin(made)  # as torch does: a copy to the host that does not wait needs it
         return (
@@ -445,7 +450,7 @@ class _Module:
         return self._accelerator.live_bytes
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        assert self._accelerator.peak_bytes is not None, "set peak_bytes first: peaks are not counted before"
+        assert self._accelerator.peak_bytes is not None, "memory is counted in counting_memory() alone"
         return self._accelerator.peak_bytes
 
 

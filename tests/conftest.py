@@ -4,7 +4,8 @@
 first case and every n-th after it (of 0 none), and of one with more than three cases every fourth; in
 ``tests/contract`` only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
-property tests with all their examples. Without ``--tier`` everything runs.
+property tests with all their examples. ``--tier rest``: the same without what `make test` has run already, for
+`.ci/run`, which runs both. Without ``--tier`` everything runs.
 
 In ``tests/contract`` ranks that are threads talk over NCCL's rules (``tests/pretend_nccl.py``) in three tests of four,
 each in one of three variants; ``--nccl`` takes one of them for all tests, as `make test-nccl` does with each.
@@ -93,7 +94,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--nccl", choices=("in turn", "no", *VARIANTS), default="in turn", help="what the contract's ranks talk over"
     )
-    parser.addoption("--tier", choices=("test", "contract"), help="what `make test` runs, or `make contract`")
+    parser.addoption("--tier", choices=("test", "contract", "rest"), help="of which of the make targets")
 
 
 def pytest_configure(config):
@@ -115,8 +116,8 @@ def tiers_of(items):
         every = mark.args[0] if mark is not None else 0 if inside else MANY_EVERY if has_many else 1
         among = every > 0 and seen[key] % every == 0
         seen[key] += 1
-        again = inside or not among or hasattr(getattr(item, "obj", None), "hypothesis")
-        yield item, {name for name, runs in (("test", among), ("contract", again)) if runs}
+        rest = not among or hasattr(getattr(item, "obj", None), "hypothesis")
+        yield item, {name for name, runs in (("test", among), ("contract", inside or rest), ("rest", rest)) if runs}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,5 +1,6 @@
 """What ranks that are threads share under ``verify`` in tests: what is equal on all of them is computed once.
 
+The trial of an optimizer, which knows nothing of the model, is made once in a process for each class and its options.
 Planning takes longer than the steps of a small model, and each rank would do it again. That ranks which plan for
 themselves agree is held by ``tests/parallelize/test_own_plans.py``, by every test that calls ``parallelize`` itself,
 and by those of processes.
@@ -31,7 +32,7 @@ def for_one_rank(plan: Plan) -> Plan:
 
 @contextmanager
 def one_plan_in_verify() -> Iterator[None]:
-    """Within it, ranks that ``verify`` starts as threads share its plan, shares, draws and trial of the optimizer.
+    """Within it, ranks that ``verify`` starts as threads share its plan, shares and draws, and trials of optimizers.
 
     All ranks that are threads share the grids that an error suggests.
     """
@@ -43,6 +44,8 @@ def one_plan_in_verify() -> Iterator[None]:
     lock, here = Lock(), local()
     suggestions: dict[Any, str] = {}
     suggesting = Lock()
+    trials: dict[Any, bool] = {}
+    trying = Lock()
 
     def once(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -92,12 +95,21 @@ def one_plan_in_verify() -> Iterator[None]:
                 suggestions[key] = str(with_suggestions(error, job, layout))
             return LayoutError(suggestions[key])
 
+    def tried(kind: Any, options: Any, *more: Any, **how: Any) -> bool:
+        if getattr(here, "shared", None) is None:
+            return is_elementwise(kind, options, *more, **how)
+        key = kind, repr((options, more, how))
+        with trying:
+            if key not in trials:
+                trials[key] = is_elementwise(kind, options, *more, **how)
+            return trials[key]
+
     def of_verify(model: Any, *args: Any, **named: Any) -> Any:
         here.shared = shared_by(model)  # as long as the rank's thread
         return plain(model, *args, **named)
 
     make_plan, job_for, plain = parallelize.make_plan, parallelize.job_for, parallelize.parallelize
-    shares_of = parallelize.shares_of
+    shares_of, is_elementwise = parallelize.shares_of, optimizer_check.is_elementwise
     with_suggestions = planning.with_suggestions
     with ExitStack() as stack:
         for module, name, now in (
@@ -108,7 +120,7 @@ def one_plan_in_verify() -> Iterator[None]:
             (parallelize, "make_plan", plan_of_rank),
             (parallelize, "job_for", job_of_rank),
             (planning, "with_suggestions", suggested),
-            (optimizer_check, "is_elementwise", once(optimizer_check.is_elementwise)),
+            (optimizer_check, "is_elementwise", tried),
         ):
             stack.enter_context(mock.patch.object(module, name, now))
         yield

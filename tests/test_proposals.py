@@ -35,6 +35,16 @@ PLACES = {
     "axis of a factor": (lambda word: Factor(word, (2,)), "ppp", "pp4", ALLOWED),
     "precision": (lambda word: Layout((), precision=word), "bf61", "write bf16", ALLOWED),
     "option": (lambda word: choose(Layout.parse(f"dp2/{word} tp2")), "zero33", "write dp2/zero3 tp2", "write dp2 tp2"),
+    "option with swapped letters": (
+        lambda word: choose(Layout.parse(f"tp2/{word}")),
+        "ps",
+        "write tp2/sp",
+        "write tp2",
+    ),
+    "option with a value": (
+        lambda word: choose(Layout.parse(f"pp2/{word}:v2 mb4")),
+        *("interleved", "write pp2/interleaved:v2 mb4", "write pp2 mb4"),
+    ),
     "schedule": (
         lambda word: build(word, 2, 2),
         *("1f1bb", "write 1f1b, or file:PATH for a schedule of your own"),

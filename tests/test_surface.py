@@ -47,7 +47,7 @@ PARAMETERS = {
     "roles= keep_in=",
     "run_on_threads": "mesh work device=",
     "save": "folder run optimizer extra= keep= wait=",
-    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force=",
+    "save_weights": "source to format= names= dtype= config= model= max_file_bytes= averages= force= check_only=",
     "time_layers": "model inputs repeats",
     "verify": "model layout batches loss= dtype= seed= ranks= strategies= alter= launcher= roles= seconds= targets=",
     "whole": "tensor",
@@ -257,7 +257,7 @@ JSON = [
         {
             "": "equal max_relative_error worst_parameter first_difference first_error loss_error gradients_error "
             "parameters_error buffers_error tolerance parameters world_size steps allowed own_error presence shares "
-            "flops left_whole"
+            "flops left_whole only_float32"
         },
     ),
     (
@@ -329,7 +329,7 @@ def test_the_public_names_of_a_run_are_these():
         run = shardwright.parallelize(torch.nn.Linear(2, 2), "single", world, loss=shardwright.MeanSquaredError())
         return {name for name in dir(run) if not name.startswith("_")}
 
-    methods = {name for name, value in vars(shardwright.Run).items() if inspect.isfunction(value) and name[0] != "_"}
+    methods = {name for name, value in inspect.getmembers(shardwright.Run, inspect.isfunction) if name[0] != "_"}
     assert {name: parameters_of(getattr(shardwright.Run, name)) for name in methods} == METHODS
     assert shardwright.launch(names, 1, ranks="threads") == [METHODS.keys() | ATTRIBUTES]
 

@@ -1,4 +1,4 @@
-"""What `make test` and `make contract` leave to each other."""
+"""What `make test` and `make contract` leave to each other, and `make contract-rest` to `make test`."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def item(name, folder=CONTRACT.parent, every=None, **test):
 
 
 def tiers(*items):
-    return [sorted(found) for _, found in tiers_of(items)]
+    return [sorted(found - {"rest"}) for _, found in tiers_of(items)]
 
 
 def test_of_a_sampled_test_each_tier_runs_what_the_other_does_not():
@@ -28,6 +28,20 @@ def test_all_of_the_contract_runs_in_one_tier_and_what_is_sampled_in_both():
 
 def test_properties_run_in_both_tiers_and_plain_tests_in_one():
     assert tiers(item("plain"), item("drawn", hypothesis=object())) == [["test"], ["contract", "test"]]
+
+
+def test_the_rest_is_what_make_test_leaves_out_and_properties_with_all_their_examples():
+    kinds = {
+        "inside": item("all", CONTRACT),
+        "both": item("both", CONTRACT, every=1),
+        "plain": item("plain"),
+        "few": item("few", hypothesis=object()),
+        "left": item("left", every=0),
+    }
+    found = dict(zip(kinds, (tiers for _, tiers in tiers_of(kinds.values())), strict=True))
+    assert [name for name, tiers in found.items() if "rest" in tiers] == ["inside", "few", "left"]
+    assert all(tiers & {"test", "rest"} for tiers in found.values()), "together they run every test"
+    assert all(tiers >= {"contract"} for tiers in found.values() if "rest" in tiers)
 
 
 def test_of_what_is_sampled_with_zero_make_test_runs_none():

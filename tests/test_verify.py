@@ -333,6 +333,31 @@ def test_half_precision_is_refused():
         verify(gpt(), "dp2", batches(), dtype=torch.bfloat16)
 
 
+class InFloat32(nn.Module):
+    """Code as of normalized pictures, which makes its numbers float32 whatever the model's dtype is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x.float() / 255)))
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2"])
+def test_a_model_that_runs_in_float32_alone_is_compared_in_it_and_the_verdict_says_so(line):
+    batch = torch.randint(255, (4, 6), dtype=torch.uint8), torch.randint(3, (4,))
+    for model in (InFloat32(), InFloat32().to("meta")):
+        verdict = verify(model, line, [batch])
+        assert verdict.equal
+        assert verdict.tolerance == 1e-5
+        assert "compared in float32, since plain torch refuses the model in float64 (" in str(verdict)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        verify(InFloat32(), line, [batch], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # in both dtypes: the error itself
+        verify(nn.Linear(6, 3), "dp2", [(torch.ones(4, 5), batch[1])])
+
+
 def test_a_layout_that_cannot_be_is_refused_before_anything_runs():
     with pytest.raises(LayoutError, match="no layer of the model can be cut"):
         verify(nn.Linear(2, 2), "tp2", [(torch.ones(2, 2), torch.zeros(2, dtype=torch.int64))])

@@ -9,13 +9,14 @@ import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import shared_memory
 from tests_dist.command import left_in, temporary_folder, within
 
-from shardwright import CrossEntropy, Layout, launch, parallelize
+from shardwright import CrossEntropy, Layout, launch, parallelize, save_weights, without_values
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 WAIT_S = 6  # of ranks for one that never comes: they also start within it, on a machine that does other work
@@ -69,6 +70,14 @@ def asks_alone(world):
     everyone.barrier()
     if world.rank == 0:
         everyone.all_reduce(torch.ones(2))
+
+
+def saves_alone(world):
+    with without_values():
+        model = torch.nn.Linear(3, 3)
+    run = parallelize(model, "dp2", world, loss=CrossEntropy())
+    if world.rank == 0:
+        save_weights(run, "never.pt")
 
 
 def cannot_be_laid_out(world):
@@ -174,6 +183,30 @@ def test_ranks_that_do_not_end_when_told_to_are_killed_after_their_grace_and_nam
     telling.join()
 
 
+def test_a_program_that_sigterm_ends_says_so_in_one_line_and_has_the_exit_code_of_the_signal(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from pathlib import Path
+            import shardwright as sw
+            def work(world):
+                world.everyone().barrier()
+                Path(sys.argv[1], str(world.rank)).write_text("")
+                time.sleep(60)
+            if __name__ == "__main__":
+                sw.launch(work, 2)
+            """
+        )
+    )
+    with subprocess.Popen([sys.executable, program, tmp_path], stderr=subprocess.PIPE, text=True) as started:
+        within(60, lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        started.terminate()
+        assert started.stderr.read() == "stopped by SIGTERM\n"
+    assert started.returncode == 143
+
+
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])
 def test_ranks_that_disagree_are_both_named(kind):
     with pytest.raises(CommunicationError) as failure:
@@ -201,14 +234,18 @@ def test_a_message_of_another_size_is_no_number_that_nobody_sent():
 def test_a_call_that_nobody_joins_times_out_naming_axis_and_call(links):
     with pytest.raises(
         (CommunicationError, RankFailedError),
-        match=r"(?s)all_reduce of \[3\] float32 sum over axis 'world'.*every rank calls sw\.save",
+        match=r"(?s)all_reduce of \[3\] float32 sum over axis 'world'.*call it on every rank",
     ):
         launch(never_comes, 2, links=links, timeout_s=WAIT_S)
 
 
-def test_a_call_that_one_rank_makes_while_the_others_have_ended_is_the_one_named():
-    with pytest.raises(RankFailedError, match=r"(?s)rank 0 failed.*everyone\.all_reduce\(torch\.ones"):
-        launch(asks_alone, 2, timeout_s=WAIT_S)
+@pytest.mark.parametrize(
+    ("work", "call", "links"), [(asks_alone, "Axis.all_reduce", "sockets"), (saves_alone, "sw.save_weights", "auto")]
+)
+def test_a_call_that_one_rank_makes_while_the_others_have_ended_is_named_before_the_time_limit(work, call, links):
+    words = rf"(?s)none can go on.*rank 0: in {call}, line \d+ of {{}}\s+rank 1: has returned.*{call}: call it on every"
+    with pytest.raises(CommunicationError, match=words.format(Path(__file__).name)):
+        launch(work, 2, links=links, timeout_s=4 * WAIT_S)
 
 
 def test_a_layout_that_cannot_be_is_a_layout_error():

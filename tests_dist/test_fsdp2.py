@@ -16,6 +16,8 @@ PROGRAM = textwrap.dedent("""
     import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
+    from shardwright.errors import PlanError
+    from shardwright.parallelize.checks import check_model
     from tests_dist.test_fsdp2 import build
 
     folder, rank = sys.argv[1], int(sys.argv[2])
@@ -24,6 +26,12 @@ PROGRAM = textwrap.dedent("""
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    try:
+        check_model(model)
+    except PlanError as error:
+        assert "sharded already" in str(error), error
+    else:
+        raise AssertionError("a model that FSDP2 has sharded is no plain one")
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=f"{folder}/ours")
     set_model_state_dict(model, state)

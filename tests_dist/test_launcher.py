@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -255,9 +256,16 @@ def forks(world, end):
     return world.rank
 
 
-@pytest.mark.parametrize("end", [sys.exit, list])
-def test_a_process_that_a_rank_forks_answers_nothing_for_the_rank(end):
-    assert launch(forks, 2, end) == [0, 1]
+def says(file):
+    sys.stdout = file.open("w")  # as a pipe or a file: what is printed is not written at once
+    print("of a child")
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_process_that_a_rank_forks_answers_nothing_for_the_rank_and_its_prints_are_kept(tmp_path, prints):
+    file = tmp_path / "said"
+    assert launch(forks, 1, partial(says, file) if prints else sys.exit) == [0]
+    assert not prints or file.read_text() == "of a child\n"
 
 
 def trains_the_first(world, model, other):

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 import pytest
-from benchmarks.nodes import ENVIRONMENT, ROOT, nodes, why_not
+from benchmarks.nodes import ENVIRONMENT, ROOT, fork_ranks, nodes, why_not
 from tests_dist import node_work
 from tests_dist.command import FLAGS, end_all, losses_of_one_device, within
 
@@ -45,6 +45,20 @@ def started(each):
             family += psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         end_all(family)
         for process in processes:
+            process.wait()
+
+
+def run_ranks(places, folder, *words):
+    """Runs a script as a rank on each of these nodes, all forks of one process; what ranks say goes into files."""
+    with ExitStack() as files:
+        nothing = files.enter_context(open(os.devnull)).fileno()
+        said = [files.enter_context((folder / f"said{rank}").open("w")).fileno() for rank in range(len(places))]
+        process = fork_ranks(places, 29511, [(nothing, each, each) for each in said], *words)
+    try:
+        all_end_well([process], folder)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -89,14 +103,8 @@ def test_layouts_over_two_nodes_equal_one_device_share_memory_only_inside_of_a_n
 
 def test_ranks_that_were_dealt_out_over_the_nodes_in_turn_are_renumbered_so_that_tp_stays_inside(tmp_path):
     lines = "dp2 tp2", "dp4"
-    with nodes(2) as made:
-        each = []
-        for rank in range(4):
-            node, place = made[rank % 2], {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank // 2}
-            place |= {"LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": made[0].address, "MASTER_PORT": 29511}
-            each.append((tmp_path / f"said{rank}", node.rank(place, SCRIPT, str(tmp_path), *lines)))
-        with started(each) as processes:
-            all_end_well(processes, tmp_path)
+    with nodes(2) as (one, other):
+        run_ranks([one, other] * 2, tmp_path, SCRIPT, str(tmp_path), *lines)
     found, expected = results_in(tmp_path), losses_of_steps()
     assert [result["nodes"] for result in found] == [[0, 0, 1, 1]] * 4
     for result in found:

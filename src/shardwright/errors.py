@@ -116,7 +116,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     plain = {entry.lower(): entry for entry in known}
     begun = [entry for entry in plain if word and entry.startswith(word.lower())]
-    alike = begun[:1] or difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.6)
+    swapped = [entry for entry in plain if len(entry) > 1 and sorted(entry) == sorted(word.lower())]
+    alike = begun[:1] or swapped[:1] or difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.6)
     return plain[alike[0]] if alike else ""
 
 

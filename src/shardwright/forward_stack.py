@@ -183,6 +183,19 @@ def wrap(
     module.forward = stack.forward  # type: ignore[assignment]
 
 
+def rename(module: nn.Module, rung: Rung, name: str) -> None:
+    """Changes what the record says of the wrapper on ``rung``, if there is one, such as what it found out in a step.
+
+    >>> layer = nn.ReLU()
+    >>> wrap(layer, Rung.ON_PARTS, "on parts", by="toy", around=lambda inner: inner)
+    >>> rename(layer, Rung.ON_PARTS, "on whole logits")
+    >>> print(stack_of(layer))
+    ON_PARTS         on whole logits (by toy)
+    """
+    stack = stack_of(module)
+    stack.wrappers = tuple(each._replace(name=name) if each.rung == rung else each for each in stack.wrappers)
+
+
 def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: Forward) -> None:
     """Replaces a module's own forward, and all its wrappers further inside than the position ``rung``, by ``forward``.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from shardwright.axes import MAX_SIZE, OPTIONS, layout_axes
@@ -118,6 +117,24 @@ def _options(name: str) -> list[str]:
     return [axis for axis, names in OPTIONS.values() if name != "file" and name.partition(":")[0] in names]
 
 
+def _edits(word: str, other: str) -> int:
+    """Returns how many letters were left out, added, replaced or swapped with the next to make one word of the other.
+
+    >>> _edits("pd", "dp"), _edits("pd", "pp"), _edits("zreo", "zero"), _edits("pipline", "pipe")
+    (1, 1, 1, 3)
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, 1):
+        earlier, before, row = before, row, [i]
+        for j, each in enumerate(other, 1):
+            swapped = i > 1 < j and word[i - 2] == each and letter == other[j - 2]
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != each)))
+            if swapped:
+                row[-1] = min(row[-1], earlier[j - 2] + 1)
+    return row[-1]
+
+
 def _meaning(word: _Word) -> tuple[str, str, str]:
     """Returns the axis or item that a word means, the option, and the size; the item is "" for no meaning."""
     name, number = word
@@ -133,16 +150,30 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
     }
     if not name:
         return next(iter(axis.name for axis in layout_axes().values() if axis.kind == "copies"), ""), "", number
-    if name in ("fp", "float") and number == "16":
+    if name in ("fp", "float") and sorted(number) == ["1", "6"]:
         return "fp16", "", ""
-    table = {**dict.fromkeys(_LINE_WORDS, ""), **dict.fromkeys(aliases, "")}
-    # one wrong letter of two is a typing error when a number follows, else another word
-    alike = get_close_matches(plain[:20], table, 1, 0.5 if number else 0.6) if len(plain) > 1 else []
+    options = {each: axis for axis, names in OPTIONS.values() for each in names if each != "file"}
+    table = [
+        *layout_axes(),
+        *_LINE_WORDS,
+        *options,
+        *aliases,
+    ]  # of words as near, the first: ours before those of others
+
+    def distance(word: str) -> tuple[int, bool, bool]:
+        return _edits(plain[:20], word), sorted(word) != sorted(plain), word[:1] != plain[:1]
+
+    near = min(table, key=distance)
+    # a short word with a number behind it is a typing error, without one another word
+    most = max(1, len(plain) // 3) if number else len(plain) // 3
+    alike = [near] if plain and distance(near)[0] <= most else []
     for each in (name, plain, *re.split("[_-]", plain)[:1], *alike):
         if each in aliases:
             axis, option = aliases[each]
             used = "{" in option
             return axis, re.sub(r"\{(\w+)\}", number or r"\1", option), "" if used else number
+        if each in options:
+            return options[each], each, ""
         if each in _LINE_WORDS:
             return _LINE_WORDS[each], "", number
     return "", "", ""

@@ -177,14 +177,15 @@ def test_a_mistake_that_every_rank_sees_is_raised_as_it_is(error):
 
 
 @pytest.mark.usefixtures("ends_soon")
-def test_a_plan_that_one_rank_alone_refuses_is_that_ranks_failure():
+def test_a_plan_that_one_rank_refuses_first_is_raised_as_it_is_and_names_the_rank():
     def work(world):
         if world.rank == 1:
             raise PlanError("only here")
         world.everyone().barrier()
 
-    with pytest.raises(RankFailedError, match="rank 1 failed"):
+    with pytest.raises(PlanError, match="only here") as caught:
         on_threads(3, work)
+    assert caught.value.__notes__ == ["raised by rank 1"]
 
 
 @pytest.mark.usefixtures("ends_soon")

@@ -54,6 +54,21 @@ def test_auto_is_written_into_no_plan():
     assert chosen("dp2 tp4/auto mb2", MLP, MLP.batches[0]).factor("tp").option("auto") is None
 
 
+def test_an_example_weighs_activations_against_weights_as_verify_and_plan_do():
+    """Eight samples are far less than the weights; a run without an example takes 4096 tokens, which are far more."""
+    line, batch = "tp2/sp", torch.zeros(8, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    layout = Layout.parse(line)
+    job = job_for(model, MLP.loss, layout, batch, tokens_of(batch, layout))
+
+    def cuts(**options):
+        return launch(lambda world: dict(parallelize(model, line, world, **options).plan.roles), 2, ranks="threads")[0]
+
+    few = dict(make_plan(job, layout)[0].roles)
+    assert cuts(example=batch) == few
+    assert cuts() == cuts(example=batch, num_tokens=4096) != few
+
+
 @pytest.mark.parametrize(("name", "size"), [("mlp", 4), ("convnet", 2), ("gpt", 2), ("llama", 4)])
 @pytest.mark.sampled(4)
 def test_what_is_chosen_sends_least_of_all_that_fits(name, size):

@@ -33,14 +33,23 @@ class Normed(nn.Module):
         return self.pair(self.layer(x))
 
 
+def compiled_in_place(model):
+    model[0].compile(backend="eager")
+    return model
+
+
 REFUSED = {
     "a lazy layer": (lambda: nn.Sequential(nn.LazyLinear(6), *pair()), "'0.weight' has no shape yet"),
     "a sparse table": (lambda: nn.Sequential(nn.Embedding(9, 6, sparse=True), *pair()), "table '0' is sparse"),
     "a sparse bag": (lambda: nn.Sequential(nn.EmbeddingBag(9, 6, sparse=True), *pair()), "table '0' is sparse"),
+    "a compiled model": (lambda: torch.compile(pair(), backend="eager"), "the model is compiled already"),
+    "a compiled layer": (lambda: compiled_in_place(pair()), "the module '0' is compiled already"),
+    "a model in DataParallel": (lambda: nn.DataParallel(pair()), r"already\n.*DataParallel\n.*\n.*its \.module"),
+    "a script": (lambda: torch.jit.script(pair()), "the model is TorchScript"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:Lazy modules", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_run_is_refused_by_name(name, line):

@@ -33,4 +33,4 @@ def test_an_error_names_the_call_of_each_rank(tmp_path, first, second):
     assert texts[0] == texts[1]
     assert f"rank 0: {first}\n" in texts[0]
     assert f"rank 1: {second}\n" in texts[0]
-    assert f"call {first} on every rank" in texts[0]
+    assert f"{first}: call it on every rank" in texts[0]

@@ -414,6 +414,26 @@ def test_a_run_that_resumes_without_averages_says_that_those_of_the_checkpoint_e
         on_ranks("dp2", lambda run: sw.load_weights(run, tmp_path), two_layers())
 
 
+@pytest.mark.parametrize("line", ["single", "dp2", "tp2", "pp2 mb2", "dp2/zero3"])
+def test_steps_inside_one_autocast_block_train_as_steps_with_a_block_each(line):
+    """Torch keeps casts of parameters until its outermost block ends, so a plain loop inside of one trains nothing."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    batch = torch.randn(4, 4), torch.randint(3, (4,))
+
+    def losses(world, outer):
+        run = sw.parallelize(model, line, world)
+        optimizer, found = run.optimizer(torch.optim.SGD, lr=0.1), []
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            for part in run.shard([batch] * 3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    found.append(run.step(part, update=optimizer).item())
+        return found
+
+    each, one = (sw.launch(losses, sw.Layout.parse(line), outer, ranks="threads")[0] for outer in (False, True))
+    assert each == one
+    assert each[0] > each[1] > each[2]
+
+
 def test_a_step_that_fp16_skips_moves_no_average():
     def work(run):
         optimizer = run.optimizer(torch.optim.SGD, lr=0.1)

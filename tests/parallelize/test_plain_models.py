@@ -180,7 +180,7 @@ def test_features_stay_cut_where_other_dims_are_mixed(model):
 
 
 def test_a_gradient_that_the_models_own_code_takes_is_refused_where_stages_are_cut():
-    with pytest.raises((LayoutError, PlanError), match="the backward runs code of Force as a whole"):
+    with pytest.raises((LayoutError, PlanError), match="torch runs code of Force as a whole"):
         verify(Force(), "pp2/1f1b mb2", [floats()], loss=LOSS)
 
 

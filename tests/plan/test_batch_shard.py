@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright import run_on_threads
 from shardwright.comm.autograd import cut_to_whole
 from shardwright.mesh import Mesh
-from shardwright.plan.batch_shard import BatchShard, microbatch_samples, rows_after
+from shardwright.plan.batch_shard import BatchShard, held_sizes, local_range, microbatch_samples, rows_after
 
 NAMES = ("dp", "depth", "row", "col")
 
@@ -198,3 +198,10 @@ def test_a_snapshot_restores_the_microbatch_in_hand():
     assert shard.samples(()) != held
     restore()
     assert shard.samples(()) == held
+
+
+@given(cases())
+def test_the_sizes_held_are_those_of_all_ranks(case):
+    mesh, axes, num_global, _ = case
+    every = {len(local_range(mesh, axes, mesh.coord(rank), num_global)) for rank in range(mesh.size)}
+    assert held_sizes(mesh, axes, num_global) == every

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.data import Subset
 
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
@@ -128,6 +129,7 @@ def mine(monkeypatch):
     names = {
         "pictures": Pictures, "tokens": tokens, "model": model, "language_model": language_model,
         "splits": lambda: {"train": tokens("train"), "eval": tokens("eval")},
+        "two": lambda: [Subset(tokens(split), range(count)) for split, count in (("train", 8), ("eval", 4))],
         "dicts": lambda: [{"x": 1, "z": 2}] * 3, "texts": lambda: [("a", 1)] * 3, "stream": lambda: iter(()),
         "words": lambda: [{"text": "a", "labels": 1}] * 3, "labelled": labelled, "owns_loss": owns_loss, "named": named,
         "OwnsLoss": OwnsLoss, "pooled": Pooled,
@@ -150,7 +152,7 @@ def test_a_dataset_of_arrays_is_read_as_tensors_and_its_end_is_for_evaluation():
     torch.testing.assert_close(inputs.double().numpy(), PICTURES[38].astype(np.float32).astype(float))
 
 
-@pytest.mark.parametrize("name", ["mine:tokens", "mine:splits"])
+@pytest.mark.parametrize("name", ["mine:tokens", "mine:splits", "mine:two"])
 def test_a_factory_may_make_its_own_splits(name):
     found = [open_data(name, seq=4, model=None, split=split) for split in ("train", "eval")]
     assert [len(each) for each in found] == [8, 4]

@@ -133,7 +133,7 @@ def test_ranks_that_have_found_the_state_wrong_forbid_the_others_to_save(tmp_pat
     """One rank knows that ranks differ, and another has lost it before it could know."""
     error = RankDifferenceError("they differ", given="", allowed="", fix="")
     goes(monkeypatch, 1, Run, "step", 4, error)
-    with pytest.raises(RankFailedError, match="they differ"):
+    with pytest.raises(RankDifferenceError, match="they differ"):
         train(config("dp2"), tmp_path / "run", ranks="threads")
     assert names_in(tmp_path / "run") == []
     assert "is saved" not in capsys.readouterr().err

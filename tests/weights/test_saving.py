@@ -124,6 +124,11 @@ def _refused(world, to, text, options):
         sw.save_weights(run, to, **options)
 
 
+def _refused_early_and_late(world, to, text, options):
+    _refused(world, to, text, options | {"check_only": True})
+    _refused(world, to, text, options)
+
+
 REFUSED = {
     "a device": ("/dev/null", "cannot write '/dev/null'", {"format": "pt"}),
     "a folder for a file": (".", "a folder", {"format": "pt"}),
@@ -134,6 +139,11 @@ REFUSED = {
     "no config": ("new", "needs a config", {"format": "transformers"}),
     "a config of nothing": ("new", "without a 'model_type'", {"format": "transformers", "config": {"a": 1}}),
     "no such format": ("new", "no such format", {"format": "gguf"}),
+    "a format with a typing error": (
+        "new",
+        "allowed: safetensors, transformers, pt, dcp\n.*=safetensors",
+        {"format": "safetensor"},
+    ),
     "no dtype": ("new", "no floating-point dtype", {"dtype": torch.int8}),
     "no room": ("new", "too small", {"max_file_bytes": 0}),
     "one name for two": ("new", "two tensors would have one name", {"names": lambda name: "x"}),
@@ -148,9 +158,29 @@ def test_what_cannot_be_written_is_one_error_on_every_rank_and_leaves_nothing(tm
     to, text, options = REFUSED[what]
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to("file")
-    sw.launch(_refused, 2, tmp_path / to, text, options, ranks="threads")
+    sw.launch(_refused_early_and_late, 2, tmp_path / to, text, options, ranks="threads")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "pp2 mb2"])
+@pytest.mark.parametrize("to", TO)
+def test_a_check_before_the_first_step_writes_nothing_and_says_what_will_be_written(tmp_path, to, line):
+    def work(world):
+        run = sw.parallelize(tied_gpt(values=True), line, world)
+        checked = sw.save_weights(run, tmp_path / "out" / to, format=TO[to], check_only=True)
+        left = list((tmp_path / "out").iterdir()) if world.rank == 0 else []
+        return checked, sw.save_weights(run, tmp_path / "out" / to, format=TO[to]), left
+
+    for checked, saved, left in sw.launch(work, 2, ranks="threads"):
+        assert (checked.files, *checked[1:]) == ((), *saved[1:])
+        assert left == []
+
+
+def test_a_disk_without_room_is_told_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(targets.shutil, "disk_usage", lambda _: targets.shutil._ntuple_diskusage(1, 1, 0))
+    sw.launch(_refused, 2, tmp_path / "new", "No space left", {"check_only": True}, ranks="threads")
+    sw.launch(_refused, 2, tmp_path / "a.pt", "No space left", {"check_only": True}, ranks="threads")
 
 
 @pytest.mark.parametrize("to", TO)

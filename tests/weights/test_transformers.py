@@ -75,6 +75,26 @@ def test_a_pretrained_model_is_loaded_and_written_as_from_pretrained_does_both(t
     assert names == given, "transformers leaves out the same names of tied tensors"
 
 
+@pytest.mark.parametrize("line", ["tp2", "pp2 mb2"])
+def test_the_files_of_the_model_are_those_of_save_pretrained(tmp_path, line):
+    model_of(config_of("llama")).save_pretrained(tmp_path / "given")
+    settings = {"eos_token_id": 5, "do_sample": True, "temperature": 0.5}
+    transformers.GenerationConfig(**settings).save_pretrained(tmp_path / "given")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "given")
+    model.save_pretrained(tmp_path / "theirs")
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=NextToken(), example={"input_ids": TOKENS})
+        sw.save_weights(run, tmp_path / "ours", format="transformers")
+
+    sw.launch(work, Layout.parse(line), ranks="threads")
+    theirs, ours = ({path.name for path in (tmp_path / name).iterdir()} for name in ("theirs", "ours"))
+    assert ours == theirs == {"config.json", "generation_config.json", "model.safetensors"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.generation_config.to_dict() == model.generation_config.to_dict()
+    assert settings.items() <= again.generation_config.to_dict().items()
+
+
 def test_a_folder_gives_the_config_and_the_tokenizer_and_the_dtype_is_noted(tmp_path):
     torch.manual_seed(0)
     model_of(config_of("gpt2")).save_pretrained(tmp_path / "given")

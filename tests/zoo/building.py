@@ -71,6 +71,13 @@ class InnerLoss(nn.Module):
         return output.loss * count, count
 
 
+class MeanLoss(nn.Module):
+    """The loss that a model computed itself, a mean over samples, as a sum and a count."""
+
+    def forward(self, output: Any, targets: Tensor) -> tuple[Tensor, int]:
+        return output.loss * len(targets), len(targets)
+
+
 def tokens(length: int = TOKENS) -> Tensor:
     """Token ids (N, length) without the special ones."""
     return torch.randint(3, VOCABULARY, (SAMPLES, length))

@@ -6,6 +6,7 @@ Dropout and all else that the line does not name is what the package has by defa
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,12 @@ from zoo.building import (
     SAMPLES,
     TOKENS,
     VOCABULARY,
+    WAVE,
     WIDTH,
     Batch,
     Built,
     InnerLoss,
+    MeanLoss,
     ZooLoss,
     adapted,
     audio,
@@ -90,6 +93,54 @@ def whisper() -> Built:
     ids = tokens(TOKENS + 1)
     inputs = {"input_features": torch.randn(SAMPLES, 8, 2 * TOKENS), "decoder_input_ids": ids[:, :-1]}
     return model, (inputs, ids[:, 1:])
+
+
+def moonshine() -> Built:
+    kind = importlib.import_module("transformers").MoonshineForConditionalGeneration
+    config = kind.config_class(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, encoder_num_hidden_layers=LAYERS,
+        decoder_num_hidden_layers=LAYERS, encoder_num_attention_heads=HEADS, decoder_num_attention_heads=HEADS,
+        max_position_embeddings=4 * TOKENS, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    ids = tokens(TOKENS + 1)
+    return kind(config), (
+        {"input_values": torch.randn(SAMPLES, 5 * WAVE), "decoder_input_ids": ids[:, :-1]},
+        ids[:, 1:],
+    )
+
+
+def blip() -> Built:
+    parts = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    parts |= {"num_attention_heads": HEADS}
+    text = {**parts, "vocab_size": VOCABULARY, "max_position_embeddings": 4 * TOKENS, "encoder_hidden_size": WIDTH}
+    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+    picture = {**parts, "image_size": PICTURE, "patch_size": 8}
+    model, ids = pretrained("BlipForConditionalGeneration", text_config=text, vision_config=picture), tokens()
+    return model, ({"input_ids": ids, "pixel_values": torch.randn(SAMPLES, 3, PICTURE, PICTURE)}, ids)
+
+
+def patchtst() -> Built:
+    kind = importlib.import_module("transformers").PatchTSTForPrediction
+    config = kind.config_class(
+        num_input_channels=3, context_length=WIDTH, patch_length=4, patch_stride=4, d_model=16,
+        num_hidden_layers=LAYERS, num_attention_heads=2, ffn_dim=WIDTH, prediction_length=8,
+    )  # fmt: skip
+    inputs = {"past_values": torch.randn(SAMPLES, WIDTH, 3), "future_values": torch.randn(SAMPLES, 8, 3)}
+    return kind(config), (inputs, torch.zeros(SAMPLES))
+
+
+def time_series_transformer() -> Built:
+    kind = importlib.import_module("transformers").TimeSeriesTransformerForPrediction
+    layers = {"encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": 2}
+    layers |= {"decoder_attention_heads": 2, "encoder_ffn_dim": WIDTH, "decoder_ffn_dim": WIDTH, "d_model": 16}
+    config = kind.config_class(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1, **layers
+    )
+    past, future = {"values": (10,), "time_features": (10, 1)}, {"values": (4,), "time_features": (4, 1)}
+    inputs = {f"past_{name}": torch.randn(SAMPLES, *shape) for name, shape in past.items()}
+    inputs |= {f"future_{name}": torch.randn(SAMPLES, *shape) for name, shape in future.items()}
+    inputs["past_observed_mask"] = torch.ones(SAMPLES, 10)
+    return kind(config), (inputs, torch.zeros(SAMPLES))
 
 
 def spectrogram() -> Built:
@@ -169,6 +220,20 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
         "biogpt": partial(decoder, "BioGptForCausalLM"),
         "mamba": partial(decoder, "MambaForCausalLM", state_size=4),
         "rwkv": partial(decoder, "RwkvForCausalLM", attention_hidden_size=WIDTH, context_length=64),
+        "doge": partial(decoder, "DogeForCausalLM", num_key_value_heads=2),
+        "gpt-oss": partial(
+            decoder, "GptOssForCausalLM", num_key_value_heads=2, head_dim=8, num_local_experts=4,
+            num_experts_per_tok=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+        ),
+        "deepseek-v3": partial(
+            decoder, "DeepseekV3ForCausalLM", num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+            n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1, kv_lora_rank=8, q_lora_rank=8,
+            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, moe_intermediate_size=16,
+        ),
+        "mamba2": partial(
+            decoder, "Mamba2ForCausalLM", num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8,
+            num_attention_heads=None,
+        ),
     },
     "encoder": {
         "bert": partial(encoder, "BertForMaskedLM"),
@@ -197,6 +262,11 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
         "marian": partial(encoder_decoder, "MarianMTModel", d_model=WIDTH, decoder_vocab_size=VOCABULARY),
         "m2m-100": partial(encoder_decoder, "M2M100ForConditionalGeneration", d_model=WIDTH),
         "whisper": whisper,
+        "longt5": partial(
+            encoder_decoder, "LongT5ForConditionalGeneration", **T5, num_decoder_layers=LAYERS, local_radius=4,
+            encoder_attention_type="local",
+        ),
+        "moonshine": moonshine,
     },
     "vision": {
         "vit": partial(vision, "ViTForImageClassification"),
@@ -217,6 +287,11 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
             patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1],
         ),
         "mobilenet-v2": partial(vision, "MobileNetV2ForImageClassification", depth_multiplier=0.25),
+        "hiera": partial(
+            vision, "HieraForImageClassification", num_hidden_layers=None, num_attention_heads=None, embed_dim=16,
+            depths=[1, 1], num_heads=[1, 2], patch_size=[7, 7], patch_stride=[4, 4], patch_padding=[3, 3],
+            masked_unit_size=[4, 4], num_query_pool=1, query_stride=[2, 2], image_size=[PICTURE, PICTURE],
+        ),
     },
     "audio": {
         "wav2vec2": partial(audio, "Wav2Vec2ForSequenceClassification"),
@@ -224,8 +299,13 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
         "wavlm": partial(audio, "WavLMForSequenceClassification"),
         "ast": spectrogram,
     },
+    "time series": {
+        "patchtst": patchtst,
+        "time series transformer": time_series_transformer,
+    },
     "multimodal": {
         "clip": clip,
+        "blip": blip,
         "vilt": vilt,
         "llava": partial(
             images_and_text, "LlavaForConditionalGeneration", 16, LLAMA, {"model_type": "clip_vision_model"},
@@ -335,7 +415,7 @@ def every_model() -> dict[str, ZooModel]:
     ):  # fmt: skip
         found += [ZooModel(name, package, family, builder) for name, builder in builders.items()]
     found += [ZooModel(name, package, "other", builder) for name, (package, builder) in OTHERS.items()]
-    inner = {"gpt2 with labels": InnerLoss}
+    inner = {"gpt2 with labels": InnerLoss, "patchtst": MeanLoss, "time series transformer": MeanLoss}
     return {
         each.name: ZooModel(each.name, each.package, each.family, each.builder, inner.get(each.name, ZooLoss))
         for each in found

@@ -40,6 +40,13 @@ NOTE = """
 *Equal and divided* asks more: that tensor parallelism cuts at least half of the parameters of blocks, and that the
 largest of p stages holds at most 1.25 / p of all parameters."""
 
+UNDIVIDED = """\
+Of the {uneven} equal results whose largest stage holds more, {cannot} cannot do better: at none of the calls between
+which the model can be cut are stages that even, because one call or a tied table holds too much. In another
+{disagree} the stages could be, but not with the work of each at most 1.25 / p too: work and parameters lie in
+different layers, and the cut weighs both. A percentage in brackets is the least largest share of any cut, if
+it differs."""
+
 
 def page_of(data: Mapping[str, Any]) -> str:
     """The whole page."""
@@ -82,13 +89,28 @@ def totals(rows: Iterable[Row], layouts: Sequence[str]) -> str:
         divided = part(sum(divides(row) for row in here), here) if re.search(r"tp\d|pp\d", layout) else ""
         others = " | ".join(str(count[name]) for name in names)
         lines.append(f"| `{layout}` | {len(here)} | {part(count['equal'], here)} | {divided} | {others} |")
-    return "\n".join([*lines, NOTE])
+    return "\n".join([*lines, NOTE, *undivided(rows)])
+
+
+def undivided(rows: Iterable[Row]) -> list[str]:
+    """How many models cannot have even stages; nothing where no row says what the least is."""
+    uneven = [row for row in rows if "least" in row and row["mode"] == "train" and row["result"] == "equal"]
+    if not uneven:
+        return []
+    most = [(row["least"] * stages_of(row), row.get("least_even", 1.0) * stages_of(row)) for row in uneven]
+    cannot = sum(round(least, 2) > ENOUGH_EVEN for least, _ in most)
+    disagree = sum(round(even, 2) > ENOUGH_EVEN for _, even in most) - cannot
+    return ["", UNDIVIDED.format(uneven=len(uneven), cannot=cannot, disagree=disagree)]
+
+
+def stages_of(row: Row) -> int:
+    """The number of pipeline stages of a row's layout."""
+    return int(found[1]) if (found := re.search(r"pp(\d+)", row["layout"])) else 1
 
 
 def divides(row: Row) -> bool:
     """Whether a layout gives one device's result and really divides the model."""
-    stages = int(found[1]) if (found := re.search(r"pp(\d+)", row["layout"])) else 1
-    enough = row.get("cut_in_blocks", 1.0) >= ENOUGH_CUT and row.get("largest", 0.0) * stages <= ENOUGH_EVEN
+    enough = row.get("cut_in_blocks", 1.0) >= ENOUGH_CUT and row.get("largest", 0.0) * stages_of(row) <= ENOUGH_EVEN
     return row["result"] == "equal" and enough
 
 
@@ -142,7 +164,8 @@ def result(row: Row, reasons: Reasons) -> str:
     if row["result"] != "equal":
         return f"{row['result']} [{reasons.of(row)}]"
     shares = [f"{100 * row[key]:.0f} %" for key in ("cut_in_blocks", "largest") if key in row]
-    return " ".join(["equal", " / ".join(shares)]).strip()
+    least = f"(least {100 * row['least']:.0f} %)" if row.get("least", 1.0) < row.get("largest", 0.0) - 0.005 else ""
+    return " ".join(["equal", " / ".join(shares), least]).strip()
 
 
 def main() -> None:

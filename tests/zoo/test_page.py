@@ -61,6 +61,21 @@ def test_a_page_has_a_row_for_each_model_and_a_column_for_each_layout():
     assert "| `dp2` | 1 | 1 (100 %) |" in text
 
 
+def test_the_page_counts_the_models_that_no_cut_divides_evenly():
+    each = {"tied": 0.8, "apart": 0.5, "missed": 0.5}
+    rows = [
+        {
+            **row("equal", "pp2 mb2", largest=0.9, least=least, least_even=max(least, 0.7 * (name == "apart"))),
+            "model": name,
+        }
+        for name, least in each.items()
+    ]
+    text = page_of({"versions": {}, "layouts": ["pp2 mb2"], "rows": rows})
+    assert "Of the 3 equal results whose largest stage holds more, 1 cannot do better" in " ".join(text.split())
+    assert "In another 1 the stages could be" in " ".join(text.split())
+    assert "| tied | equal 90 % (least 80 %) |" in text
+
+
 def test_the_reason_of_a_failed_rank_is_that_of_the_error_beneath():
     beneath = LayoutError("no such axis", given="xp", allowed="pp", fix="write pp")
     failure = RuntimeError("rank 1 failed")

@@ -19,8 +19,10 @@ import shardwright
 from shardwright import verify
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import LayoutError, PlanError
+from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.plan import Plan
 from zoo.building import Batch
+from zoo.least import least_shares
 from zoo.models import ZooModel
 
 LAYOUTS = (
@@ -44,7 +46,8 @@ class Row:
     ``dtype`` is float64, or float32 for a model that plain torch runs in float32 alone.
     ``off`` is the largest error that verify found. ``cut`` is the share of parameter elements in tensors that tensor
     parallelism cuts, ``cut_in_blocks`` the same of the model's repeated blocks, ``largest`` the largest pipeline
-    stage's share of parameter elements. ``library`` is a digest of the source that was measured.
+    stage's share of parameter elements, ``least`` the least that any cut can give it, and ``least_even`` the least of
+    cuts whose work is even. ``library`` is a digest of the source that was measured.
     """
 
     model: str
@@ -59,6 +62,8 @@ class Row:
     cut: float | None = None
     cut_in_blocks: float | None = None
     largest: float | None = None
+    least: float | None = None
+    least_even: float | None = None
     seconds: float = 0.0
     library: str = ""
 
@@ -93,6 +98,8 @@ def tried(model: ZooModel, layout: str, mode: str = "train", library: str = "") 
     except Exception as failure:
         found = reason_of(failure)
     shares = shares_of(plans[0]) if plans else {}
+    if "largest" in shares and shares["largest"] * plans[0].mesh["pp"] > UNEVEN:
+        shares |= least_shares(model, plans[0])
     seconds = round(time.perf_counter() - start, 1)
     return Row(
         model=model.name, package=model.package, family=model.family, layout=layout, mode=mode, seconds=seconds,

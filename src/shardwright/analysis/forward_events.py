@@ -164,6 +164,9 @@ class _ForwardRecorder(TorchFunctionMode):
         if isinstance(func, torch._ops.OpOverload) and self._unit is None and takes.count(None) < len(takes):
             # no function called it: a script did, of which a real run shows no function mode anything
             self.record.own_backward.add(self._running[-1][0])
+        if self._unit is None and torch._C._functorch.peek_interpreter_stack() is not None:
+            # torch.vmap and similar transforms wrap tensors, and a ghost of another stage can be made in none
+            self.record.own_backward.add(self._running[-1][0])
         draw = draw_of(func, args, named)
         if draw is not None:
             self._num_draws[self._running[-1]] += 1
@@ -248,7 +251,7 @@ class _ForwardRecorder(TorchFunctionMode):
         """
         changed = set[str]()
         for path, module, name, buffer, version in self._state:
-            if module._buffers[name] is not buffer or buffer._version != version:
+            if module._buffers.get(name) is not buffer or buffer._version != version:
                 changed.add(path)
             module._buffers[name] = buffer
         self.record.selecting.update(path for path, names in self._reading if names & changed)

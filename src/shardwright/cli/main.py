@@ -233,7 +233,9 @@ def _report(out: Path, config: Any) -> Path:
 def verify(
     shared: opt.Shared,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
-    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    dtype: Annotated[
+        str | None, typer.Option(help="float64 or float32.", show_default="float64, if the model runs in it")
+    ] = None,
     ranks: Annotated[str, opt.RANKS] = "threads",
     weights: Annotated[str, typer.Option(help="Compare with these weights, as train takes them.")] = "",
     weights_prefix: Annotated[str, typer.Option(help="What names in --weights begin with, such as 'model.'.")] = "",
@@ -250,7 +252,7 @@ def verify(
     from shardwright.train.measuring import layer_seconds
 
     backend = opt.ranks_of(ranks)
-    if dtype not in ("float64", "float32"):
+    if dtype not in (None, "float64", "float32"):
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
@@ -273,8 +275,8 @@ def verify(
     order = SampleOrder(len(samples), config.batch, config.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(config.steps)]
     verdict = compare(
-        plain, config.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=config.seed, ranks=backend,
-        roles=config.roles, seconds=layer_seconds(config),
+        plain, config.layout, batches, loss=loss, dtype=None if dtype is None else getattr(torch, dtype),
+        seed=config.seed, ranks=backend, roles=config.roles, seconds=layer_seconds(config),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
     if is_first_rank() or not verdict.equal:

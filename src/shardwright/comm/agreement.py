@@ -16,21 +16,19 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Axis
+from shardwright.comm.user_calls import call_of_user
 from shardwright.errors import PlanError, aligned
 from shardwright.tensor_bytes import bytes_of
 
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
 _LENGTH_BITS, _CALL_BITS = 40, 22
-_COMM = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
 _NAMES = "(the names of calls)"
 _NUM_COLUMNS, _NUM_ROWS = 512, 64
 """The shape of the blocks by which ``tensor_digest`` sums its matrix: small enough for the processor's cache."""
@@ -59,7 +57,7 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
         texts = _gather_bytes(axis, padded, [room] * axis.size)
         if not any(each.strip() == _TOO_LONG for each in texts):
             return [json.loads(each) for each in texts]
-    sizes = _gather_sizes(axis, text, call := _call_of_user())
+    sizes = _gather_sizes(axis, text, call := call_of_user(sys._getframe()))
     if None in sizes:
         raise _different_calls(axis, call, sizes)
     return [json.loads(each) for each in _gather_bytes(axis, text, [size or 0 for size in sizes])]
@@ -70,22 +68,6 @@ def _gather_sizes(axis: Axis, text: bytes, call: str) -> list[int | None]:
     tag = text_digest(call) % (1 << _CALL_BITS)
     found = axis.all_gather(torch.tensor([len(text) | tag << _LENGTH_BITS], device=axis.device)).tolist()
     return [each % (1 << _LENGTH_BITS) if each >> _LENGTH_BITS == tag else None for each in found]
-
-
-def _call_of_user() -> str:
-    """Returns the function of the library through which user code, or the start of a rank, came to this module."""
-    frame, found = sys._getframe().f_back, ""
-    while frame is not None:
-        code = frame.f_code
-        is_decorator = code.co_filename.endswith("contextlib.py")  # torch's too, as of torch.no_grad
-        if not is_decorator and code.co_filename != __file__:
-            if not code.co_filename.startswith(_PACKAGE) or code.co_filename.startswith(_COMM):
-                break
-            found = code.co_qualname
-        frame = frame.f_back
-    if "." not in found:
-        return f"sw.{found}"
-    return f"run.{found[4:]}" if found.startswith("Run.") else found
 
 
 def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> PlanError:
@@ -105,7 +87,7 @@ def _different_calls(axis: Axis, call: str, sizes: Sequence[int | None]) -> Plan
         "ranks make different calls",
         given=aligned(given),
         allowed="the same calls in the same order on every rank",
-        fix=f"call {call} on every rank, not under `if world.rank == 0`; what writes files writes them once",
+        fix=f"{call}: call it on every rank, not under `if world.rank == 0`; what writes files writes them once",
     )
 
 

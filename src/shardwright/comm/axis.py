@@ -59,13 +59,13 @@ class CollectiveCall(NamedTuple):
 
 SAME_CALLS = "the same calls in the same order on every rank of an axis"
 FIX_CALLS = (
-    "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save, a loop, the size of "
-    "a batch"
+    "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save (call it on every "
+    "rank: it writes files once) or a hook, a loop, the size of a batch"
 )
 DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
 FIX_LOST = (
-    "see why the other rank stopped, or which call it made instead: every rank calls sw.save and the methods of a run, "
-    f"never below `if world.rank == 0`; {DEBUG} names ranks that make different calls"
+    "see why the other rank stopped, or which call it made instead; sw.save or a method of a run: call it on every "
+    f"rank, never below `if world.rank == 0`; {DEBUG} names ranks that make different calls"
 )
 """Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), where to look for the cause
 (``FIX_CALLS``), what names both calls (``DEBUG``), and where to look if another rank has not come (``FIX_LOST``).

@@ -29,6 +29,20 @@ class StopRequested(KeyboardInterrupt):
     """Raised on each rank that is a process, to end training after a stop signal, when all have saved a checkpoint."""
 
 
+class StopStatus(KeyboardInterrupt, SystemExit):
+    """Raised by a launch that a signal ended, such as SIGTERM: a KeyboardInterrupt, which Ctrl-C raises alone.
+
+    If the program does not catch it, it ends without a traceback, with the exit code of such a signal, 143 for SIGTERM.
+
+    >>> str(StopStatus(signal.SIGTERM, "rank 1 was killed")), StopStatus(signal.SIGTERM).code
+    ('rank 1 was killed', 143)
+    """
+
+    def __init__(self, number: int, *text: str) -> None:
+        super().__init__(*text)
+        self.code = 128 + number
+
+
 INTERRUPTED = 130
 """The exit code of a rank that a signal asked to stop."""
 

@@ -21,7 +21,7 @@ from shardwright.comm.recorder import Recorder
 from shardwright.comm.started_world import is_started
 from shardwright.comm.stop import Stop
 from shardwright.comm.world import World
-from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
+from shardwright.errors import ExplainedError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 
@@ -69,11 +69,11 @@ def launch(
     rest.
 
     Raises: RankFailedError: a rank raised or died; the text has the rank's traceback if there is one. An error of the
-        library itself is raised as it is (with threads, one such as PlanError only if every rank raised), and so is any
-        error of ``work`` in a process that is already a rank. LayoutError: ``torchrun`` started another number of
-        ranks, this machine cannot start as many, or a line is no layout. PlanError: the ranks' devices or the options
-        do not fit. KeyboardInterrupt: the run was told to stop, and ``work`` did not ask for it by
-        :meth:`~shardwright.Run.stop_requested`.
+        library itself is raised as it is, and so is any error of ``work`` in a process that is already a rank.
+        LayoutError: ``torchrun`` started another number of ranks, this machine cannot start as many, or a line is no
+        layout. PlanError: the ranks' devices or the options do not fit. KeyboardInterrupt: the run was told to stop,
+        and ``work`` did not ask for it by :meth:`~shardwright.Run.stop_requested`; uncaught after SIGTERM it ends the
+        program with one line and exit code 143.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]
@@ -127,8 +127,8 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     Once a rank has failed, the others have five seconds to end, or until what they save is written: a thread that
     computes and makes no call of ``world`` cannot be ended, and is left behind.
 
-    Raises: RankFailedError: a rank raised, with its traceback. A CommunicationError is raised as it is, and so is a
-        ValueError (such as LayoutError) if every rank raised an error.
+    Raises: RankFailedError: a rank raised, with its traceback. An error of the library is raised as it is, and so is a
+        ValueError if every rank raised an error.
     """
     hub, place, stop = ThreadWorld(num_ranks), torch.device(device), Stop()
     results: dict[int, T] = {}
@@ -179,8 +179,10 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any, device: torc
     finally:
         stop.restore()
     if (failure := hub.failure) is not None:
-        if isinstance(failure, CommunicationError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
-            raise failure  # an error of the user, not of one rank: every rank raises the same text
+        if isinstance(failure, ExplainedError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
+            if isinstance(failure, LayoutError | PlanError) and len(texts) < num_ranks:
+                failure.add_note(f"raised by rank {hub.failed_rank}")
+            raise failure  # an error of the user, not of one rank: others raise it too, or were ended before they could
         assert hub.failed_rank is not None
         raise RankFailedError(f"rank {hub.failed_rank} failed\n\n{texts[hub.failed_rank]}") from failure
     return [results[rank] for rank in range(num_ranks)]

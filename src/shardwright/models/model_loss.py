@@ -145,6 +145,8 @@ class MeanLoss(nn.Module):
 def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns a mean loss as a sum and a count of targets; a mean over no targets, which is NaN, as a sum of 0.
 
+    The sum is in float64, so that the mean of it, and the gradient through both, are those of ``mean`` to the last bit.
+
     Raises: PlanError: ``mean`` is no tensor of one number, or ``targets`` is no tensor.
     """
     if not isinstance(mean, Tensor) or mean.dim():
@@ -165,6 +167,7 @@ def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tup
         count = torch.full((), targets.numel(), device=mean.device)
     else:
         count = torch.ne(targets, ignore_index).sum()
+    mean = mean.double()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
 

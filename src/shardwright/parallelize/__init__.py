@@ -28,6 +28,7 @@ from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss, loss_for
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
+from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
@@ -64,7 +65,7 @@ def parallelize(
     *,
     loss: Loss | None = None,
     seed: int = 0,
-    num_tokens: int = NUM_TOKENS,
+    num_tokens: int | None = None,
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     example: Any = None,
@@ -88,7 +89,8 @@ def parallelize(
             takes a function that returns a mean, and ``sw.ModelLoss()`` the loss that the model itself computes.
         seed: fixes initial values and dropout, equally under every layout.
         num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes compare by it the cost of
-            sending activations with that of sending weights.
+            sending activations with that of sending weights. By default those of ``example``, as ``plan`` and
+            ``verify`` count them, and without an example 4096.
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
@@ -134,6 +136,8 @@ def parallelize(
     check_loss(loss)
     own = structural_copy(model)
     check_apart(model, own)
+    if num_tokens is None:
+        num_tokens = NUM_TOKENS if example is None else tokens_of(example, layout)
     job = job_for(own, loss, layout, example, num_tokens, roles)._replace(
         seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
     )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError, explain
 from shardwright.models.settings import check_fraction
-
-if TYPE_CHECKING:
-    from shardwright.parallelize.run import Run
+from shardwright.parallelize.rank_state import RankState
 
 KEY = "average"
 """The name of an average in the optimizer's state of its parameter, which checkpoints save like Adam's moments."""
@@ -30,7 +28,7 @@ class Averages:
     without a gradient so far has no average yet, and stands for it itself. Buffers are not averaged.
     """
 
-    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    def __init__(self, run: RankState, optimizer: torch.optim.Optimizer, decay: float) -> None:
         check_fraction("decay", decay, 0.999)
         own = {id(parameter): name for name, parameter in run.parameters.items()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]) and own:
@@ -147,7 +145,7 @@ class RunAverages:
         self._lacked: tuple[int, str] | None = None  # a checkpoint without averages: the step it was loaded at
         self._to_keep: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()  # until the first step
 
-    def get(self, run: Run, optimizer: torch.optim.Optimizer, decay: float) -> Averages:
+    def get(self, run: RankState, optimizer: torch.optim.Optimizer, decay: float) -> Averages:
         """Returns the averages of ``optimizer``, which are made once: its state has one average of a parameter.
 
         Raises: PlanError: there are some with another decay; and as :class:`Averages`.
@@ -168,7 +166,7 @@ class RunAverages:
             _warn_of_lack(self._lacked[1], stacklevel=4)
         return made
 
-    def note_load(self, run: Run, optimizer: torch.optim.Optimizer | None, path: str, *, loads: bool) -> None:
+    def note_load(self, run: RankState, optimizer: torch.optim.Optimizer | None, path: str, *, loads: bool) -> None:
         """Warns, on rank 0, if a loaded checkpoint has averages and the run has none, or the reverse.
 
         ``loads`` says that the checkpoint has averages. Since :meth:`Run.average` may be called after the load, both

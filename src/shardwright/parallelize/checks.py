@@ -6,6 +6,7 @@ These checks hold for every strategy; what only one strategy forbids is checked 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardwright.analysis.batch_norms import iterates, sees_batch
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
+from shardwright.analysis.structure import kind_of
 from shardwright.analysis.tracer import line_of
 from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
@@ -57,8 +59,10 @@ def check_given(model: Any, layout: Any, world: Any) -> None:
 def check_model(model: nn.Module) -> None:
     """Raises PlanError for a model that cannot be copied or sharded, or whose gradients ranks cannot sum.
 
-    These are models with lazy parameters, hooks on gradients, sparse gradients, or tensors computed from parameters.
+    These are models that another wrapper or compiler has changed, and those with lazy parameters, hooks on gradients,
+    sparse gradients, or tensors computed from parameters.
     """
+    _check_plain(model)
     for name, parameter in model.named_parameters():
         lazy: bool = is_lazy(parameter)
         if lazy:
@@ -93,6 +97,46 @@ def check_model(model: nn.Module) -> None:
                     "parametrizations",
                     fix="compute it in forward, or keep the tensor out of the module",
                 )
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Raises PlanError for a model that is wrapped, compiled or sharded already, in whole or in part."""
+    loaded = sys.modules
+    compiled = getattr(loaded.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    sharded = (
+        getattr(loaded.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()),
+        getattr(loaded.get("torch.distributed.fsdp"), "FSDPModule", ()),
+    )
+    for path, module in model.named_modules():
+        what, kind = f"the module '{path}'" if path else "the model", kind_of(module).__name__
+        if isinstance(module, compiled) or hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable"):
+            raise PlanError(
+                f"{what} is compiled already, and its parts would not be those that a layout cuts",
+                given=f"{kind}, the result of torch.compile" if isinstance(module, compiled) else f"{kind}.compile()",
+                allowed="plain modules; with the word `compile` in the layout each block is compiled on its rank",
+                fix="leave out torch.compile, and write the layout as 'dp2 compile'",
+            )
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise PlanError(
+                f"{what} is wrapped for data parallelism already",
+                given=kind,
+                allowed="the plain model of one device: the layout does what the wrapper does",
+                fix="give the model inside, which is its .module, under a layout such as dp2",
+            )
+        if isinstance(module, sharded):
+            raise PlanError(
+                f"{what} is sharded already",
+                given=kind,
+                allowed="the plain model of one device: the layout does what the wrapper does",
+                fix="give the model as it was before, under a layout such as dp2/zero3",
+            )
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise PlanError(
+                f"{what} is TorchScript, which has no Python code to run on parts of its tensors",
+                given=kind,
+                allowed="the nn.Module from which it was made",
+                fix="leave out torch.jit.script or torch.jit.trace",
+            )
 
 
 def check_loss(loss: nn.Module) -> None:

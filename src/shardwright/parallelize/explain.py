@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -13,18 +13,16 @@ from shardwright.errors import PlanError, fix_for
 from shardwright.formatting import format_bytes
 from shardwright.forward_stack import stack_of
 from shardwright.mesh import Coord
+from shardwright.parallelize.rank_state import RankState
 from shardwright.plan.plan import LOSS, LayerRole, Plan
 from shardwright.plan.traffic import gradient_shares, sum_dtype
 from shardwright.sharding.words import cut_words, numbers
-
-if TYPE_CHECKING:
-    from shardwright.parallelize.run import Run
 
 DEFAULT_ROLE = LayerRole("copied", "", "no strategy cuts it: every rank computes it whole")
 """The role of a module that no strategy has planned: it is copied to every rank."""
 
 
-def explained(run: Run, path: str) -> dict[str, Any]:
+def explained(run: RankState, path: str) -> dict[str, Any]:
     """Returns how one module is parallelized on this rank, as plain data for JSON.
 
     The data has the module's role (such as column-parallel) and the reason for it, its parameters, the wrappers of its

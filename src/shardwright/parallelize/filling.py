@@ -9,7 +9,7 @@ before anything of the run is changed, and all ranks raise together::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +19,11 @@ from shardwright.comm.agreement import check_agreement, first_problem, gather_js
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError, aligned
 from shardwright.formatting import first_line
+from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.whole_state import part_of_state
 from shardwright.sharding.box import Box, write
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.tensor_bytes import bytes_of
-
-if TYPE_CHECKING:
-    from shardwright.parallelize.run import Run
 
 Names = str | Mapping[str, str | None] | Callable[[str], str | None] | None
 """How the names of a plain model are turned into those of a file; :func:`renamed` says how each kind is read."""
@@ -173,7 +171,7 @@ class _FoundWeights(NamedTuple):
 
 
 def fill(
-    run: Run, open_store: Callable[[], WeightStore], what: str, names: Names = None, *, strict: bool = True,
+    run: RankState, open_store: Callable[[], WeightStore], what: str, names: Names = None, *, strict: bool = True,
     find_names: Callable[[Collection[str], Collection[str]], Names] | None = None,
 ) -> LoadedWeights:  # fmt: skip
     """Writes the values of a store into the run's parameters and persistent buffers; all ranks call it.
@@ -227,7 +225,7 @@ def fill(
 
 
 def fill_whole(
-    run: Run, state: Mapping[str, Any], *, strict: bool = True, from_rank: int | None = None
+    run: RankState, state: Mapping[str, Any], *, strict: bool = True, from_rank: int | None = None
 ) -> LoadedWeights:
     """Writes whole tensors by their plain names into a run: those of every rank, or those that ``from_rank`` sends.
 
@@ -257,7 +255,7 @@ def fill_whole(
     return fill(run, lambda: sent, what, strict=strict)
 
 
-def fill_parts(run: Run, state: Mapping[str, Any], *, strict: bool = True) -> LoadedWeights:
+def fill_parts(run: RankState, state: Mapping[str, Any], *, strict: bool = True) -> LoadedWeights:
     """Writes this rank's own parts of tensors, as ``run.state_dict(full=False)`` returns them; all ranks call it.
 
     Traffic: a gather of error texts.
@@ -327,7 +325,7 @@ def check_names(names: Names, known: Sequence[str]) -> None:
         )
 
 
-def state_tensors(run: Run, everyone: Axis) -> tuple[list[StateTensor], set[str]]:
+def state_tensors(run: RankState, everyone: Axis) -> tuple[list[StateTensor], set[str]]:
     """Returns every tensor of the plain model's state, in one order on all ranks, and names of buffers that are not.
 
     All ranks call it. The names are those of buffers that are not persistent.
@@ -358,7 +356,7 @@ def state_tensors(run: Run, everyone: Axis) -> tuple[list[StateTensor], set[str]
     return found, passed_over
 
 
-def _own_tensors(run: Run) -> tuple[list[tuple[list[str], Tensor]], list[str]]:
+def _own_tensors(run: RankState) -> tuple[list[tuple[list[str], Tensor]], list[str]]:
     """Returns (names, stored tensor) of this rank's parameters and buffers, and the buffers that are not persistent."""
     parameters: dict[str, list[str]] = {}
     for path, _, own, name in owners(run.model):
@@ -428,7 +426,9 @@ def _casts(given: torch.dtype, to: torch.dtype) -> bool:
     return given == to or (given.is_floating_point and to.is_floating_point)
 
 
-def _check_ties(run: Run, targets: Sequence[StateTensor], store: WeightStore, match: _FoundWeights, what: str) -> None:
+def _check_ties(
+    run: RankState, targets: Sequence[StateTensor], store: WeightStore, match: _FoundWeights, what: str
+) -> None:
     """Raises CheckpointError if the store has a tied tensor under several names, with other values under one of them.
 
     Only the first rank that holds a part of the tensor needs to compare it, but each compares its own part.
@@ -449,7 +449,7 @@ def _check_ties(run: Run, targets: Sequence[StateTensor], store: WeightStore, ma
                     )
 
 
-def _write_parts(run: Run, target: StateTensor, store: WeightStore, source: str) -> None:
+def _write_parts(run: RankState, target: StateTensor, store: WeightStore, source: str) -> None:
     """Reads this rank's boxes of one tensor, and writes each slab into its place before the next is read."""
     if target.local is None or target.local.is_meta:
         return

@@ -27,13 +27,13 @@ from shardwright.global_tensor.tensor import (
     wrap,
 )
 from shardwright.global_tensor.view_tracking import check_fresh
-from shardwright.parallelize.run import Run
+from shardwright.parallelize.rank_state import RankState
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.sharding.transfer import plan_transfer
 
 
 def to_global_parameters(
-    run: Run, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
+    run: RankState, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
 ) -> dict[str, GlobalTensor]:
     """Returns copies of all parameters of the run as global tensors, by name, with the placement and sbp given.
 
@@ -59,7 +59,7 @@ def to_global_parameters(
 
 
 @torch.no_grad()
-def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> None:
+def from_global_parameters(run: RankState, tensors: Mapping[str, GlobalTensor]) -> None:
     """Writes the values of global tensors, of any placement and sbp, into the run's parameters of the same names.
 
     Parameters that ``tensors`` does not name keep their values. Values are cast to the dtype in which the run stores
@@ -109,14 +109,14 @@ def _check_given(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Glob
             )
 
 
-def _dtypes(run: Run) -> dict[str, torch.dtype]:
+def _dtypes(run: RankState) -> dict[str, torch.dtype]:
     """Returns the stored dtype of every parameter, gathered from all ranks, since a stage has only its own."""
     own = {name: str(p.dtype).removeprefix("torch.") for name, p in run.parameters.items()}
     gathered = gather_json(run.axes["world"].for_strategy("global tensors"), own)
     return {name: getattr(torch, dtype) for dtypes in gathered for name, dtype in dtypes.items()}
 
 
-def _stored(run: Run, name: str, layout: TensorLayout, dtype: torch.dtype) -> Tensor:
+def _stored(run: RankState, name: str, layout: TensorLayout, dtype: torch.dtype) -> Tensor:
     """Returns this rank's stored shard of a parameter; empty if the parameter is on another pipeline stage."""
     if name in run.parameters:
         return run.parameters[name].detach()
@@ -124,7 +124,7 @@ def _stored(run: Run, name: str, layout: TensorLayout, dtype: torch.dtype) -> Te
 
 
 def _target(
-    run: Run, layout: TensorLayout, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
+    run: RankState, layout: TensorLayout, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
 ) -> GlobalLayout:
     """Returns the layout of a global parameter; by default on all ranks, split along dim 0 over the first axis."""
     where = everywhere(run.world.device.type) if placement is None else placement
@@ -132,7 +132,7 @@ def _target(
     return GlobalLayout(where, words.checked_sbp(plain if sbp is None else sbp, where, len(layout.shape)))
 
 
-def _check_processes(run: Run) -> None:
+def _check_processes(run: RankState) -> None:
     if run.world.local and run.world.size > 1:
         raise PlanError(
             "global tensors need ranks that are processes",

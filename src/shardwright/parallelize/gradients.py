@@ -24,10 +24,15 @@ def clip_norm(
     """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm from before.
 
     Each element counts once, however many ranks hold a copy of it. A norm that is smaller, or is NaN, leaves the
-    gradients as they are. The result is a float64 scalar, equal on every rank.
+    gradients as they are. The result is a float64 scalar, equal on every rank. One rank alone has the norm, and with it
+    the gradients, that ``torch.nn.utils.clip_grad_norm_`` computes, to the last bit; several sum squares in float64.
 
     Traffic: one all-reduce of one float64 over ``everyone``, the axis of all ranks.
     """
+    if everyone.size == 1:
+        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters.values() if each.grad is not None])
+        _scale_to(parameters, norm, max_norm)
+        return norm.double()
     square = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for name, parameter in parameters.items():
         if parameter.grad is None:
@@ -35,10 +40,14 @@ def clip_norm(
         for piece in plan.state[name].gradient.owned(coord, plan.mesh):
             part = read(parameter.grad, piece, piece.whole)
             square += (part.abs() if part.is_complex() else part).double().square().sum()
-    norm: Tensor = everyone.all_reduce(square).sqrt()
+    norm = everyone.all_reduce(square).sqrt()
+    _scale_to(parameters, norm, max_norm)
+    return norm
+
+
+def _scale_to(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_norm: float) -> None:
     scale = max_norm / (norm + 1e-6)
     scale_gradients(parameters.values(), torch.where(scale < 1, scale, 1.0))  # a norm that is NaN scales nothing
-    return norm
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from shardwright.parallelize.checks import check_held, check_microbatches, check
 from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.alike_ranks import AlikeRanks
-from shardwright.plan.batch_shard import BatchShard, local_range, microbatch_samples, num_tokens_of
+from shardwright.plan.batch_shard import BatchShard, held_sizes, microbatch_samples, num_tokens_of
 from shardwright.plan.compiled import compiled_blocks
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.operator_work import operator_work
@@ -364,10 +364,8 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
     does not cut sequences.
     """
     mesh, number_of_all = plan.mesh, plan.layout.num_microbatches
-    ranks = ({**coord, **at} for at in mesh.coords([axis for axis in mesh.axes if axis in plan.row_axes]))
-    local = {len(local_range(mesh, plan.row_axes, at, num_global)) for at in ranks}
     # the first (samples % microbatches) ones of a rank have a sample more
-    firsts = sorted({0, *(samples % number_of_all for samples in local)})
+    firsts = sorted({0, *(samples % number_of_all for samples in held_sizes(mesh, plan.row_axes, num_global))})
     found: list[BatchShard] = []
     for first, after in pairwise((*firsts, number_of_all)):
         shard = plan.batch_shard(coord)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
@@ -21,10 +21,9 @@ from shardwright.comm.axis import CollectiveCall, Pending
 from shardwright.comm.recorder import Recorder
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, stack_of
+from shardwright.parallelize.rank_state import RankState
+from shardwright.parallelize.step import TrainStep
 from shardwright.runtime.executor import Events
-
-if TYPE_CHECKING:
-    from shardwright.parallelize.run import Run
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive", "send_and_receive")
 """The methods of a channel that get a named range."""
@@ -34,10 +33,11 @@ PER_RANK = 1000
 
 
 @contextmanager
-def profiled(run: Run, path: Path) -> Iterator[None]:
+def profiled(run: RankState, step: TrainStep, path: Path) -> Iterator[None]:
     """Returns a context in which the steps of ``run`` are profiled; at its end rank 0 writes the merged trace.
 
-    All ranks enter it together. ``path`` is a file in a folder that all ranks reach, such as ``trace.json``.
+    All ranks enter it together. ``step`` is the run's training step, and ``path`` a file in a folder that all ranks
+    reach, such as ``trace.json``.
 
     Traffic: two barriers before, and three after. Raises: PlanError: the folder of ``path`` does not exist.
     """
@@ -63,7 +63,7 @@ def profiled(run: Run, path: Path) -> Iterator[None]:
             ranges.enter_context(record_function(_rank_range(world.rank)))
             ranges.enter_context(_layers_named(run.model))
             ranges.enter_context(_calls_named(world.recorder))
-            ranges.enter_context(_steps_named(run))
+            ranges.enter_context(_steps_named(step))
             ranges.enter_context(run.observed(Events(during=lambda action: record_function(f"action {action}"))))
             yield
         everyone.barrier()  # ranks that are threads share the profiler
@@ -172,19 +172,19 @@ def _named_call(start: Callable[..., Pending[Any]]) -> Callable[..., Pending[Any
 
 
 @contextmanager
-def _steps_named(run: Run) -> Iterator[None]:
-    """Returns a context with a range around each training step of a run."""
-    take = run._step.take
+def _steps_named(step: TrainStep) -> Iterator[None]:
+    """Returns a context with a range around each training step that ``step`` takes."""
+    take = step.take
 
     def named(batch: Any, update: Any, number: int) -> Any:
         with record_function(f"step {number}"):
             return take(batch, update, number)
 
-    vars(run._step)["take"] = named
+    vars(step)["take"] = named
     try:
         yield
     finally:
-        del vars(run._step)["take"]
+        del vars(step)["take"]
 
 
 def merged(

@@ -36,6 +36,7 @@ from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
+from shardwright.parallelize.rank_state import RankState
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import (
@@ -53,7 +54,7 @@ from shardwright.rng import RngTracker
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.compiled_blocks import step_uncompiled
 from shardwright.runtime.copy_stream import CopyStream, made_ahead
-from shardwright.runtime.executor import Events, Executor, Microbatch
+from shardwright.runtime.executor import Executor, Microbatch
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.mixed_precision import LossScale
 from shardwright.runtime.timeline import Span, Timeline
@@ -99,20 +100,11 @@ def check_run(run: Any, line: str) -> None:
         raise PlanError("the run is missing", given=given, allowed="what sw.parallelize returned", fix=f"write {line}")
 
 
-class Run:
+class Run(RankState):
     """One rank's part of a model under a layout, made by ``parallelize``: it trains, evaluates, predicts and saves.
 
-    Attributes:
-        model: the plain model's modules with this rank's part of each parameter, under the plain names.
-        loss: the loss on this rank's device; it returns (sum, count).
-        plan: where every tensor lies, and what is done at each layer.
-        world, coord: the ranks, and this rank's index on each axis of the mesh.
-        axes: the axes of the mesh by name, the axis "world" of all ranks, and joint ones such as "dp+tp".
-        parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
-            shards or master weights where a strategy keeps such.
-        offload: the host or disk storage of their state; None unless the layout offloads it.
+    Attributes, beside those of :class:`RankState`:
         rng: the RNG tracker of dropout.
-        num_steps: how many steps were taken, skipped ones included.
         averages: the averages that :meth:`average` has made.
         weights_read: the files and folders from which ``load_weights`` has filled the model.
     """
@@ -122,21 +114,11 @@ class Run:
         applied: Sequence[AppliedStrategy] = (), stop_at_nan: bool = False, plain: nn.Module | None = None,
         check_every: int = 0,
     ) -> None:  # fmt: skip
-        self.model, self.loss = job.model, job.loss
-        self.plan, self.world, self.axes = plan, world, axes
-        stored = {name: p for each in applied for name, p in each.parameters.items()}
-        # the other name of a tied parameter may be the first on a stage that holds nothing of it
-        self.parameters: Mapping[str, nn.Parameter] = {
-            name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state or p.numel()
-        }
-        self.offload = next((each.offload for each in applied if each.offload is not None), None)
-        self._applied = applied
-        self.coord = plan.mesh.coord(world.rank)
+        super().__init__(job, plan, world, axes, executor, applied)
         self.rng: RngTracker = executor.rng
-        self.num_steps = 0
         self.averages = RunAverages()
         self.weights_read: list[Path] = []
-        self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
+        self._shard, self._everyone = executor.batch_shard, axes["world"]
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
             NoSampleChecker(plain, plan),
@@ -477,16 +459,6 @@ class Run:
 
     # ---- observing a step
 
-    @contextmanager
-    def observed(self, events: Events) -> Iterator[None]:
-        """Returns a context in which steps also call the callbacks in ``events``, after those of the strategies."""
-        before = self._executor.events
-        self._executor.events = (*before, events)
-        try:
-            yield
-        finally:
-            self._executor.events = before
-
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
         """Prepares a pipeline stage for a step on ``batch`` on the meta device, in which no other stage runs.
 
@@ -549,7 +521,7 @@ class Run:
         """
         from shardwright.parallelize.profiling import profiled  # only when it is used
 
-        with profiled(self, Path(path)):
+        with profiled(self, self._step, Path(path)):
             yield
 
     def busy_seconds(self) -> tuple[float, float]:
@@ -583,14 +555,6 @@ class Run:
           0.bias: 16 B of gradient summed over dp once, with its param group
         """
         return explain_text(explained(self, path))
-
-    def kept(self) -> Iterator[Tensor]:
-        """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
-        return (tensor for each in self._applied for tensor in each.kept())
-
-    def summing(self) -> Iterator[Tensor]:
-        """Yields ZeRO's sums of gradients over microbatches and ranks, until they are the ``.grad`` of parameters."""
-        return (tensor for each in self._applied for tensor in each.summing())
 
     # ---- the optimizer
 
@@ -677,19 +641,6 @@ class Run:
         [True, True]
         """
         return self.averages.get(self, optimizer, decay)
-
-    def _check_written(self) -> None:
-        for each in self._applied:
-            each.check(False)
-
-    def changed(self) -> None:
-        """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.
-
-        All ranks call it after writing to :attr:`parameters`. Optimizers from :meth:`optimizer`, and functions that
-        load parameters, call it themselves.
-        """
-        for events in self._executor.events:
-            events.after_optimizer()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before.

@@ -117,8 +117,10 @@ class TrainStep:
         # gradient sync must know which backward of each param group is the last one, to start its sums right after it
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        last = LossOutput(self._loss_of, scale=scale / expected, widen=self._widens)
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
+        # alone, a rank knows the real count, and has the gradients of a plain loop to the last bit
+        alone = self._everyone.size == len(pieces) == 1 and self.loss_scale is None and overlapped is None
+        last = LossOutput(self._loss_of, scale=None if alone else scale / expected, widen=self._widens)
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
         with torch.enable_grad(), overlap as early_mean:
@@ -134,7 +136,7 @@ class TrainStep:
             events.after_sync()
         finish_gradients(
             self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            expected / divisor / scale,  # 1 / scale, unless the loss ignores some targets
+            torch.ones(()) if alone else expected / divisor / scale,  # 1 / scale, unless some targets are ignored
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         return mean, num_targets
@@ -217,6 +219,7 @@ class TrainStep:
         Raises: PlanError: a parameter's dtype was changed since the model was laid out.
         """
         check_dtypes(self._executor.parameters, self.plan.compute_dtypes)
+        torch.clear_autocast_cache()  # of an earlier step in the same block: casts of the parameters as they were
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)

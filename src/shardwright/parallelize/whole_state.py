@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -17,12 +17,10 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
+from shardwright.parallelize.rank_state import RankState
 from shardwright.plan.plan import Plan
 from shardwright.sharding.box import read
 from shardwright.sharding.tensor_layout import TensorLayout
-
-if TYPE_CHECKING:
-    from shardwright.parallelize.run import Run
 
 
 def clear_both(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -182,7 +180,7 @@ def keep_parts_apart(
     optimizer.register_load_state_dict_pre_hook(check)
 
 
-def part_of_state(run: Run) -> dict[str, Tensor]:
+def part_of_state(run: RankState) -> dict[str, Tensor]:
     """Returns a ``state_dict`` of the parameter shards that this rank stores, and its persistent buffers.
 
     The tensors share memory with the run's. A tied parameter is under each of its names.
@@ -200,7 +198,7 @@ def part_of_state(run: Run) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def whole_state(run: Run) -> dict[str, Tensor]:
+def whole_state(run: RankState) -> dict[str, Tensor]:
     """Returns a ``state_dict`` of whole parameters and persistent buffers, on every rank, in host memory.
 
     All ranks call it. A tied parameter is one tensor under each of its names.

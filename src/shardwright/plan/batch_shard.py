@@ -63,6 +63,19 @@ def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> r
     return held
 
 
+def held_sizes(mesh: Mesh, axes: Collection[str], size: int) -> set[int]:
+    """Returns the lengths of what :func:`local_range` gives on any rank; ranks are not looked at one by one.
+
+    >>> sorted(held_sizes(Mesh(dp=2, tp=3), {"dp", "tp"}, 10)), sorted(held_sizes(Mesh(dp=1000), {"dp"}, 9999))
+    ([1, 2], [9, 10])
+    """
+    found = {size}
+    for axis in mesh.axes:
+        if axis in axes:  # of balanced parts the first is the longest, and the last has one element less at most
+            found = {len(balanced_part(each, mesh[axis], at)) for each in found for at in (0, mesh[axis] - 1)}
+    return found
+
+
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields each run of consecutive integers in ``places`` as a pair (start, stop), in order.
 

@@ -45,7 +45,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
 from shardwright.errors import ExplainedError, PlanError
-from shardwright.models.losses import sum_and_count
+from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
@@ -135,22 +135,25 @@ class OutputHandler(Protocol):
 class LossOutput:
     """Computes each microbatch's loss from the model's output, for the backward and for the mean loss of the step.
 
-    Backward runs on the loss sum times ``scale``. ``sums`` collects, for each microbatch, a float64 tensor of the loss
-    sum, unscaled, and the number of targets. With ``widen`` the output is cast to float32 first, because a sum of many
+    Backward runs on the loss sum times ``scale``; None is for the only microbatch of one rank, where it runs on the
+    mean, as in a loop without this library. ``sums`` collects, for each microbatch, a float64 tensor of the loss sum,
+    unscaled, and the number of targets. With ``widen`` the output is cast to float32 first, because a sum of many
     numbers in bf16 or fp16 loses digits.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
-    scale: float = 1.0
+    scale: float | None = 1.0
     widen: bool = False
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Returns a microbatch's loss sum times ``scale``, from which backward starts, and appends to ``sums``."""
+        """Returns a microbatch's loss sum times ``scale``, or mean, from which backward starts; appends to ``sums``."""
         if self.widen:
             output = tree_map_only(Tensor, _widened, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
+        if self.scale is None:
+            return mean_of(loss_sum, count)[0]
         return loss_sum * self.scale if self.scale != 1 else loss_sum
 
 

@@ -111,7 +111,7 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
         of_axis = [s for strategies in chosen.values() for s in strategies if s.axis == factor.axis]
         for option in factor.options:
             if not any(option.name in strategy.options for strategy in of_axis):
-                raise _no_option(layout, factor, option.name, known)
+                raise _no_option(layout, factor, option, known)
             texts = (strategy.options[option.name].text for strategy in of_axis if option.name in strategy.options)
             if option.value is not None and not any(f"{option.name}:" in text for text in texts):
                 raise _no_value(layout, factor, option)
@@ -138,16 +138,18 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
     return next(filter(is_named, candidates), next((s for s in candidates if s.default), None))
 
 
-def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:
-    names = {name for s in known.values() if s.axis == factor.axis for name in s.options}
-    options = sorted(names.union(layout_axes()[factor.axis].automatic))
+def _no_option(layout: Layout, factor: Factor, option: Option, known: Mapping[str, Strategy]) -> LayoutError:
+    texts = {name: each.text for s in known.values() if s.axis == factor.axis for name, each in s.options.items()}
+    options = sorted({*texts, *layout_axes()[factor.axis].automatic})
     plain = f"{factor.axis}{factor.size}"
-    others = tuple(each for each in factor.options if each.name != option)
+    others = tuple(each for each in factor.options if each != option)
     items = [str(replace(each, options=others) if each is factor else each) for each in layout.factors]
     items += str(replace(layout, factors=())).removeprefix("single").split()
-    line = nearest_line([*items, nearest(option, options) or option])
+    meant = nearest(option.name, options) or option.name
+    takes_value = option.value is not None and f"{meant}:" in texts.get(meant, "")
+    line = nearest_line([*items, f"{meant}:{option.value}" if takes_value else meant])
     return LayoutError(
-        f"no strategy here runs '{option}' on axis '{factor.axis}'",
+        f"no strategy here runs '{option.name}' on axis '{factor.axis}'",
         given=str(layout),
         allowed=plain + "".join(f", {plain}/{name}" for name in options),
         fix=f"write {line}",

@@ -18,6 +18,7 @@ from shardwright.models import MODELS, build_with_loss, configure, describable
 from shardwright.models.given_loss import loss_for
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
 from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.checks import check_model
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.text_files import read_text
 from shardwright.train.loggers import logger_names
@@ -176,6 +177,7 @@ class TrainConfig:
     def build_given(self) -> tuple[nn.Module, Any, Any]:
         """Returns the plain model, its loss, and its config, as :meth:`build`; of a factory without a loss, None."""
         model, loss = build_with_loss(self.model, self.settings)
+        check_model(model)
         return model, loss, None if ":" in self.model else configure(self.model, self.settings)
 
     def example(self, model_config: Any) -> Any:

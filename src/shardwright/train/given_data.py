@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset
 
 from shardwright.analysis.marked_inputs import is_mark, sample_tensors
 from shardwright.errors import PlanError
@@ -146,7 +147,7 @@ def open_given(name: str, split: str) -> MapDataset:
     """Returns a split of the dataset that the factory ``package.module:factory`` returns.
 
     A factory with a parameter ``split`` is called with "train" or "eval". Without one, it returns the whole dataset, of
-    which the last 5 % are the split "eval", or a mapping with both.
+    which the last 5 % are the split "eval", or both: a mapping with them, or a pair of torch's datasets.
 
     Raises: PlanError: the factory cannot be imported or fails, returns no map-style dataset, or the split is empty.
     """
@@ -164,6 +165,8 @@ def open_given(name: str, split: str) -> MapDataset:
             allowed="a function that needs no argument but split, and returns a map-style dataset",
             fix="mend it, or give what it needs a default",
         ) from failure
+    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(isinstance(each, Dataset) for each in dataset):
+        dataset = {"train": dataset[0], "eval": dataset[1]}  # what random_split returns
     if isinstance(dataset, Mapping) and split in dataset:
         dataset, takes_split = dataset[split], True
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

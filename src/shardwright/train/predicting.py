@@ -26,7 +26,7 @@ from shardwright.train.opening import inputs_of, num_tokens, opened
 from shardwright.train.out_folder import CHECKPOINTS
 from shardwright.train.progress import StatusLog
 from shardwright.weights.loading import load_weights
-from shardwright.weights.targets import WeightEntry, check_replaces, prepare_file, write_safetensors
+from shardwright.weights.targets import WeightEntry, check_replaces, prepare, write_safetensors
 
 MOST_SAMPLES = 2**20
 """The most samples of one prediction, which are all returned."""
@@ -70,7 +70,7 @@ def predict(
         fix = f"write --to {to.with_suffix('.safetensors')}"
         raise PlanError("outputs are written as safetensors", given=to, allowed="a .safetensors file", fix=fix)
     if to is not None:
-        prepare_file(to)
+        prepare(to)
         if not force:
             check_replaces(to, [])
     return launch(_predict, layout, config, run, layout, num, split, averages, to, ranks=ranks)[0]

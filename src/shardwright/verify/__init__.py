@@ -38,9 +38,11 @@ loss that is a float32 number: its own difference is at least one rounding. All 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -50,15 +52,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World
 from shardwright.devices import exact_float32
 from shardwright.errors import PlanError
+from shardwright.formatting import first_line
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.given_loss import Loss, loss_for
+from shardwright.models.losses import sum_and_count
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
@@ -124,7 +129,7 @@ def verify(
     batches: Sequence[Batch],
     *,
     loss: Loss | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
     ranks: Ranks = "threads",
     strategies: Any = None,
@@ -136,8 +141,9 @@ def verify(
 ) -> Verdict:
     """Trains under ``layout`` and on one device, a step per batch, and returns a verdict with the largest differences.
 
-    ``model`` may be on the meta device; copies of it are trained in ``dtype``, float64 or float32. ``batches`` are
-    global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Without
+    ``model`` may be on the meta device; copies of it are trained in ``dtype``: by default float64, or float32 for a
+    model that plain torch runs in that alone, as one whose code writes ``x.float()``; the verdict says so. ``batches``
+    are global (inputs, targets) and are not written to. Complex tensors take the complex dtype of ``dtype``. Without
     ``loss`` it is cross entropy. ``seed`` determines initial values that the model lacks, and dropout. Gradients are
     compared after the first step. Parameters and buffers are compared after the last, in float64 only: in float32 AdamW
     amplifies the rounding of gradients near zero. ``alter(run)`` changes each rank's run before the first step, to test
@@ -155,7 +161,7 @@ def verify(
     equal to one device: loss, 2 gradients and 1 steps on 2 ranks, largest error ...
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    if dtype not in TOLERANCE:
+    if dtype not in (None, *TOLERANCE):
         raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
@@ -167,11 +173,45 @@ def verify(
         check_can_start(layout.num_ranks, ranks)
     check_model(model)
     check_loss(loss)
+    compared = partial(
+        _compared, model, layout, batches, loss, seed, ranks, strategies, alter, launcher, dict(roles), dict(seconds)
+    )
+    if dtype is not None:
+        return compared(dtype)
+    try:
+        return compared(torch.float64)
+    except Exception:
+        if (refusal := _error_in(torch.float64, model, loss, batches[0])) is None:
+            raise
+        if _error_in(torch.float32, model, loss, batches[0]) is not None:
+            raise
+    return replace(compared(torch.float32), only_float32=refusal)
+
+
+def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
+    """Returns the first line of plain torch's error for a step of a copy of the model in ``dtype``, or None."""
+    own = structural_copy(model, partial(_cast, dtype))
+    if any(tensor.is_meta for tensor in (*own.parameters(), *own.buffers())):
+        own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
+    inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
+    try:
+        sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), targets))[0].backward()
+    except Exception as error:
+        return first_line(error)
+    return None
+
+
+def _compared(
+    model: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, ranks: Ranks,
+    strategies: Any, alter: Callable[[Any], None] | None, launcher: Callable[..., Sequence[Any]] | None,
+    roles: Mapping[str, str], seconds: Mapping[str, float], dtype: torch.dtype,
+) -> Verdict:  # fmt: skip
+    """Returns the verdict of a comparison in ``dtype``."""
     before, plain = _marks(model), structural_copy(model, partial(_cast, dtype))
     check_apart(model, plain)
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
-    job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
-    job = job._replace(seconds=dict(seconds))
+    job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), roles)
+    job = job._replace(seconds=seconds)
     plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
     draws = job.graph.draws if job.graph is not None else None

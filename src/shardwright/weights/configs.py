@@ -1,4 +1,4 @@
-"""The files that stand beside weights in a folder of transformers: ``config.json``, and those of the tokenizer."""
+"""The files beside weights in a folder of transformers: the model's configs, and those of the tokenizer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from torch import nn
 from shardwright.analysis.structure import kind_of
 from shardwright.errors import CheckpointError
 from shardwright.weights.files import MOST_INDEX_BYTES, OpenFile, broken, read_json
-from shardwright.weights.targets import TOKENIZER, WeightEntry
+from shardwright.weights.targets import COPIED, WeightEntry
 
 CONFIG = "config.json"
 """The name of the file that describes a model in a folder of transformers."""
+
+GENERATION = "generation_config.json"
+"""The name of the file there that says how the model generates: its end tokens and how it draws the next one."""
 
 
 def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEntry]) -> dict[str, bytes]:
     """Returns the files of a folder of transformers beside its weights, by name.
 
     ``config`` is a config object, a dict, or the path of a folder of transformers or of a ``config.json``; None for the
-    ``config`` of the model. The dtype of the weights and, if it is missing, the class of the model are noted in it.
+    ``config`` of the model. The dtype of the weights and, if it is missing, the class of the model are noted in it. A
+    model that can generate has its ``generation_config`` written too, unless the folder has one.
 
     Raises: CheckpointError: there is no config, or no ``model_type`` in it.
     """
@@ -31,7 +35,7 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
     if isinstance(given, str | Path):
         folder = Path(given)
         found = read_json(folder / CONFIG if folder.is_dir() else folder)
-        files = {name: _content(folder / name) for name in TOKENIZER if folder.is_dir() and (folder / name).exists()}
+        files = {name: _content(folder / name) for name in COPIED if folder.is_dir() and (folder / name).exists()}
     elif isinstance(given, Mapping):
         found = dict(given)
     elif callable(write := getattr(given, "to_json_string", None)):
@@ -50,7 +54,14 @@ def files_beside(config: Any, model: nn.Module | None, table: Sequence[WeightEnt
         found["torch_dtype" if "torch_dtype" in found else "dtype"] = str(floating).removeprefix("torch.")
     if model is not None and not found.get("architectures"):
         found["architectures"] = [kind_of(model).__name__]
-    return {CONFIG: (json.dumps(found, indent=2, sort_keys=True) + "\n").encode(), **files}
+    texts = {CONFIG: json.dumps(found, indent=2, sort_keys=True) + "\n", **_generation(model)}
+    return {name: text.encode() for name, text in texts.items()} | files
+
+
+def _generation(model: nn.Module | None) -> dict[str, str]:
+    """Returns the text of the model's generation config by its name, where ``save_pretrained`` would write it."""
+    write = getattr(getattr(model, "generation_config", None), "to_json_string", None)  # None where it cannot generate
+    return {GENERATION: write()} if callable(write) else {}
 
 
 def _content(path: Path) -> bytes:

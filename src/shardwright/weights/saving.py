@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.axis import Axis
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import CheckpointError, PlanError, fix_for
 from shardwright.formatting import first_line
 from shardwright.parallelize.filling import Names, StateTensor, WeightStore, check_names, renamed, state_tensors
 from shardwright.parallelize.run import Run, check_run
@@ -23,11 +23,13 @@ from shardwright.parallelize.whole_state import gather_whole
 from shardwright.sharding.box import Box
 from shardwright.weights.adapters import ADAPTER, adapter_files, adapter_in, adapter_names, check_found, check_unwrapped
 from shardwright.weights.configs import files_beside
+from shardwright.weights.safetensors_file import header_of
 from shardwright.weights.stores import WHOLE, open_store
 from shardwright.weights.targets import (
     WeightEntry,
     check_replaces,
     check_target,
+    prepare,
     write_folder,
     write_safetensors,
     write_torch,
@@ -55,7 +57,7 @@ class SavedWeights(NamedTuple):
 def save_weights(
     source: Run | str | Path, to: str | Path, *, format: Format | None = None, names: Names = None,
     dtype: torch.dtype | None = None, config: Any = None, model: nn.Module | None = None,
-    max_file_bytes: int = MOST_FILE_BYTES, averages: bool = False, force: bool = False,
+    max_file_bytes: int = MOST_FILE_BYTES, averages: bool = False, force: bool = False, check_only: bool = False,
 ) -> SavedWeights:  # fmt: skip
     """Writes a model's parameters and persistent buffers, whole, for programs without shardwright.
 
@@ -65,9 +67,10 @@ def save_weights(
 
     - "safetensors": one file if ``to`` ends in ``.safetensors``, else a folder of files of up to ``max_file_bytes``,
       with an index if there are several. A tied tensor is written once, under the first of its names.
-    - "transformers": such a folder with ``config.json``, which ``from_pretrained`` reads. Of a model wrapped by peft,
-      without ``names``, it is the folder of its adapter, which ``PeftModel.from_pretrained(base, folder)`` reads, and
-      which ``merge_and_unload()`` there adds to the base model.
+    - "transformers": such a folder with the model's ``config.json``, and ``generation_config.json`` if it can generate,
+      as ``save_pretrained`` writes them and ``from_pretrained`` reads them. Of a model wrapped by peft, without
+      ``names``, it is the folder of its adapter, which ``PeftModel.from_pretrained(base, folder)`` reads, and which
+      ``merge_and_unload()`` there adds to the base model.
     - "pt": one file by ``torch.save``, for ``model.load_state_dict``: a tied tensor is one under each of its names.
     - "dcp": a folder of ``torch.distributed.checkpoint``, with a flat state dict that has each name.
 
@@ -85,6 +88,9 @@ def save_weights(
     ``source`` is a path, ``model`` may be the plain model, on the meta device too, of which ties and config are read.
     With ``averages``, ``source`` is the path of a checkpoint, whose averages (of ``run.average``) are written in place
     of the parameters; of a run, write ``with averages.applied(): sw.save_weights(run, to)``.
+
+    With ``check_only`` nothing is written: what would be refused at the end of a long run is refused by the same call
+    before its first step. The result has no files.
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a
@@ -110,7 +116,7 @@ def save_weights(
     if max_file_bytes < 1:
         raise PlanError("the files would be too small", given=f"{max_file_bytes} bytes", allowed="1 or more",
                         fix="leave out max_file_bytes=, or --max-file-gb")  # fmt: skip
-    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes, force)
+    writing = _WriteConfig(to, kind, names, dtype, config, max_file_bytes, force, check_only)
     if isinstance(source, str | PathLike):
         return _save_path(Path(source), writing, model, averages=averages)
     check_run(source, "sw.save_weights(run, to)")
@@ -134,6 +140,7 @@ class _WriteConfig(NamedTuple):
     config: Any
     max_file_bytes: int
     force: bool
+    check_only: bool
     adapter: str | None = None
 
     def for_model(self, model: nn.Module | None, names: Sequence[str], everyone: Axis | None = None) -> _WriteConfig:
@@ -161,8 +168,13 @@ class _WriteConfig(NamedTuple):
             return adapter_files(model, self.adapter)
         return files_beside(self.config, model, table)
 
-    def check(self, beside: Mapping[str, bytes], sources: Collection[Path]) -> None:
+    def check(self, table: Sequence[WeightEntry], beside: Mapping[str, bytes], sources: Collection[Path]) -> None:
         """Raises CheckpointError if ``to`` cannot be written, or without ``force`` would lose other weights."""
+        if self.check_only:
+            kept = [weight for weight in table if weight.names]
+            prepare(self.to, folder=self.is_folder, beside=beside, num_bytes=sum(each.num_bytes for each in kept))
+            if self.kind in ("safetensors", "transformers"):
+                header_of({each.names[0]: (each.dtype, each.shape) for each in kept}, {})
         check_target(self.to, folder=self.is_folder, beside=beside)
         if not self.force:
             config = [Path(self.config)] if isinstance(self.config, str | PathLike) else []
@@ -220,7 +232,9 @@ def _kind(to: Path, format: Format | None) -> Format:
             "no such format of weights",
             given=format,
             allowed=", ".join(get_args(Format)),
-            fix="format='safetensors', or --format safetensors",
+            fix=fix_for(
+                str(format), get_args(Format), before="write format=", otherwise="leave out format=, or --format"
+            ),
         )
     return kind  # type: ignore[no-any-return]
 
@@ -237,9 +251,11 @@ def _save_run(run: Run, writing: _WriteConfig) -> SavedWeights:
         table = writing.table([(each.names, each.dtype, each.layout.shape) for each in tensors])
         if everyone.index == 0:
             beside = writing.beside(run.model, table)
-            writing.check(beside, run.weights_read)
+            writing.check(table, beside, run.weights_read)
 
     _raise_together(everyone, _problem_of(writing.to, check))
+    if writing.check_only:
+        return writing.outcome(table, [])
     values = _gathered(run, tensors)
     files: list[str] = []
     problem = ""
@@ -274,7 +290,9 @@ def _save_path(source: Path, writing: _WriteConfig, model: nn.Module | None, *, 
     writing = writing.for_model(model, [name for every, _, _ in tensors.values() for name in every])
     table = writing.table(list(tensors.values()))
     beside = writing.beside(model, table)
-    writing.check(beside, [source])
+    writing.check(table, beside, [source])
+    if writing.check_only:
+        return writing.outcome(table, [])
     values = _read(store, {name: shape for name, (_, _, shape) in tensors.items()})
     with _errors_named(writing.to):
         files = writing.write(table, values, beside)

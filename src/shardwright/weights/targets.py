@@ -31,7 +31,7 @@ from shardwright.weights.safetensors_file import TensorFile, header_of, write_va
 from shardwright.weights.stores import INDEX, WHOLE
 from shardwright.weights.torch_folder import METADATA, MOST_METADATA_BYTES
 
-TOKENIZER = (
+COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
@@ -275,19 +275,21 @@ def _is_ours(file: Path) -> bool:
     return True
 
 
-def prepare_file(to: Path) -> None:
-    """Makes the folder of a file that is to be written later, and raises CheckpointError if it cannot be written there.
+def prepare(to: Path, *, folder: bool = False, beside: Collection[str] = (), num_bytes: int = 0) -> None:
+    """Makes the folder in which a file, or a ``folder``, is to be written later.
 
-    Raises: as :func:`check_target`.
+    Raises: CheckpointError: as :func:`check_target`; or no file can be written there, or none of ``num_bytes`` bytes.
     """
     try:
-        check_target(to, folder=False)
+        check_target(to, folder=folder, beside=beside)
         to.parent.mkdir(parents=True, exist_ok=True)
         partial = to.with_name(f".{uuid.uuid4().hex}.tmp")
         partial.touch()
         partial.unlink()
+        if shutil.disk_usage(to.parent).free < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as failure:
-        raise _refused(to, str(failure), folder=False) from failure
+        raise _refused(to, str(failure), folder=folder) from failure
 
 
 @contextlib.contextmanager

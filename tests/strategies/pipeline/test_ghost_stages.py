@@ -22,6 +22,7 @@ from shardwright.plan.event_stages import EventStages
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
 from shardwright.strategies.pipeline.cut_model import runs_on_parts
+from shardwright.strategies.pipeline.event_cut import cut_events
 
 WIDTH = 8
 
@@ -713,8 +714,33 @@ class Reentrant(Residuals):
 
 @pytest.mark.parametrize("line", ["pp2 mb2", "pp2 mb2 tp2"])
 def test_a_checkpoint_that_cannot_be_cut_is_named_with_tensor_parallelism_too(line):
-    with pytest.raises(LayoutError, match="the backward runs code of Reentrant as a whole"):
+    with pytest.raises(LayoutError, match="torch runs code of Reentrant as a whole"):
         plan_of(model_of(Reentrant), line)
+
+
+class MapsRows(nn.Module):
+    """A layer whose code runs under ``torch.vmap``."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.vmap(lambda row: (row @ self.up).tanh())(x))
+
+
+class MapsItself(Residuals):
+    def step(self, layer, x):
+        return torch.vmap(lambda row: row.tanh())(layer(x))
+
+
+def test_a_module_that_uses_vmap_lies_in_one_stage_and_a_model_that_does_is_refused():
+    blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), MapsRows(), MapsRows(), nn.Linear(WIDTH, WIDTH))
+    example = torch.empty(2, 3, WIDTH, device="meta")
+    stages = cut_events(blocks.to("meta"), 2, example)
+    assert {"1", "2"} <= stages.units
+    with pytest.raises(LayoutError, match=r"torch runs code of MapsItself as a whole[\s\S]*torch\.vmap"):
+        plan_of(model_of(MapsItself), "pp2 mb2")
 
 
 class TurnsByWeights(nn.Module):

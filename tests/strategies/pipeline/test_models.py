@@ -337,6 +337,29 @@ def test_state_on_the_inputs_belongs_to_one_stage(line):
     equal(DroppedInputs(), line)
 
 
+class UsedOnce(nn.Module):
+    """A model that decides by values, and whose forward deletes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+        self.register_buffer("once", torch.ones(W), persistent=False)
+
+    def forward(self, x):
+        y = self.a(x)
+        if bool(x[0, 0] > -1e9) and "once" in self._buffers:
+            y = y * self.once
+            del self.once
+        return self.b(y)
+
+
+def test_a_forward_that_deletes_a_buffer_on_which_it_branches_is_refused_by_name():
+    with pytest.raises(
+        (PlanError, RankFailedError), match="the forward does other calls than those that were recorded"
+    ):
+        verify(UsedOnce(), "pp2 mb2", pairs())
+
+
 class Averages(nn.Module):
     """A layer that keeps a running mean of its outputs."""
 

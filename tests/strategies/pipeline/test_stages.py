@@ -32,7 +32,7 @@ def test_between_stages_an_activation_moves_as_the_blocks_that_it_is(mode, parts
     tokens = torch.randint(20, (8, 7), generator=torch.Generator().manual_seed(1))
 
     def work(world):
-        run = parallelize(gpt(), layout, world, loss=CrossEntropy())
+        run = parallelize(gpt(num_layers=4), layout, world, loss=CrossEntropy())
         with world.recorder.recording() as records:
             (batch,) = run.shard([(tokens[:, :-1], tokens[:, 1:])])
             run.step(batch)

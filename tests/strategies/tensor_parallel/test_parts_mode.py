@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwright import launch, parallelize, without_values
 from shardwright.comm.launch import run_on_threads
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
@@ -325,3 +326,47 @@ def test_a_model_is_cut_by_its_operators_over_as_many_ranks_as_labels_of_one_byt
     else:
         up = make_plan(job, layout)[0].compute["up"]
         assert [up.local_shape({"tp": rank}) for rank in (0, 253)] == [(8, 3), (8, 2)]
+
+
+class TokenModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.head(x + self.mix(x).relu())
+
+
+GATHERED = {
+    "classes alone": (
+        "own code on parts of tensors",
+        False,
+        lambda o, t: functional.cross_entropy(o, t, reduction="sum"),
+    ),
+    "with a hook": (
+        "gathered: a hook of the model",
+        True,
+        lambda o, t: functional.cross_entropy(o, t, reduction="sum"),
+    ),
+    "read otherwise": ("gathered: the loss is not F.cross_entropy", False, lambda o, t: o.logsumexp(-1).sum()),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_the_record_of_a_loss_says_whether_and_why_its_logits_were_gathered(case):
+    words, hooked, loss = GATHERED[case]
+    tokens = torch.arange(24).view(4, 6) % 16
+    with without_values():
+        model = TokenModel()
+
+    def work(world):
+        given = lambda o, t: (loss(o.flatten(0, 1), t.flatten()), t.numel())  # noqa: E731
+        run = parallelize(model, "tp2", world, loss=given, example=tokens)
+        if hooked:
+            run.model.register_forward_hook(lambda *_: None)
+        (batch,) = run.shard([(tokens, tokens)])
+        run.step(batch)
+        return run.explain("(loss)")
+
+    assert all(words in text for text in launch(work, 2, ranks="threads"))

@@ -152,6 +152,7 @@ class MessageExchange:
         self.listener.listen(1024)
         self.peers: dict[int, socket.socket] = {}
         self.lost_peers: set[int] = set()
+        self.failure: CommunicationError | None = None  # to be raised by a rank that waits
         self.received: dict[
             tuple[int, int, int, int], ReceivedMessage
         ] = {}  # by peer, kind, channel, number of the call
@@ -261,10 +262,12 @@ class MessageExchange:
         """Receives messages from all ranks until ``ready()`` returns True.
 
         Raises: LostError: one of the ranks ``peers`` has closed its connection. LateError: the timeout is over, and
-            messages have stopped coming.
+            messages have stopped coming. ``failure``, once it is set.
         """
         end = time.monotonic() + self.timeout_s
         while not ready():
+            if self.failure is not None:
+                raise self.failure
             gone = [peer for peer in peers if peer in self.lost_peers]
             if gone:
                 raise LostError(gone[0])

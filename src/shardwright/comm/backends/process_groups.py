@@ -209,6 +209,11 @@ class ProcessTransport:
         if self.call_checker is not None:
             self.call_checker.leave()
 
+    def fail(self, failure: CommunicationError) -> None:
+        """Raises ``failure`` in a wait for a rank of this machine; in one over gloo or NCCL nothing can be raised."""
+        if self._exchange is not None:
+            self._exchange.failure = failure
+
     def abandon(self, failure: BaseException) -> None:
         """Closes this rank's connections, so that a rank of this machine that waits for it gets an error."""
         self.disconnect()

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -35,10 +36,12 @@ from shardwright.comm.backends.watchdog import Report, end_with
 from shardwright.comm.call_checker import CallChecker
 from shardwright.comm.cpu_affinity import bind
 from shardwright.comm.current_world import enter
-from shardwright.comm.failures import LostPartnerError, StopRequested
+from shardwright.comm.failures import LostPartnerError, StopRequested, StopStatus
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.trained_copies import objects_of, tell_trained, trained_among
+from shardwright.comm.wait_watchdog import WaitWatchdog
 from shardwright.comm.world import World
+from shardwright.command_signals import IS_COMMAND
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError
 from shardwright.fork_server import FORK_SERVER
@@ -93,6 +96,7 @@ def run_here(
         )
     world = World(rank, size, place, transport, recorder, nodes=nodes)
     enter(world)
+    waits = WaitWatchdog(rank, size, PrefixStore("waits", store), timeout_s, transport.fail, report)
     try:
         with _forked_ends():
             result = work(world, *args)
@@ -103,7 +107,9 @@ def run_here(
             time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise
     finally:
+        waits.close()
         world.stop.restore()
+    waits.leave()
     transport.close()
     _end_together(rank, [place.index] if backend in NATIVE else None)
     transport.disconnect()
@@ -129,6 +135,9 @@ def _forked_ends() -> Iterator[None]:
         else:
             traceback.print_exc()
     if os.getpid() != own:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # what it has printed
+            with suppress(OSError):
+                stream.flush()
         os._exit(code)
 
 
@@ -200,7 +209,8 @@ def run_processes(
     ended ``grace_s`` seconds later are killed.
 
     Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. The library's own errors,
-        such as PlanError and CommunicationError, are raised as they are. KeyboardInterrupt: the run was told to stop.
+        such as PlanError and CommunicationError, are raised as they are. KeyboardInterrupt: the run was told to stop;
+        by another signal than SIGINT it is a :class:`~shardwright.comm.failures.StopStatus`, and one line on stderr.
         PlanError: the system is not Linux or macOS, or a rank imports the program and so calls this function.
     """
     if os.name != "posix":
@@ -233,7 +243,16 @@ def run_processes(
                     (folder / f"{rank}.pid").write_text(str(pid))
                 task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
                 started.add(RankProcess.started(rank, pipes, pid, task))
-            answers = [pickle.loads(result) for result in started.wait()]
+            try:
+                answers = [pickle.loads(result) for result in started.wait()]
+            except KeyboardInterrupt as stop:
+                if started.signalled in (0, signal.SIGINT):
+                    raise
+                if not IS_COMMAND:  # which has words of its own
+                    why = ": ".join(filter(None, [f"stopped by {signal.Signals(started.signalled).name}", str(stop)]))
+                    with suppress(OSError):  # it may be closed
+                        os.write(2, f"{why}\n".encode())
+                raise StopStatus(started.signalled, *stop.args) from None
     tell_trained(objects_of(work, args), (place for _, places in answers for place in places))
     return [result for result, _ in answers]
 
@@ -298,7 +317,7 @@ def rank_main(task: int, answer: int) -> None:
     os._exit(code)
 
 
-def _report_and_end(rank: int, answer: int, failure: LostPartnerError) -> NoReturn:
+def _report_and_end(rank: int, answer: int, failure: CommunicationError) -> NoReturn:
     """Sends the launcher the error of a call that did not complete, and ends the process, whose main thread waits."""
     os.write(answer, answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure))))
     os._exit(1)

@@ -246,5 +246,6 @@ class SharedChannel(Channel):
                 f"ranks disagree on {call}",
                 given=str(failure),
                 allowed="calls in the same order and of the same shapes on every rank",
-                fix=f"give every rank the same model and batches of one size, run.shard's; {DEBUG} names the call",
+                fix="give every rank the same model and batches of one size, run.shard's; a call below "
+                f"`if world.rank == 0`: call it on every rank; {DEBUG} names the call",
             ) from failure

@@ -7,6 +7,7 @@ every rank that still runs waits and no collective can complete, all get an erro
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from shardwright.comm.axis import FIX_CALLS, SAME_CALLS, Channel, CollectiveCall, Pending, disagreement
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
+from shardwright.comm.user_calls import call_of_user
 from shardwright.errors import CommunicationError, aligned
 
 Contribution = dict[str, Any]
@@ -64,6 +66,7 @@ class ThreadWorld:
         self.live = set(range(num_ranks))
         self.meetings: dict[object, _Rendezvous] = {}
         self.waiting: dict[int, _Rendezvous] = {}
+        self._threads: dict[int, int] = {}
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
         self.num_saving = 0  # ranks that save what they hold after a failure
@@ -102,7 +105,7 @@ class ThreadWorld:
             if meeting.complete:
                 return result
             self._check()
-            self.waiting[rank] = meeting
+            self.waiting[rank], self._threads[rank] = meeting, threading.get_ident()
             gate = meeting.gate()
             self._find_deadlock()
         gate.acquire()
@@ -152,10 +155,12 @@ class ThreadWorld:
     def _find_deadlock(self) -> None:
         if self.failure is not None or not self.live or len(self.waiting) < len(self.live):
             return
-        lines = []
+        lines, frames = [], sys._current_frames()
         for rank, meeting in sorted(self.waiting.items()):
             absent = [member for member in meeting.members if member not in meeting.contributions]
-            lines.append(f"rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}")
+            call = call_of_user(frames.get(self._threads[rank]))
+            of = "" if call.startswith("Axis.") else f", called by {call},"
+            lines.append(f"rank {rank} waits in {meeting.calls[rank]}{of} for rank {', '.join(map(str, absent))}")
         gone = sorted({m for w in self.waiting.values() for m in w.members} - self.live)
         if gone:
             lines.append(f"rank {', '.join(map(str, gone))} has returned already")

@@ -23,9 +23,9 @@ import torch
 from shardwright import devices
 from shardwright.comm.axis import CollectiveCall
 from shardwright.comm.backends.group_channel import lost_partner
-from shardwright.comm.failures import LostPartnerError
+from shardwright.errors import CommunicationError
 
-Report = Callable[[LostPartnerError], None]
+Report = Callable[[CommunicationError], None]
 """A function that reports the error of a call that did not complete, and ends the process."""
 
 _ORDER = itertools.count()
@@ -33,7 +33,7 @@ _LOOKS = 20
 """The number of checks within the timeout; there is one each second at least."""
 
 
-def end_with(failure: LostPartnerError) -> None:
+def end_with(failure: CommunicationError) -> None:
     """Writes the failure on stderr and ends the process at once, even if the main thread waits for the GPU."""
     sys.stderr.write(f"{failure}\n")
     sys.stderr.flush()

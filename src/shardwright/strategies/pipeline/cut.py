@@ -2,12 +2,14 @@
 
 Calls are weighed by their cost. Among cuts whose slowest chunk is equally fast, the one whose largest chunk holds the
 fewest bytes is taken. A module that alone costs more than a chunk's fair share is opened: its inner calls are weighed
-instead, if its code can be followed. Modules are also opened while there are fewer calls than chunks.
+instead, if its code can be followed. Modules are also opened while there are fewer calls than chunks, and where stages
+are uneven otherwise. Where stages have several chunks each, boundaries are moved until stages are even (``balance``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,7 +23,12 @@ from shardwright.analysis.in_place_writes import check_writes
 from shardwright.analysis.structure import trace
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.errors import LayoutError, UnknownCodeError, fix_for
+from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless
+from shardwright.strategies.pipeline.balance import FINER, StageShares, evened
+
+FINEST = (1.0, 0.25, 0.0)
+"""A module is opened if its call costs more than this part of an even chunk; later values where stages are uneven."""
 
 
 def cut(
@@ -34,13 +41,15 @@ def cut(
     seconds: Mapping[str, float] | None = None,
     closed: Collection[str] = (),
     whole: Collection[str] = (),
+    stage_of: Sequence[int] = (),
 ) -> Stages:
     """Returns the contiguous pipeline chunks (:class:`Stages`) of a model, balanced by cost or cut at named modules.
 
     ``names`` are the modules at which the chunks begin. Without names costs decide. They are counted on ``example``, a
     microbatch's inputs on the meta device, or estimated from the weights and ``num_tokens``, the tokens of a
     microbatch; ``seconds`` are measured times of single modules. Modules in ``closed`` are not cut inside; ``whole``
-    are containers that stay one call, because they are recomputed or compiled as one.
+    are containers that stay one call, because they are recomputed or compiled as one. ``stage_of`` is the stage that
+    holds each chunk, by default one for each.
 
     Raises: LayoutError: the model makes fewer calls than chunks, or its code cannot be followed; ``names`` are unknown,
         are not as many as chunks, are inside a closed module, or are not called in this order; ``seconds`` has an
@@ -59,28 +68,39 @@ def cut(
     kept_closed: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
     graph = read_graph(model, opened, given, whole)
-    costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
-    while (site := _to_open(model, movable, costs, num_chunks, kept_closed)) is not None:
-        try:
-            graph = read_graph(model, opened | {site.module}, given, whole)
-        except LayoutError:
-            kept_closed.add(site.module)  # its code cannot be followed: it stays one call
-            continue
-        opened.add(site.module)
+    best: tuple[float, Stages] | None = None
+    for finest in FINEST[:1] if seconds else FINEST:
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
-    unread = kept_closed.difference(closed)
-    if len(movable) < num_chunks:
-        raise (UnknownCodeError if unread else LayoutError)(
-            f"the model cannot be cut into {num_chunks} chunks",
-            given=f"{type(model).__name__}, whose code makes {len(movable)} separate calls: {_list_modules(movable)}",
-            allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
-            fix="ask for fewer stages, or fewer chunks on each" if len(movable) > 1 else "leave out pp",
-        )
-    places = _beginnings(model, movable, num_chunks)
-    runs = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
-    starts = [places[run] for run in _balance(runs, num_chunks)]
-    stages = _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
-    return replace(stages, whole=tuple(whole), unread=tuple(sorted(unread)))
+        while (site := _to_open(model, movable, costs, num_chunks, kept_closed, finest)) is not None:
+            try:
+                graph = read_graph(model, opened | {site.module}, given, whole)
+            except LayoutError:
+                kept_closed.add(site.module)  # its code cannot be followed: it stays one call
+                continue
+            opened.add(site.module)
+            costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
+        unread = kept_closed.difference(closed)
+        if len(movable) < num_chunks:
+            raise (UnknownCodeError if unread else LayoutError)(
+                f"the model cannot be cut into {num_chunks} chunks",
+                given=f"{type(model).__name__}, whose code makes {len(movable)} separate calls: "
+                + _list_modules(movable),
+                allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
+                fix="ask for fewer stages, or fewer chunks on each" if len(movable) > 1 else "leave out pp",
+            )
+        uneven, starts = _evenly(model, graph, movable, costs, stage_of or range(num_chunks))
+        if best is None or uneven < FINER * best[0]:
+            try:
+                stages = _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
+            except LayoutError:
+                if best is None:
+                    raise
+                break
+            best = uneven, replace(stages, whole=tuple(whole), unread=tuple(sorted(unread)))
+        if best[0] <= UNEVEN:
+            break
+    assert best is not None, "cut, or raised"
+    return best[1]
 
 
 def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:
@@ -128,10 +148,10 @@ def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
 
 def _to_open(
     model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
-    closed: Collection[str],
+    closed: Collection[str], finest: float,
 ) -> CallSite | None:  # fmt: skip
-    """Returns the costliest call if it exceeds an even chunk's cost or there are too few calls; else None."""
-    share = total([costs[site] for site in movable]).work / num_chunks
+    """Returns the costliest call if it exceeds ``finest`` of an even chunk or there are too few calls; else None."""
+    share = finest * total([costs[site] for site in movable]).work / num_chunks
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
         from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
@@ -153,6 +173,36 @@ def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) 
     ]
     places = sorted({0, *weighted[1:]})
     return places if len(places) >= num_chunks else list(range(len(movable)))
+
+
+def _evenly(
+    model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost],
+    stage_of: Sequence[int],
+) -> tuple[float, list[int]]:  # fmt: skip
+    """Returns the largest share that a stage has, over an even one, and the call at which each chunk begins."""
+    places = _beginnings(model, movable, len(stage_of))
+    runs = [total([costs[site] for site in movable[first:stop]]) for first, stop in pairwise([*places, len(movable)])]
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    uses: list[set[str]] = [set() for _ in runs]
+    for name, call in _reads(model, graph, movable):
+        if name in sizes:
+            uses[bisect_right(places, call) - 1].add(name)
+    shares = StageShares([run.work for run in runs], uses, sizes, stage_of)
+    starts = _balance(runs, len(stage_of))
+    if shares.num_stages < len(stage_of):  # what counts is the sum of a stage's chunks
+        starts = evened([starts], shares, [0] * (len(runs) + 1))
+    return shares.unevenness((*starts, len(runs))), [places[run] for run in starts]
+
+
+def _reads(model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite]) -> Iterator[tuple[str, int]]:
+    """Yields each weight that the code reads, with the call that reads it, or behind which code between calls does."""
+    inside, numbers = weights_by_module(model), {site: number for number, site in enumerate(movable)}
+    call = 0
+    for node, site in sites(graph):
+        call = numbers.get(site, call) if site is not None else call
+        yield from ((str(each.target), call) for each in node.all_input_nodes if each.op == "get_attr")
+        if site is not None and site in numbers:
+            yield from ((name, call) for name in inside.get(site.module, ()))
 
 
 def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:

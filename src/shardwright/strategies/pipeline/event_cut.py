@@ -34,7 +34,8 @@ from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.plan.event_stages import UNEVEN, EventStages
-from shardwright.strategies.pipeline.cut import check_num_names, partition
+from shardwright.strategies.pipeline.balance import FINER, Price, StageShares, evened
+from shardwright.strategies.pipeline.cut import check_num_names
 
 FINEST = (0.25, 0.06, 0.0)
 """A module is cut inside if its call costs more than this part of an even chunk.
@@ -46,9 +47,6 @@ one unit: by a quarter, and less where smaller units stand at the boundary. Fine
 more event that every stage compares with the record.
 """
 
-FINER = 0.9
-"""A cut of finer units is preferred only if its largest chunk is smaller than this part of the coarser cut's."""
-
 SLACK = 1.1
 """The largest chunk's work may be this many times the least possible, if fewer bytes then cross between chunks.
 
@@ -59,13 +57,14 @@ it. Chunks may be as uneven in work as ``UNEVEN`` allows where they would be mor
 
 def cut_events(
     model: nn.Module, num_chunks: int, example: Any, *, names: Sequence[str] = (),
-    seconds: Mapping[str, float] | None = None, closed: Collection[str] = (),
+    seconds: Mapping[str, float] | None = None, closed: Collection[str] = (), stage_of: Sequence[int] = (),
 ) -> EventStages:  # fmt: skip
     """Returns the contiguous pipeline chunks (:class:`EventStages`) of a model's forward, recorded on ``example``.
 
     The model is on the meta device, and ``example`` has the inputs of one microbatch. ``names`` are the modules at
     which chunks begin, one for each chunk. ``seconds`` are measured times of modules; modules in ``closed`` are not cut
-    inside. Use it for models whose code cannot be traced, else ``cut``.
+    inside. ``stage_of`` is the stage that holds each chunk, by default one for each. Use it for models whose code
+    cannot be traced, else ``cut``.
 
     Raises: LayoutError: the forward's calls depend on values of parameters or activations, it makes too few calls of
         modules with weights or does not call ``names`` in this order, it changes an attribute in every call, or modules
@@ -92,35 +91,29 @@ def cut_events(
     closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
     if "" in closed:
         raise _own_backward(model)
-    best: EventStages | None = None
+    best: tuple[float, EventStages] | None = None
     failures: list[LayoutError] = []
     for finest in FINEST[:1] if names or seconds else FINEST:
         try:
-            stages = _cut(model, num_chunks, record, inputs, names, seconds, closed, finest)
+            found = _cut(model, stage_of or range(num_chunks), record, inputs, names, seconds, closed, finest)
         except LayoutError as failure:
             failures.append(failure)
             continue
-        if best is None or _unevenness(stages) < FINER * _unevenness(best):
-            best = stages
-        if _unevenness(best) <= UNEVEN:
+        if best is None or found[0] < FINER * best[0]:
+            best = found
+        if best[0] <= UNEVEN:
             break
     if best is None:
         raise failures[0]
-    return _closed_again(best, record, inputs, closed, hooked)
-
-
-def _unevenness(stages: EventStages) -> float:
-    """Returns the largest chunk's work, or its parameter bytes if that is more, over the average; 1.0 is even."""
-    works = [cost.work for cost in stages.costs]
-    sizes = [cost.parameter_bytes for cost in stages.costs]
-    return max(max(each) / (sum(each) or 1) for each in (works, sizes)) * len(stages.costs)
+    return _closed_again(best[1], record, inputs, closed, hooked)
 
 
 def _cut(
-    model: nn.Module, num_chunks: int, record: ForwardRecord, inputs: Any, names: Sequence[str],
+    model: nn.Module, stage_of: Sequence[int], record: ForwardRecord, inputs: Any, names: Sequence[str],
     seconds: Mapping[str, float] | None, closed: Collection[str], finest: float,
-) -> EventStages:  # fmt: skip
-    before = _settings(model)
+) -> tuple[float, EventStages]:  # fmt: skip
+    """Returns a cut, and the largest share of work or of parameters that it gives a stage, over an even share."""
+    num_chunks, before = len(stage_of), _settings(model)
     escaped: set[str] = set()
     while True:
         opened = _opened(model, record, num_chunks, names, closed, finest) | escaped
@@ -139,7 +132,8 @@ def _cut(
     for (path, name), value in _settings(model).items():
         if before.get((path, name), value) != value and path in opened:
             raise _counts(f"{path}.{name}".lstrip("."))
-    costs = _costs(model, found, seconds)
+    sizes, uses = _uses(model, found)
+    costs = _costs(found, sizes, uses, seconds)
     sites = _sites(found, names)
     if names:
         check_num_names(names, num_chunks)
@@ -152,11 +146,13 @@ def _cut(
             allowed=f"1 to {len(sites)} chunks, stages times chunks of each",
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
-    starts = [0, *sites[1:]] if names else _balanced(found, costs, sites, num_chunks)
+    works = [cost.work for cost in costs]
+    starts = [0, *sites[1:]] if names else _balanced(found, works, uses, sizes, sites, stage_of)
     chunked = EventsChunked(found, tuple(_site(found, start) for start in starts), weights_by_module(model))
     _check_together(chunked)
     each = tuple(total(costs[first:stop]) for first, stop in pairwise(chunked.bounds))
-    return EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
+    uneven = StageShares(works, uses, sizes, stage_of).unevenness(chunked.bounds)
+    return uneven, EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
 
 
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[ForwardRecord, Any]:
@@ -228,9 +224,10 @@ def _decides_by_state(model: nn.Module) -> LayoutError:
 
 def _own_backward(model: nn.Module) -> LayoutError:
     return LayoutError(
-        f"the backward runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
+        f"torch runs code of {type(model).__name__} as a whole, so it cannot be cut into stages",
         given="an autograd function, torch.autograd.grad, torch.utils.checkpoint with use_reentrant=True, a checkpoint "
-        "of several modules, or a function of torch.jit.script, which the model's own code calls",
+        "of several modules, a function of torch.jit.script, or a transform as torch.vmap, which the model's own code "
+        "calls",
         allowed="these in the code of a module inside, as a block; in the model's own, "
         "torch.utils.checkpoint with use_reentrant=False, of one module in each call",
         fix="move the call into a module inside, or write recompute:... in the layout in place of a checkpoint",
@@ -348,14 +345,22 @@ def _shapes_sent(chunked: EventsChunked) -> list[Any]:
 # ---- the cut
 
 
-def _costs(model: nn.Module, record: ForwardRecord, seconds: Mapping[str, float] | None) -> list[Cost]:
+def _uses(model: nn.Module, record: ForwardRecord) -> tuple[dict[str, int], list[frozenset[str]]]:
+    """Returns the bytes of each parameter by its name, and the names of those that each event uses."""
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    inside = weights_by_module(model)
+    uses = [e.reads if e.number is None else e.reads.union(inside.get(e.name, ())) for e in record.events]
+    return sizes, [frozenset(name for name in names if name in sizes) for names in uses]
+
+
+def _costs(
+    record: ForwardRecord, sizes: Mapping[str, int], uses: Sequence[frozenset[str]],
+    seconds: Mapping[str, float] | None,
+) -> list[Cost]:  # fmt: skip
     """Returns the cost of each event; a parameter's bytes count where it is used first."""
     found, seen = [], set[str]()
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    names = weights_by_module(model)
-    for event in record.events:
-        used = event.reads if event.number is None else event.reads.union(names.get(event.name, ()))
-        found.append(event.cost._replace(parameter_bytes=sum(sizes.get(name, 0) for name in used - seen)))
+    for event, used in zip(record.events, uses, strict=True):
+        found.append(event.cost._replace(parameter_bytes=sum(sizes[name] for name in used - seen)))
         seen |= used
     if seconds:
         sites = {CallSite(e.name, e.number): n for n, e in enumerate(record.events) if e.number is not None}
@@ -389,13 +394,13 @@ def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
     return found
 
 
-def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int], num_chunks: int) -> list[int]:
+def _balanced(
+    record: ForwardRecord, works: Sequence[float], uses: Sequence[Collection[str]], sizes: Mapping[str, int],
+    sites: Sequence[int], stage_of: Sequence[int],
+) -> list[int]:  # fmt: skip
     """Returns the events at which chunks begin."""
     inner = [site for site in sites[1:] if not any(a < site <= b for a, b in record.together)]
-    places, bytes_at = [0, *inner, len(record.events)], _crossing_bytes(record)
-    works, memory = _shares([cost.work for cost in costs]), _shares([cost.parameter_bytes for cost in costs])
-    # memory counts where it is more uneven than work by what show names a stage for
-    sums = [[works[place] for place in places], [memory[place] / UNEVEN for place in places]]
+    places, bytes_at, num_chunks = [0, *inner, len(record.events)], _crossing_bytes(record), len(stage_of)
     sent = [bytes_at[place] for place in places]
     if len(places) <= num_chunks:
         a, b = next(iter(record.together))
@@ -406,35 +411,36 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
             allowed="values that modules take as arguments and return",
             fix="return the tensor from the module's forward and pass it on; write in place of a view a new tensor",
         )
+    works = [sum(works[first:stop]) for first, stop in pairwise(places)]
+    uses = [frozenset[str]().union(*uses[first:stop]) for first, stop in pairwise(places)]
+    shares = StageShares(works, uses, sizes, stage_of)
 
-    def load(first: int, stop: int) -> Price:
-        return 0.0, max(each[stop] - each[first] for each in sums)
+    def loads(first: int, stop: int) -> tuple[float, float]:
+        work, held = shares.of_run(first, stop)
+        # memory counts where it is more uneven than work by what show names a stage for
+        return work / shares.num_stages, held / shares.num_stages / UNEVEN
 
-    (_, least), _ = _best(len(places) - 1, num_chunks, load)
-    work_of, held_of = ([stop - first for first, stop in pairwise(each)] for each in sums)
-    most_work = least * SLACK
-    least_held, _ = partition(held_of, num_chunks, work_of, most_work)
+    def best(price: Callable[[float, float, int], Price]) -> tuple[Price, list[int]]:
+        return _best(len(places) - 1, num_chunks, lambda first, stop: price(*loads(first, stop), first))
+
+    def held_within(most_work: float) -> float:
+        return best(lambda work, held, _: (0.0 if work <= most_work else float("inf"), held))[0][1]
+
+    most_work = best(lambda work, held, _: (0.0, max(work, held)))[0][1] * SLACK
+    least_held = held_within(most_work)
     if least_held * num_chunks > 1 and most_work * num_chunks < UNEVEN:
         most_work = UNEVEN / num_chunks
-        least_held, _ = partition(held_of, num_chunks, work_of, most_work)
+        least_held = held_within(most_work)
     most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
 
-    def sent_bytes(first: int, stop: int) -> Price:
-        work, held = (each[stop] - each[first] for each in sums)
+    def sent_bytes(work: float, held: float, first: int) -> Price:
         fits = work <= most_work and held <= most_held
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
-    return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    """Returns, for each place, the sum of the values before it as a part of the whole sum, from 0 to 1."""
-    whole = sum(values) or 1.0
-    return [each / whole for each in (0.0, *accumulate(values))]
-
-
-Price = tuple[float, float]
-"""The price of a chunk, a run of events: a term that is summed over all chunks, and one of which the largest counts."""
+    starts = best(sent_bytes)[1]
+    if shares.num_stages < num_chunks:  # what counts is the sum of a stage's chunks
+        starts = evened([starts, *(best(lambda *each, n=n: (0.0, each[n]))[1] for n in (0, 1))], shares, sent)
+    return [places[at] for at in starts]
 
 
 def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:

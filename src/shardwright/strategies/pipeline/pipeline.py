@@ -317,7 +317,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     # layers that tensor parallelism treats as one; on parts it treats none so
     closed = set() if runs_on_parts(plan) else {path for path in (*plan.roles, *plan.notes) if path}
 
-    def cut_into(num_chunks: int) -> Stages | EventStages:
+    def cut_into(num_chunks: int, stage_of: Sequence[int] = ()) -> Stages | EventStages:
         if by_device and num_chunks != len(names):
             raise LayoutError(
                 "the model's parts are on several devices, and the layout has another number of stages",
@@ -326,7 +326,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
                 fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
             )
         job.model.train()  # on a copy of the model: modules that are called in training alone need a stage too
-        asked = {"names": names, "seconds": job.seconds, "closed": closed}
+        asked = {"names": names, "seconds": job.seconds, "closed": closed, "stage_of": stage_of}
         return cut_model(job, plan, num_chunks, asked)
 
     auto = factor.option("auto")
@@ -340,7 +340,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
         )
     if auto is None:
         schedule = _named_schedule(plan)
-        return schedule, cut_into(schedule.num_chunks)
+        return schedule, cut_into(schedule.num_chunks, schedule.stage_of)
     stages = {factor.size: cut_into(factor.size)}
     if not names:
         with suppress(LayoutError):  # too few calls for two chunks on a stage

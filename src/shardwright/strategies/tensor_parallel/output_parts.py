@@ -26,11 +26,14 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.structure import HOOKS
-from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.schedule import Action
 from shardwright.sharding.tensor_part import TensorPart, tagged
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode, writes
+
+OWN_CODE = "its own code on parts of tensors"
+"""What the record of a loss says of code that gets parts of the logits."""
 
 
 class OutputParts:
@@ -40,16 +43,18 @@ class OutputParts:
     loss calls ``F.cross_entropy`` on logits whose classes are cut. To find that out a copy of the loss runs once on
     meta tensors, with class targets for each token. Everywhere else the output is all-gathered: in predictions and
     evaluations, where the loss reads the logits otherwise, writes in place, or has code of its own in the backward, and
-    where a user has registered a hook on the model, the loss, or all modules. ``in_step`` says that every forward with
-    gradients is one of a step, as it is in pipeline stages; else :meth:`during` says which are.
+    where a user has registered a hook on the model, the loss, or all modules; the record of the loss then says so.
+    ``in_step`` says that every forward with gradients is one of a step, as it is in pipeline stages; else
+    :meth:`during` says which are.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, mode: PartsMode, by: str, in_step: bool = False) -> None:
         self.model, self.loss, self.mode, self._in_step = model, loss, mode, in_step
+        self._last = True  # whether the last output stayed in shards
         self._taken: dict[tuple[tuple[bytes | None, ...], ...], bool] = {}  # by the cuts, whatever the other sizes
         if not isinstance(loss, ModelLoss):
             self._on_meta = _meta_copy(loss)
-            wrap(loss, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=partial(_on_parts, mode))
+            wrap(loss, Rung.ON_PARTS, OWN_CODE, by=by, around=partial(_on_parts, mode))
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -71,12 +76,23 @@ class OutputParts:
 
     def _takes_parts(self, output: Any) -> bool:
         parts = _parts_of(output)
-        if not parts or _has_any_global_hook() or _has_hook_of_user(self.model) or _has_hook_of_user(self.loss):
+        if not parts:
             return False
+        if _has_any_global_hook() or _has_hook_of_user(self.model) or _has_hook_of_user(self.loss):
+            return self._told(False, "a hook of the model, the loss or all modules would see parts")
         key = tuple(part.cuts for part in parts)
         if key not in self._taken:
             self._taken[key] = isinstance(self.loss, ModelLoss) or _takes_classes(self._on_meta, output, parts)
-        return self._taken[key]
+        return self._told(self._taken[key], "the loss is not F.cross_entropy on the logits alone")
+
+    def _told(self, takes: bool, why: str) -> bool:
+        """Writes into the record of the loss, for ``run.explain("(loss)")``, why its logits are gathered, if so."""
+        if takes != self._last:
+            self._last = takes
+            rename(
+                self.loss, Rung.ON_PARTS, OWN_CODE if takes else f"its own code on the whole output, gathered: {why}"
+            )
+        return takes
 
 
 def starts_of(loss: nn.Module, output: Any) -> list[Tensor]:

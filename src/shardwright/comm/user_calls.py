@@ -1,0 +1,40 @@
+"""Finds the call of the library that user code has made, such as ``sw.save``, in the frames of a rank's thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+
+_COMM = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def call_of_user(frame: FrameType | None) -> str:
+    """Returns the function of the library through which user code, or the start of a rank, came to ``frame``.
+
+    The first frames, those of this package ``comm``, do not count. Of user code that the library calls in turn, such as
+    a model's forward, the first call counts: ``run.step``.
+    """
+    return place_of_user(frame)[0]
+
+
+def place_of_user(frame: FrameType | None) -> tuple[str, str]:
+    """Returns what :func:`call_of_user` returns, and the file and line of user code that makes that call, or ""."""
+    found, outer, where = "", "", ""
+    while frame is not None and frame.f_code.co_filename.startswith(_COMM):
+        outer, frame = frame.f_code.co_qualname, frame.f_back
+    inside = True
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_COMM):  # the start of a rank
+            break
+        if name.startswith(_PACKAGE):
+            found, inside = frame.f_code.co_qualname, True
+        elif inside and not name.endswith("contextlib.py"):  # torch's too, as of torch.no_grad
+            where, inside = f"line {frame.f_lineno} of {Path(name).name}", False
+        frame = frame.f_back
+    if not found:
+        return outer, where
+    if "." not in found:
+        return f"sw.{found}", where
+    return (f"run.{found[4:]}" if found.startswith("Run.") else found), where

@@ -1,0 +1,78 @@
+"""``RankState``: what one rank holds of a model under a layout, for ``Run`` and for functions that read or fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from shardwright.comm.axis import Axis
+from shardwright.comm.world import World
+from shardwright.plan.plan import Job, Plan
+from shardwright.runtime.applied import AppliedStrategy
+from shardwright.runtime.executor import Events, Executor
+
+
+class RankState:
+    """One rank's part of a model, and where each part lies; a :class:`Run` trains it.
+
+    Attributes:
+        model: the plain model's modules with this rank's part of each parameter, under the plain names.
+        loss: the loss on this rank's device; it returns (sum, count).
+        plan: where every tensor lies, and what is done at each layer.
+        world, coord: the ranks, and this rank's index on each axis of the mesh.
+        axes: the axes of the mesh by name, the axis "world" of all ranks, and joint ones such as "dp+tp".
+        parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
+            shards or master weights where a strategy keeps such.
+        offload: the host or disk storage of their state; None unless the layout offloads it.
+        num_steps: how many steps were taken, skipped ones included.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, world: World, axes: Mapping[str, Axis], executor: Executor,
+        applied: Sequence[AppliedStrategy] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.loss = job.model, job.loss
+        self.plan, self.world, self.axes = plan, world, axes
+        stored = {name: p for each in applied for name, p in each.parameters.items()}
+        # the other name of a tied parameter may be the first on a stage that holds nothing of it
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state or p.numel()
+        }
+        self.offload = next((each.offload for each in applied if each.offload is not None), None)
+        self._applied, self._executor = applied, executor
+        self.coord = plan.mesh.coord(world.rank)
+        self.num_steps = 0
+
+    @contextmanager
+    def observed(self, events: Events) -> Iterator[None]:
+        """Returns a context in which steps also call the callbacks in ``events``, after those of the strategies."""
+        before = self._executor.events
+        self._executor.events = (*before, events)
+        try:
+            yield
+        finally:
+            self._executor.events = before
+
+    def _check_written(self) -> None:
+        """Raises PlanError if a copy of a parameter was written to, where the next step reads the parameter itself."""
+        for each in self._applied:
+            each.check(False)
+
+    def changed(self) -> None:
+        """Marks unsharded and low-precision copies of parameters as out of date, so that they are renewed before use.
+
+        All ranks call it after writing to :attr:`parameters`. Optimizers of the run, and functions that load
+        parameters, call it themselves.
+        """
+        for events in self._executor.events:
+            events.after_optimizer()
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
+        return (tensor for each in self._applied for tensor in each.kept())
+
+    def summing(self) -> Iterator[Tensor]:
+        """Yields ZeRO's sums of gradients over microbatches and ranks, until they are the ``.grad`` of parameters."""
+        return (tensor for each in self._applied for tensor in each.summing())

@@ -1,0 +1,195 @@
+"""Balances pipeline stages: which shares of the work and of the parameters a cut gives them, and how it is evened.
+
+A stage's share is what it has of all work, or of all parameter bytes, times the number of stages: 1.0 is even. A
+parameter that calls on several stages use, such as a tied table, counts on each of them, since each holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, combinations, pairwise, product
+
+from shardwright.plan.event_stages import UNEVEN
+
+Bounds = tuple[int, ...]
+"""The call at which each chunk begins, followed by the number of all calls."""
+
+Price = tuple[float, float]
+"""What makes a cut worse: the first number decides, and between equal ones the second."""
+
+FINER = 0.9
+"""A cut of finer calls is preferred only if its largest share is smaller than this part of the coarser cut's."""
+
+POWER = 16
+"""Shares count by this power of theirs where no cut is even: the largest counts most, and the others still count."""
+
+REACH = 4
+"""Two boundaries are moved together by at most this number of calls each; one alone is moved as far as it can be."""
+
+FOLDED = (1.05, 1.1, 1.15, 1.2, UNEVEN, 1.3, 1.35, 1.4, 1.5, 1.6, 1.8)
+"""The largest shares that are tried in turn where the stages of a V are filled from both ends of the model.
+
+Those above ``UNEVEN`` are for parameters alone, beside work that is at most that.
+"""
+
+
+class StageShares:
+    """The shares of work and of parameters that bounds of chunks give each stage.
+
+    ``works`` are those of the calls, ``uses`` the names of the parameters that each uses, ``sizes`` the bytes of all,
+    and ``stage_of`` the stage of each chunk. A parameter that no call uses is held by the first stage.
+
+    >>> uses, sizes = [{"table"}, {"up"}, {"table"}], {"table": 30, "up": 10}
+    >>> StageShares([1, 1, 2], uses, sizes, (0, 1)).of((0, 2, 3))
+    [(1.0, 2.0), (1.0, 1.5)]
+    >>> StageShares([1, 1, 2], uses, sizes, (0, 1, 0)).of((0, 1, 2, 3))
+    [(1.5, 1.5), (0.5, 0.5)]
+    """
+
+    def __init__(
+        self, works: Sequence[float], uses: Sequence[Collection[str]], sizes: Mapping[str, int], stage_of: Sequence[int]
+    ) -> None:
+        self.stage_of, self.num_stages, self.num_calls = tuple(stage_of), max(stage_of) + 1, len(works)
+        where: dict[str, list[int]] = {name: [] for name in sizes}
+        for place, names in enumerate(uses):
+            for name in names:
+                where[name].append(place)
+        first_used = [0] * len(works)
+        for name, calls in where.items():
+            first_used[calls[0] if calls else 0] += sizes[name]
+        self.work_before, self.held_before = self._shares(works), self._shares(first_used)
+        unit = (sum(first_used) or 1) / self.num_stages
+        self.several = [(sizes[name] / unit, calls) for name, calls in where.items() if len(calls) > 1]
+
+    def _shares(self, values: Sequence[float]) -> list[float]:
+        """Returns, for each call and behind the last, the share of the values before it; that of all is one a stage."""
+        unit = (sum(values) or 1.0) / self.num_stages
+        return [each / unit for each in accumulate(values, initial=0.0)]
+
+    def of(self, bounds: Bounds) -> list[tuple[float, float]]:
+        """Returns the share of the work, and of the parameters, of each stage."""
+        work, held = [0.0] * self.num_stages, [0.0] * self.num_stages
+        stage_at: list[int] = []
+        for stage, (first, stop) in zip(self.stage_of, pairwise(bounds), strict=True):
+            work[stage] += self.work_before[stop] - self.work_before[first]
+            held[stage] += self.held_before[stop] - self.held_before[first]
+            stage_at += [stage] * (stop - first)
+        for size, calls in self.several:
+            for stage in {stage_at[call] for call in calls} - {stage_at[calls[0]]}:
+                held[stage] += size
+        return list(zip(work, held, strict=True))
+
+    def unevenness(self, bounds: Bounds) -> float:
+        """Returns the largest share, of work or of parameters, of any stage."""
+        return max(map(max, self.of(bounds)))
+
+    def of_run(self, first: int, stop: int) -> tuple[float, float]:
+        """Returns the shares of a chunk of the calls from one up to another.
+
+        If stages have one chunk each, it holds all parameters that its calls use; else those that it uses first, since
+        chunks of one stage may share a parameter.
+        """
+        held = self.held_before[stop] - self.held_before[first]
+        if len(self.stage_of) == self.num_stages:
+            held += sum(
+                size for size, calls in self.several if calls[0] < first and any(first <= call < stop for call in calls)
+            )
+        return self.work_before[stop] - self.work_before[first], held
+
+    def folded(self) -> Bounds | None:
+        """Returns bounds of a V, whose stages are filled from both ends of the model, as evenly as ``FOLDED`` can say.
+
+        The result is None where the stages have no V, or none of the shares is large enough.
+        """
+        num = self.num_stages
+        if self.stage_of != (*range(num), *reversed(range(num))):
+            return None
+        return next(
+            (found for most in FOLDED if (found := self.folded_within(min(most, UNEVEN), most)) is not None), None
+        )
+
+    def folded_within(self, most_work: float, most_held: float) -> Bounds | None:
+        """Returns bounds of a V whose stages have at most these shares, or None if there are none.
+
+        Of several calls that use a parameter the first counts alone, so a stage may hold more.
+        """
+        limits = ((self.work_before, most_work), (self.held_before, most_held))
+        # by the number of calls in front: where the calls behind begin, as early as can be, and all bounds so far
+        taken: dict[int, tuple[int, Bounds, Bounds]] = {0: (self.num_calls, (0,), (self.num_calls,))}
+        for left in range(2 * self.num_stages - 2, -1, -2):  # the chunks of the stages that follow
+            found: dict[int, tuple[int, Bounds, Bounds]] = {}
+            for start, (stop, fronts, backs) in taken.items():
+                for first in range(start + 1, stop - left):
+                    room = [
+                        bisect_left(each, each[first] - each[start] + each[stop] - most - 1e-9) for each, most in limits
+                    ]
+                    last = max(first + left, *room)
+                    if last >= stop:
+                        break
+                    if first not in found or last < found[first][0]:
+                        found[first] = last, (*fronts, first), (last, *backs)
+            taken = found
+        return next(((*fronts, *backs[1:]) for first, (last, fronts, backs) in taken.items() if first == last), None)
+
+
+def evened(cuts: Sequence[Sequence[int]], shares: StageShares, sent: Sequence[int]) -> list[int]:
+    """Returns the first of some cuts if its stages are even, or else the best that is found by moving boundaries.
+
+    Each cut is given, and returned, as the starts of its chunks. Of cuts whose shares are at most ``UNEVEN`` the search
+    prefers few bytes between chunks; ``sent`` has the bytes that cross in front of each call and behind the last. Where
+    no cut is found that is so even, work is made so even, or as even as it can be, and then the parameters. The search
+    begins at each of the given cuts and moves one boundary or two at a time, so it may miss the best.
+
+    >>> shares = StageShares([4, 1, 1, 1, 1, 4], [()] * 6, {}, (0, 1, 1, 0))
+    >>> evened([[0, 1, 3, 4]], shares, [0, 1, 1, 1, 1, 1, 0])  # chunks of 4, 2, 1 and 5: stages of 9 and 3
+    [0, 1, 3, 5]
+    """
+    bounds = [(*starts, shares.num_calls) for starts in cuts]
+    if shares.unevenness(bounds[0]) <= UNEVEN:
+        return list(cuts[0])
+
+    def even(of: Bounds) -> Price:
+        found = [max(each) for each in shares.of(of)]
+        if round(max(found), 6) <= UNEVEN:
+            return 0.0, sum(sent[each] for each in of)
+        return 1.0, sum(each**POWER for each in found)
+
+    def work_first(of: Bounds) -> Price:
+        found = shares.of(of)
+        return sum(max(work, UNEVEN) ** POWER for work, _ in found), sum(held**POWER for _, held in found)
+
+    if (folded := shares.folded()) is not None:
+        bounds.append(folded)
+    found = min((_moved(each, even) for each in bounds), key=even)
+    if even(found)[0]:
+        found = min((bounds[0], found, *(_moved(each, work_first) for each in bounds)), key=work_first)
+    return list(found[:-1])
+
+
+def _moved(bounds: Bounds, price: Callable[[Bounds], Price]) -> Bounds:
+    """Returns bounds that no move of a boundary, or of two, makes cheaper."""
+    least = price(bounds)
+    while True:
+        for moves in (_single_moves, _double_moves):
+            best = min(moves(bounds), key=price, default=bounds)
+            if price(best) < least:
+                bounds, least = best, price(best)
+                break
+        else:
+            return bounds
+
+
+def _single_moves(bounds: Bounds) -> Iterator[Bounds]:
+    for k in range(1, len(bounds) - 1):
+        for at in range(bounds[k - 1] + 1, bounds[k + 1]):
+            yield (*bounds[:k], at, *bounds[k + 1 :])
+
+
+def _double_moves(bounds: Bounds) -> Iterator[Bounds]:
+    steps = range(-REACH, REACH + 1)
+    for (k, m), (by, other) in product(combinations(range(1, len(bounds) - 1), 2), product(steps, steps)):
+        moved = [*bounds]
+        moved[k], moved[m] = moved[k] + by, moved[m] + other
+        if all(first < stop for first, stop in pairwise(moved)):
+            yield tuple(moved)
