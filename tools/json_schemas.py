@@ -40,6 +40,7 @@ MEANINGS = {
     "first_loss": "of the first step of this call; null without a step",
     "last_loss": "of the last step of this call; null without a step",
     "fit": "the number of layouts whose memory fits",
+    "unpriced": "layouts that might be better than the best, by their estimates, and were not priced",
     "layout": "the layout line, in its canonical form",
     "loss": "the mean over all targets of the samples that were read; ignored targets do not count",
     "missing": "what parts of the library lack on this machine, and what to type",

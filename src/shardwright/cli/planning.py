@@ -30,6 +30,10 @@ _QUIET_S = 3.0
 """The seconds after which a search begins to print the layouts that it has priced."""
 
 
+LONGEST = ("max_tokens", "max_position_embeddings", "n_positions", "max_seq_len")
+"""Names of a model's setting that says how many tokens it takes at most."""
+
+
 def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
     """Returns the config's model and loss, without values, and a global batch (inputs, targets): one sample repeated.
 
@@ -77,7 +81,7 @@ def plan(
         list[str] | None, typer.Option(help="LINE=SECONDS of a run on this cluster, which corrects prices; repeat.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="The most layouts to list.")] = 10,
-    most_priced: Annotated[int, typer.Option(min=1, help="The most layouts to rehearse and price.")] = 6,
+    most_priced: Annotated[int, typer.Option(min=1, help="The most layouts to rehearse and price.")] = 4,
     memory_limit: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="The share of a device's memory that a layout may take.")
     ] = 0.92,
@@ -97,7 +101,7 @@ def plan(
     finds. A model of your own is read on a sample of the --data that it trains on. The exit code is 2 if none fits the
     device's memory.
     """
-    from shardwright.cli.run_config import config_of
+    from shardwright.cli.run_config import config_of, with_file
     from shardwright.cost.cluster import Cluster
     from shardwright.planner.anchors import parse_anchor
     from shardwright.planner.batches import plan_batches
@@ -115,6 +119,8 @@ def plan(
         return
     cluster = cluster or "a100-80gb"
     config = config_of(shared)
+    if "seq" not in with_file(shared, "seq"):
+        config = with_longest(config)
     if "data" in shared and ":" not in config.model:
         raise PlanError(
             "a plan of a built-in model reads no data",
@@ -171,6 +177,24 @@ def plan(
     _draw(found[0], compared, png, html, title=f"Plan for {config.model}")
     if not any(plans.fits(plans.best) for plans in found):
         raise typer.Exit(opt.BAD_INPUT)
+
+
+def with_longest(config: TrainConfig) -> TrainConfig:
+    """Returns a config whose samples are as long as the built-in model takes, and prints that; others unchanged.
+
+    >>> from shardwright.train.config import TrainConfig
+    >>> with_longest(TrainConfig(settings={"max_tokens": 2048})).seq
+    2048
+    """
+    from shardwright.models import configure
+
+    settings = None if ":" in config.model else configure(config.model, config.settings)
+    name = next((each for each in LONGEST if isinstance(getattr(settings, each, None), int)), None)
+    if name is None or getattr(settings, name) == config.seq:
+        return config
+    tokens = getattr(settings, name)
+    warn(f"samples of {tokens:,} tokens, the model's {name}; --seq gives another length")
+    return replace(config, seq=tokens)
 
 
 class _SearchLog(logging.Handler):

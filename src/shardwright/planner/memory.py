@@ -63,8 +63,7 @@ def _stage_memory(records: LayoutRecords, stage: int, known: dict[object, _Actio
     if peak_at >= 0:
         parts = [[size * times for size in changes[number].net] for number, times in Counter(order[:peak_at]).items()]
         by_kind = tuple(map(sum, zip(base, changes[order[peak_at]].most, *parts, strict=True)))
-    beside = sum(size for name, size in kind.fewer.beside.items() if name in ("workspace", "nccl"))
-    return StageMemory(dict(zip(KINDS, map(round, by_kind), strict=True)), beside)
+    return StageMemory(dict(zip(KINDS, map(round, by_kind), strict=True)), beside_bytes(records, stage))
 
 
 def offloaded_bytes(records: LayoutRecords) -> int:
@@ -90,12 +89,33 @@ def held_at_rest(records: LayoutRecords, stage: int) -> Mapping[str, int]:
     return dict(zip(KINDS, _base(records, stage), strict=True))
 
 
-def kept_bytes(records: LayoutRecords, stage: int) -> int:
-    """Returns the bytes that a stage's first forward, of one microbatch on one chunk, keeps for its backward."""
-    place = next(each for each in records.stages[stage].fewer.actions if each.kind == "F")
-    _, left = _most(records, stage, place)
-    # the gradients of the step before are freed meanwhile
-    return max(0, sum(size for name, size in zip(KINDS, left, strict=True) if name != "gradients"))
+class PassMemory(NamedTuple):
+    """The bytes that one microbatch's passes on one chunk take, beyond those held before.
+
+    ``kept`` is what its forward keeps for its backward, ``most`` the most of both at once, and ``update`` the most that
+    the optimizer's step takes.
+    """
+
+    kept: float
+    most: float
+    update: float
+
+
+def pass_memory(records: LayoutRecords, stage: int) -> PassMemory:
+    """Returns the memory of a microbatch's passes on a stage's first chunk, extended to the stage's blocks.
+
+    It is the second microbatch, if there are several: gradients are there already, and are not complete after it.
+    """
+    places = [*records.stages[stage].fewer.actions]
+    (most, kept), (later, _) = (
+        map(sum, _most(records, stage, [each for each in places if each.kind == kind][:2][-1])) for kind in "FB"
+    )
+    return PassMemory(max(0, kept), max(most, kept + later, 0), max(0, sum(_most(records, stage, None)[0])))
+
+
+def beside_bytes(records: LayoutRecords, stage: int) -> int:
+    """Returns the bytes of device memory that a stage holds beside tensors."""
+    return sum(size for name, size in records.stages[stage].fewer.beside.items() if name in ("workspace", "nccl"))
 
 
 def _base(records: LayoutRecords, stage: int) -> Held:

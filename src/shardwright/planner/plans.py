@@ -47,6 +47,7 @@ from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
 from shardwright.planner.search import (
     MOST_PRICED,
+    TOO_LONG,
     Recorder,
     SearchConstraints,
     SearchResult,
@@ -158,6 +159,7 @@ class Plans:
             "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
             "simulated": self.found.priced or len(self.layouts),
+            "unpriced": self.found.unpriced,
             "fit": len(self.found.fit) if self.found.searched else sum(map(self.fits, self.layouts)),
             "rejected": self.rejected(), "ways_out": list(self.ways_out),
             "seconds": dict(self.seconds), "baseline_step_s": self.baseline_s(self.best),
@@ -387,6 +389,12 @@ class Plans:
         how long a slow host would take, and under which layouts gradients are summed in other dtypes.
         """
         found = [("offloaded", each) for each in self._offloaded()]
+        if self.found.unpriced:
+            found.append((
+                "not priced", f"{self.found.unpriced:,} layouts that might be better: estimates are up to "
+                f"{TOO_LONG - 1:.0%} too long, and theirs without that are below the best price; "
+                f"--most-priced {2 * self.found.priced} prices more of them",
+            ))  # fmt: skip
         if not self.is_measured:
             times = self._published
             found.append((

@@ -81,6 +81,8 @@ class ActionTime:
     parts: tuple[float, ...]
     launches: float
     axes: tuple[str, ...]
+    messages_s: float = 0.0
+    """The seconds of all messages, exposed or not."""
 
     def waterfall(self, launch_s: float, *, on_host: bool = False, factor: float = 1.0) -> dict[str, float]:
         """Returns the seconds of the action by the name of the part.
@@ -94,6 +96,24 @@ class ActionTime:
         found = dict(zip(PARTS, operators, strict=True))
         found["launch"] = started_s if on_host else smooth_max(device_s, started_s) - device_s
         return {**found, **dict(zip(self.axes, self.parts[len(PARTS) :], strict=True))}
+
+
+class PassTimes(NamedTuple):
+    """The seconds of a microbatch's passes on a layout of one stage, of the parts of them, and of the optimizer's step.
+
+    ``weights_s`` is the part of ``backward_s`` that computes gradients of weights, taken to be half of its matrix
+    products, and ``adds_s`` how much longer the backward of a later microbatch takes, which adds its gradients; 0 if
+    there is one microbatch. ``hidden_s`` is the time of its messages during which it computes. Messages of model copies
+    are not counted. ``flops`` are those of the forward.
+    """
+
+    forward_s: float
+    backward_s: float
+    weights_s: float
+    adds_s: float
+    update_s: float
+    hidden_s: float
+    flops: float
 
 
 class Pricing:
@@ -155,6 +175,22 @@ class Pricing:
         inputs = tuple(i or b for b, i in zip(seconds("B"), seconds("I"), strict=True))
         return stages, ChunkTimes(seconds("F"), inputs, seconds("W"), self._transfers(records, layout.mesh))
 
+    def pass_times(self, records: LayoutRecords) -> PassTimes:
+        """Returns the seconds of the passes of a layout of one stage, extended to all its blocks."""
+        stage = _StageTimes(self, records, 0, {})
+        copies = [axis for axis, each in layout_axes().items() if each.kind == "copies"]
+
+        def seconds(cost: _ActionCost) -> float:
+            return cost.seconds - sum(cost.parts[axis] for axis in copies)
+
+        (forward, *_), (first, *later) = (stage.costs_of(kind) for kind in "FB")
+        exposed_s = sum(first.parts[axis] for axis in self._axes)
+        adds_s = max(0.0, seconds(later[0]) - seconds(first)) if later else 0.0
+        return PassTimes(
+            seconds(forward), seconds(first), first.parts[PARTS[0]] / 2, adds_s, stage.waterfall["optimizer"],
+            max(0.0, first.messages_s - exposed_s), forward.flops,
+        )  # fmt: skip
+
     # ---- actions
 
     def action_time(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
@@ -170,7 +206,7 @@ class Pricing:
 
     def _walk(self, shape: ActionShape, *, is_last: bool) -> ActionTime:
         parts, exposed = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self._axes, 0.0)
-        clock, launches, overlap_cost = 0.0, 0, self.cluster.constants.overlap_cost
+        clock, launches, sent_s, overlap_cost = 0.0, 0, 0.0, self.cluster.constants.overlap_cost
         ends: dict[int, tuple[str, float, float]] = {}
         free: dict[str, float] = {}
 
@@ -190,6 +226,7 @@ class Pricing:
             elif isinstance(record, MessageRecord):
                 if record.kind not in P2P:
                     message_s = self.message_s(record)
+                    sent_s += message_s
                     end = max(clock, free.get(record.axis, 0.0)) + message_s
                     free[record.axis] = end
                     ends[number] = (self.axis_of(record.axis), end, message_s)
@@ -197,7 +234,7 @@ class Pricing:
                 waited(*ends.pop(record.began))
         for axis, end, message_s in ends.values():  # a message still under way is waited for after the last action only
             waited(axis, end if is_last else clock, message_s)
-        return ActionTime((*parts.values(), *exposed.values()), launches, self._axes)
+        return ActionTime((*parts.values(), *exposed.values()), launches, self._axes, sent_s)
 
     def operator_s(self, record: OperatorRecord) -> float:
         """Returns the seconds of one operator on the cluster's device."""
@@ -275,12 +312,13 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
 
 
 class _ActionCost(NamedTuple):
-    """The seconds of an action by part and in all, extended to the stage's blocks, its FLOPs and operators started."""
+    """The seconds of an action by part and in all, extended to the stage's blocks, its FLOPs, starts and messages."""
 
     parts: Mapping[str, float]
     seconds: float
     flops: float
     starts: float
+    messages_s: float
 
 
 class _StageTimes:
@@ -290,7 +328,7 @@ class _StageTimes:
         self._pricing, self._records, self._stage = pricing, records, stage
         self._kind = records.stages[stage]
         times = records.places[stage].counts()
-        found = {place: self._priced(place, known) for place in times}
+        found = self._found = {place: self._priced(place, known) for place in times}
         self._usual: dict[tuple[int, str], float] = {}
         for place in sorted(times, key=lambda each: (times[each], each.order == "between")):
             self._usual[place.slot, place.kind] = found[place].seconds  # the commonest one, which comes last
@@ -317,7 +355,7 @@ class _StageTimes:
             time = self._time(place, shapes, span)
             parts = time.waterfall(launch_s, on_host=pricing.on_host, factor=factor)
             (flops,) = at_blocks(span, [[each.flops] for each in shapes])
-            known[key] = _ActionCost(parts, sum(parts.values()), float(flops), time.launches)
+            known[key] = _ActionCost(parts, sum(parts.values()), float(flops), time.launches, time.messages_s)
         return known[key]
 
     def _offloaded_update_s(self) -> float:
@@ -342,6 +380,10 @@ class _StageTimes:
             + (launches * constants.update_launch_s)
         )
 
+    def costs_of(self, kind: str) -> list[_ActionCost]:
+        """Returns the cost of each class of the stage's actions of a kind, in their order."""
+        return [cost for place, cost in self._found.items() if place.kind == kind]
+
     def usual_s(self, slot: int, kind: str) -> float:
         """Returns the seconds of most actions of a kind on one chunk; 0 if there is none."""
         return self._usual.get((slot, kind), 0.0)
@@ -357,5 +399,5 @@ class _StageTimes:
                 zip(at_blocks(span, [each.parts for each in times]), few, more, strict=True)
             )
         )
-        (launches,) = at_blocks(span, [[each.launches] for each in times])
-        return ActionTime(parts, launches, times[0].axes)
+        launches, messages_s = at_blocks(span, [[each.launches, each.messages_s] for each in times])
+        return ActionTime(parts, launches, times[0].axes, messages_s)

@@ -13,11 +13,13 @@ from torch.utils.flop_counter import flop_registry
 from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
+from shardwright.devices import HOST
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
-from shardwright.plan.plan import Job
+from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
+from shardwright.strategies.tensor_parallel.note import notes_of
 
 P2P = ("send", "receive")
 """The kinds of messages between pipeline stages."""
@@ -84,7 +86,31 @@ def rehearse(
 
     Raises: PlanError: the model's own code, or the loss, does not run without values.
     """
-    layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type}
+    if not _begins_anew(planned.plan, device_type):
+        found = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=False)
+        if found is not None:
+            return found
+    found = _rehearsed(job, planned, rank, batch, device_type, optimizer, first_step=True)
+    assert found is not None, "a first step leaves state where gradients are"
+    return found
+
+
+def _begins_anew(plan: Plan, device_type: str) -> bool:
+    """Returns whether a rank's first step does other things than its second, beside making optimizer state.
+
+    Weights that are gathered for products are gathered ahead in the order of the step before; what stages send in parts
+    is found in the first step; on a CPU it allocates the blocks of shared memory for messages.
+    """
+    fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
+    return device_type in HOST or plan.scatters or fetches
+
+
+def _rehearsed(
+    job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any, *,
+    first_step: bool,
+) -> RankRecord | None:  # fmt: skip
+    """Returns a rank's record, or None without a ``first_step`` if a parameter has state there and no gradient."""
+    layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type, "first_step": first_step}
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
         by_action: dict[str, ActionRecord] = {}
         follower = _Follower(by_action, planned.plan.reads_values)
@@ -95,6 +121,8 @@ def rehearse(
                 account = measure_memory(run, microbatch, steps, device_type)
         finally:
             recorder.follower = None
+        if not first_step and any(p.grad is None for p in run.parameters.values() if p.requires_grad):
+            return None
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)

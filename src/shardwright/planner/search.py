@@ -2,9 +2,10 @@
 
 No axis and no option is named here: axes, sizes and options come from what strategies declare, so the options of a new
 strategy are searched without a change here. Every division of the ranks over axes is estimated by closed formulas, with
-the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and then layouts that
-differ from the best one by one option, until :attr:`SearchConstraints.most` layouts are priced or none that is left
-promises more. If none of them fits the memory, a few that are estimated to take less are priced too.
+the options of model copies and of pipeline stages. The best estimates are rehearsed and priced, and layouts that differ
+from the best one by one option, until none that is left may be better, were its estimate too long by as much as those
+that were compared, or :attr:`SearchConstraints.most` are priced. If none fits the memory, a few that are estimated to
+take less are priced too.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import chain, product, zip_longest
-from math import prod
+from math import inf, isinf, prod
 
 from shardwright.axes import layout_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
+from shardwright.plan.recompute import OFFLOADS, WORDS
 from shardwright.planner.estimate import Estimate, Estimator, declared_options, longer_over
 from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
@@ -32,7 +35,7 @@ from shardwright.strategies import STRATEGIES, choose
 LOG = logging.getLogger("shardwright.planner")
 """Where a search says what it has priced, at level INFO, since it may take minutes."""
 
-MOST_PRICED = 6
+MOST_PRICED = 4
 """The layouts that a search prices by default; each takes seconds of rehearsals."""
 
 LARGEST_MICROBATCH = 8
@@ -40,16 +43,12 @@ LARGEST_MICROBATCH = 8
 MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
-NEAR = 1.005
-"""A layout is priced only if its estimate, corrected by how far earlier ones were off, is at most this times the best
-price. One that differs from the best layout by one option must also be estimated below this times the best layout's
-estimate."""
-
-CLEARLY = 1.01
-"""How many times as long as the best layout's an estimate is at least that text says is not among the best."""
+TOO_LONG, TOO_MUCH = 1.06, 1.11
+"""How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
+in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
 
 FEWEST = 3
-"""The fewest layouts that are priced, if there are as many: the best, and others to lay beside it."""
+"""How many layouts are to be the best of all: prices end where no estimate left may be better than all but so few."""
 
 MOST_TO_FIT = 8
 """The most further layouts that are priced where none of those priced fits the memory, until one does."""
@@ -57,7 +56,7 @@ MOST_TO_FIT = 8
 MOST_NODES = 1
 """The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
 
-RECOMPUTE = (None, "full")
+RECOMPUTE = (None, *(word for word in WORDS if word not in OFFLOADS))
 
 Recorder = Callable[[Layout, int], LayoutRecords]
 """A function that returns the records of a layout on a global batch of a number of samples."""
@@ -78,6 +77,8 @@ class SearchResult:
     nearest: dict[str, str] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
+    unpriced: int = 0
+    """The layouts that might be better than the best, by their estimates, and were not priced."""
     failure: PlanError | None = None
     """The first error of the model itself, such as code that cannot be rehearsed; None if there was none."""
 
@@ -176,24 +177,22 @@ def search(
     """
     found = SearchResult()
 
-    def alone(operators: tuple[Factor, ...], samples: int) -> Price | None:
-        layout = Layout(operators, 1, wanted.precision)
+    def alone(layout: Layout, samples: int) -> LayoutRecords | None:
         try:
-            return pricing.price(layout, (short.record if short is not None else record)(layout, samples))
+            return (short.record if short is not None else record)(layout, samples)
         except (LayoutError, PlanError) as error:
             found.refused(error, layout)
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
     known = (
-        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept)
+        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept, short.ends)
         if short is not None
         else ()
     )
     estimator = Estimator(pricing, batch, wanted.precision, alone, *known)
     search_from = _Search(estimator, record, wanted, found)
-    search_from.price_estimates()
-    search_from.price_beside()
+    search_from.price_best()
     search_from.price_until_one_fits()
     return search_from.result()
 
@@ -203,33 +202,56 @@ class _Search:
 
     def __init__(self, estimator: Estimator, record: Recorder, wanted: SearchConstraints, found: SearchResult) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
-        self.estimates = self._sorted(_estimates(estimator, wanted, found))
+        self.estimates = {str(each.layout): each for each in _estimates(estimator, wanted, found)}
         self.tried: set[str] = set()
+        self.done: set[tuple[object, ...]] = set()
 
-    def price_estimates(self) -> None:
-        """Prices the best estimates, each division of the ranks once, as long as half of the prices last."""
-        seen: set[object] = set()
-        for each in self.estimates:
-            if self.found.priced >= max(1, self.wanted.most // 2) or self._is_done():
+    def price_best(self) -> None:
+        """Prices the best estimates, until no other may be better than the best prices or the most are priced."""
+        while self.found.priced < self.wanted.most and not self._is_done():
+            likely = [each for each in self.left() if self._least_s(each) < self._enough_s()]
+            if not likely and not self.found.fit and self.found.priced < FEWEST:
+                likely = self.left()  # none fits, as estimated: those that are near to it
+            if not likely:
                 return
-            division = _division(each.layout)
-            if division not in seen and not self._is_hopeless(each):
-                seen.add(division)
-                self._price(each.layout)
+            self._price(min(likely, key=self._order).layout)
 
-    def price_beside(self) -> None:
-        """Prices what differs from the best by one option and is estimated better, then other estimates near it."""
-        while self.found.priced < self.wanted.most and not self._is_done() and (self.found.fit or self.found.misfits):
-            best = _best(self.found)
-            moves = [each for each in options_beside(best.layout) if str(each) not in self.tried and self._may_be(each)]
-            beside = self._sorted(filter(None, map(self.estimator.estimate, moves)))
-            most = NEAR * self._over(best)
-            near = (each for each in beside if each.over(self.wanted.limit_bytes) < most)
-            others = (each for each in self.estimates if str(each.layout) not in self.tried)
-            following = next((each for each in (*near, *others) if not self._is_hopeless(each)), None)
-            if following is None:
-                return
-            self._price(following.layout)
+    def left(self) -> list[Estimate]:
+        """Returns the estimates of layouts that were not tried, and do not do the same as one that was."""
+        return [
+            each for line, each in self.estimates.items() if line not in self.tried and _deed(each) not in self.done
+        ]
+
+    def _least_s(self, each: Estimate) -> float:
+        """Returns the fewest seconds that the price of an estimate may have; infinite if it cannot fit the memory."""
+        return each.step_s / TOO_LONG if each.memory_bytes / TOO_MUCH <= self.wanted.limit_bytes else inf
+
+    def _enough_s(self) -> float:
+        """Returns the seconds of the last of the prices that are to be the best of all; infinite if fewer fit."""
+        return sorted(each.step_s for each in self.found.fit)[FEWEST - 1] if len(self.found.fit) >= FEWEST else inf
+
+    def _order(self, each: Estimate) -> tuple[float, int]:
+        # of estimates alike in three digits the one of the fewest microbatches comes first
+        return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
+
+    def _add_beside(self, layout: Layout) -> None:
+        """Adds the estimates of what differs from a priced layout by one option to those to choose from.
+
+        Recomputation of a layout that fits is not added: it takes longer. Nor is a second option of operators, of which
+        each way to cut them has to be rehearsed.
+        """
+        fits, kinds = any(price.layout == layout for price in self.found.fit), layout_axes()
+
+        def of_operators(each: Layout) -> list[Factor]:
+            return [f for f in each.factors if f.options and kinds[f.axis].kind == "operators"]
+
+        for each in options_beside(layout):
+            is_slower = fits and each.recompute is not None and layout.recompute is None
+            is_second = bool(of_operators(layout)) and of_operators(each) != of_operators(layout)
+            if str(each) not in self.estimates and not (is_slower or is_second) and self._may_be(each):
+                estimate = self.estimator.estimate(each)
+                if estimate is not None:
+                    self.estimates[str(each)] = estimate
 
     def price_until_one_fits(self) -> None:
         """Prices layouts that are estimated to take less memory, until one fits, as many as the constraints allow.
@@ -243,9 +265,8 @@ class _Search:
             if self.found.fit or not self.found.misfits:
                 return
             off = self._off()
-            beside = (each for each in options_beside(_best(self.found).layout) if self._may_be(each))
-            left = [*self.estimates, *filter(None, map(self.estimator.estimate, beside))]
-            left = [each for each in left if str(each.layout) not in self.tried]
+            self._add_beside(_best(self.found).layout)
+            left = self.left()
             likely = [each for each in left if each.memory_bytes * max(off.get(_kind(each.layout), [1.0])) <= limit]
             if not likely:
                 least = min(left, key=lambda each: each.memory_bytes, default=None)
@@ -269,22 +290,24 @@ class _Search:
     def result(self) -> SearchResult:
         """Returns what was found, sorted, with all that was left out."""
         found = self.found
+        found.fit.sort(key=lambda each: each.step_s)
         best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
         own = self.estimator.estimate(best.layout) if best is not None else None
-        for left in (each for each in self.estimates if str(each.layout) not in self.tried):
-            if left.memory_bytes > limit:
+        for line, same in self.estimates.items():
+            if line not in self.tried and _deed(same) in self.done:
+                found.reject("options that change nothing there", same.layout)
+        for left in sorted(self.left(), key=self._order):
+            if isinf(self._least_s(left)):
                 detail = f"{left.memory_bytes / 1e9:.3g} of {limit / 1e9:.3g} GB, as estimated"
                 found.reject("memory: estimated to be more than the limit", left.layout, detail)
-            elif own is not None and left.step_s < CLEARLY * own.step_s:
-                found.reject(
-                    f"its estimate is below {CLEARLY:g} times the best layout's, but others were priced first",
-                    left.layout,
-                )
+            elif found.fit and self._least_s(left) < found.fit[0].step_s:
+                found.unpriced += 1
+                found.reject("it might be better than the best, but others were priced first", left.layout,
+                             f"{left.step_s / TOO_LONG:.3g} s or more, as estimated")  # fmt: skip
             else:
                 slower = f"{left.step_s / own.step_s - 1:+.0%} beside {own.layout}, as estimated" if own else ""
                 found.reject("its estimate is not among the best", left.layout, slower)
         found.searched = found.priced + found.rejected.total()
-        found.fit.sort(key=lambda each: each.step_s)
         found.misfits.sort(key=lambda each: nearness(each, limit))
         for misfit in found.misfits:
             if misfit.memory_bytes <= limit:
@@ -298,39 +321,13 @@ class _Search:
             found.reject("memory: more than the limit", misfit.layout, detail)
         return found
 
-    def _sorted(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        def key(each: Estimate) -> tuple[float, int]:
-            # of estimates alike in three digits the one of the fewest microbatches comes first
-            return float(f"{each.over(self.wanted.limit_bytes):.3g}"), each.layout.num_microbatches
-
-        return sorted(estimates, key=key)
-
     def _is_done(self) -> bool:
         return len(self.tried) >= 3 * self.wanted.most  # refused ones take time too
 
-    def _is_hopeless(self, each: Estimate) -> bool:
-        """Whether a layout is far from the best price, were its estimate too high as none before; or beaten in it.
-
-        Fewer than :data:`FEWEST` prices do not say how far estimates are off. It is beaten by a priced layout that
-        fits, of the same division of the ranks, if it neither takes less time nor less memory, as both are estimated.
-        """
-        known = [(price, self.estimator.estimate(price.layout)) for price in self.found.fit]
-        for price, own in known:
-            alike = own is not None and _division(price.layout) == _division(each.layout)
-            if alike and own is not None and each.step_s >= own.step_s and each.memory_bytes >= own.memory_bytes:
-                return True
-        if len(known) < FEWEST:
-            return False
-        ratios = [price.step_s / own.step_s for price, own in known if own is not None]
-        over = each.over(self.wanted.limit_bytes)
-        return bool(ratios) and over * min(ratios) > NEAR * _best(self.found).step_s
-
-    def _over(self, price: Price) -> float:
-        estimate = self.estimator.estimate(price.layout)
-        return estimate.over(self.wanted.limit_bytes) if estimate is not None else price.step_s
-
     def _price(self, layout: Layout) -> None:
         self.tried.add(str(layout))
+        if (own := self.estimates.get(str(layout))) is not None:
+            self.done.add(_deed(own))
         try:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
@@ -340,6 +337,8 @@ class _Search:
         fits = priced.memory_bytes <= self.wanted.limit_bytes and is_held
         (self.found.fit if fits else self.found.misfits).append(priced)
         LOG.info("priced %s: %.3g GB, %s", layout, priced.memory_bytes / 1e9, "fits" if fits else "does not fit")
+        if fits and priced is _best(self.found):
+            self._add_beside(layout)
 
 
 def _kind(layout: Layout) -> tuple[object, ...]:
@@ -349,6 +348,11 @@ def _kind(layout: Layout) -> tuple[object, ...]:
 
 def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
+
+
+def _deed(each: Estimate) -> tuple[object, ...]:
+    """Returns what layouts have in common that differ in options which change nothing there: each has one estimate."""
+    return _division(each.layout), each.layout.num_microbatches, each.layout.recompute, each.step_s, each.memory_bytes
 
 
 def nearness(price: Price, limit: float) -> float:
@@ -446,11 +450,10 @@ def _estimates(estimator: Estimator, wanted: SearchConstraints, found: SearchRes
                     if factor.axis not in saving:
                         saving[factor.axis] = estimator.saving_options(factor.axis)
                     estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted, found)
-    estimates.sort(key=lambda each: each.over(wanted.limit_bytes))
-    for each in estimates[:MOST_SCHEDULED] if estimator.plan is not None else ():
-        for place, factor in enumerate(each.layout.factors):
-            if kinds[factor.axis] == "stages" and not factor.options:
-                estimates += _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
+    estimates += _scheduled(estimator, estimates, wanted, found, kinds)
+    for recompute in wanted.recomputed[1:]:
+        again = _recomputed(estimator, estimates, recompute, wanted, found)
+        estimates += [*again, *_scheduled(estimator, again, wanted, found, kinds)]
     allowed = []
     for estimate in (_named(estimator, each, kinds) for each in estimates):
         if wanted.is_left_out(estimate.layout):
@@ -460,6 +463,50 @@ def _estimates(estimator: Estimator, wanted: SearchConstraints, found: SearchRes
         else:
             allowed.append(estimate)
     return allowed
+
+
+def _scheduled(
+    estimator: Estimator, estimates: Iterable[Estimate], wanted: SearchConstraints, found: SearchResult,
+    kinds: Mapping[str, str],
+) -> list[Estimate]:  # fmt: skip
+    """Returns the best of the estimates with every other schedule of stages."""
+    best = sorted(estimates, key=lambda each: each.over(wanted.limit_bytes))
+    return [
+        scheduled
+        for each in (best[:MOST_SCHEDULED] if estimator.plan is not None else ())
+        for place, factor in enumerate(each.layout.factors)
+        if kinds[factor.axis] == "stages" and not factor.options
+        for scheduled in _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
+    ]
+
+
+def _recomputed(
+    estimator: Estimator, estimates: Iterable[Estimate], recompute: str | None, wanted: SearchConstraints,
+    found: SearchResult,
+) -> list[Estimate]:  # fmt: skip
+    """Returns the estimates with activations recomputed, where that may be better than the best of them.
+
+    Recomputation takes longer and less memory: it is no better where all fits, or where the layout without it is slower
+    already than others that fit.
+    """
+    limit = wanted.limit_bytes
+    plain = [each for each in estimates if each.layout.recompute == wanted.recomputed[0]]
+    fit = [each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit]
+    again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
+    for each in sorted(plain, key=lambda each: each.step_s):
+        layout = replace(each.layout, recompute=recompute)
+        if each.memory_bytes * TOO_MUCH <= limit:
+            found.reject("recomputation where all fits without it", layout)
+        elif len(fit) >= FEWEST and each.step_s * (longer if again else 1.0) > nsmallest(FEWEST, fit)[-1] * TOO_LONG:
+            found.reject("recomputation that takes longer than others do without it", layout)
+        elif (estimate := estimator.estimate(layout)) is not None:
+            again.append(estimate)
+            longer = min(longer, estimate.step_s / each.step_s)
+            if estimate.memory_bytes * TOO_MUCH <= limit:
+                fit.append(estimate.step_s)
+        elif why := estimator.refusal(layout):
+            found.reject(why, layout)
+    return again
 
 
 def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -> Estimate:
@@ -501,7 +548,7 @@ def _layouts(
     found: SearchResult,
     in_node: int,
 ) -> Iterator[Layout]:
-    """Yields the layouts of one division of the ranks: each microbatch size, with and without recomputation."""
+    """Yields the layouts of one division of the ranks: each size of a microbatch."""
     factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
     copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
     stages = prod(size for axis, size in sizes.items() if kinds[axis] == "stages")
@@ -519,19 +566,18 @@ def _layouts(
     sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
     # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
     for number in [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]:
-        for recompute in wanted.recomputed:
-            layout = Layout(factors, number, wanted.precision, recompute)
-            if number > local:
-                found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
-                             f"{local} samples")  # fmt: skip
-            elif number < stages:
-                found.reject("fewer microbatches than stages", layout, f"{number} of {stages}")
-            elif wanted.is_left_out(layout):
-                found.reject("--without", layout)
-            elif (lacking := wanted.lacking(layout)) and not _is_option(lacking):
-                found.reject(f"--fix: not {lacking}", layout)
-            else:
-                yield layout
+        layout = Layout(factors, number, wanted.precision, wanted.recomputed[0])
+        if number > local:
+            found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
+                         f"{local} samples")  # fmt: skip
+        elif number < stages:
+            found.reject("fewer microbatches than stages", layout, f"{number} of {stages}")
+        elif wanted.is_left_out(layout):
+            found.reject("--without", layout)
+        elif (lacking := wanted.lacking(layout)) and not _is_option(lacking):
+            found.reject(f"--fix: not {lacking}", layout)
+        else:
+            yield layout
 
 
 def _is_option(part: str) -> bool:

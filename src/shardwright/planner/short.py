@@ -14,13 +14,22 @@ from torch import nn
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
-from shardwright.layout import Layout
+from shardwright.axes import mesh_axes
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Factor, Layout
 from shardwright.parallelize.auto import num_shares, tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, without_storage
 from shardwright.plan.plan import Job, Plan
 from shardwright.planner.blocks import AlikeBlocks, num_parameters
 from shardwright.planner.outline import ModelPlans
-from shardwright.planner.records import FEWER_AND_MORE, LayoutRecords, first_rows, record_layout
+from shardwright.planner.records import (
+    FEWER_AND_MORE,
+    WHERE_RECOMPUTED,
+    WHERE_UNSHARDED,
+    LayoutRecords,
+    first_rows,
+    record_layout,
+)
 from shardwright.planner.records_file import RecordsFile
 
 MOST_OF_MODEL = 0.8
@@ -67,8 +76,11 @@ class ShortModel:
 
     @cached_property
     def _short(self) -> nn.Module:
-        few = self.blocks is not None and self.blocks.number > NUM_BLOCKS and not self.roles
-        return self.model_plans.shortened(NUM_BLOCKS) if few else self.model
+        return self._of_blocks(NUM_BLOCKS)
+
+    def _of_blocks(self, number: int) -> nn.Module:
+        few = self.blocks is not None and self.blocks.number > number and not self.roles
+        return self.model_plans.shortened(number) if few else self.model
 
     @cached_property
     def sent_bytes(self) -> int:
@@ -104,8 +116,12 @@ class ShortModel:
 
     def _recorded(self, layout: Layout, samples: int) -> LayoutRecords:
         rows = first_rows(self.batch, samples)
-        records = record_layout(self._job(self._short, layout, rows), layout, rows, self.device_type)
-        if self.blocks is None or self._short is self.model:
+        few = FEWER_AND_MORE if layout.recompute is None else WHERE_RECOMPUTED
+        if any(factor.options for factor in layout.factors) and self.plan(layout).unsharded_on_use:
+            few = WHERE_UNSHARDED
+        short = self._of_blocks(few[-1] + 1)
+        records = record_layout(self._job(short, layout, rows), layout, rows, self.device_type)
+        if self.blocks is None or short is self.model:
             return records
         if records.note:  # what few blocks do says nothing of all
             return record_layout(self._job(self.model, layout, rows), layout, rows, self.device_type)
@@ -133,6 +149,24 @@ class ShortModel:
             each for traffic in stated.values() for each in traffic if each.kind in ("all_reduce", "reduce_scatter")
         )
         return sum(each.num_bytes * each.times for each in sums)
+
+    def ends(self, axis: str) -> tuple[float, float]:
+        """Returns the shares of the parameters that are in no repeated block that two stages on ``axis`` hold.
+
+        A parameter that both stages use, such as a tied table, is held by both.
+        """
+        blocks = () if self.blocks is None else self.blocks.names
+        layout = Layout((Factor(axis, (2,)),), 2)
+        try:
+            plan = self.plan(layout)
+        except (LayoutError, PlanError):
+            return 1.0, 1.0
+        rest = [name for name in plan.state if not any(name.startswith(f"{block}.") for block in blocks)]
+        axes = mesh_axes("stages")
+        held = [sum(plan.parameter_bytes(name, {**dict.fromkeys(plan.mesh.axes, 0), **{each: stage for each in axes
+                if each in plan.mesh.axes}}) for name in rest) for stage in range(2)]  # fmt: skip
+        whole = sum(parameter.nbytes for name, parameter in self._short.named_parameters() if name in rest)
+        return (held[0] / whole, held[1] / whole) if whole else (0.0, 0.0)
 
     def _job(self, model: nn.Module, layout: Layout, rows: tuple[Any, Any]) -> Job:
         return job_for(model, self.loss, layout, rows[0], tokens_of(rows[0], layout), self.roles)
