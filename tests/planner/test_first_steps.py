@@ -32,6 +32,24 @@ class Unused(nn.Module):
         return self.used(x)
 
 
+class WithTable(nn.Module):
+    """A model that keeps a table which its first forward has made, as an attribute or in a dict."""
+
+    def __init__(self, *, in_dict):
+        super().__init__()
+        self.layer, self.in_dict = nn.Linear(8, 4), in_dict
+        self.table, self.tables = None, {}
+
+    def forward(self, x):
+        if self.table is None and not self.tables:
+            made = torch.arange(64.0, device=x.device).cos()
+            if self.in_dict:
+                self.tables[8] = made
+            else:
+                self.table = made
+        return self.layer(x + (self.tables[8] if self.in_dict else self.table)[:8])
+
+
 def both(model, line, inputs, device, rank=0):
     layout = Layout.parse(line)
     job = job_for(model.to("meta"), CrossEntropy(), layout, inputs, tokens_of(inputs, layout))
@@ -53,4 +71,10 @@ def test_operators_messages_and_memory_are_those_of_a_second_step(line, device):
 
 def test_a_parameter_without_a_gradient_has_no_optimizer_state():
     found, whole = both(Unused(), "dp2", torch.zeros(4, 8, device="meta"), "cuda")
+    assert found == whole
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_a_table_that_the_first_forward_makes_is_no_part_of_a_step(in_dict):
+    found, whole = both(WithTable(in_dict=in_dict), "dp2", torch.zeros(4, 8, device="meta"), "cuda")
     assert found == whole
