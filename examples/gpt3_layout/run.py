@@ -153,7 +153,7 @@ def run_steps(world: sw.World, line: str, sizes: Mapping[str, int], steps: int) 
 def predicted(line: str, sizes: Mapping[str, int], ranks: Ranks) -> dict[str, Any]:
     """The bytes that each rank sends by axis, and the peak memory of the first rank of each stage, without a run."""
     layout, inputs = sw.Layout.parse(line), data(sizes)[0]
-    job = job_for(plain(sizes), CrossEntropy(), layout, inputs)
+    job = job_for(plain(sizes), CrossEntropy(), layout, inputs, tokens_of(inputs, layout))
     plan, strategies = make_plan(job, layout)
     traffic, sent, memory = StepTraffic(job, plan, strategies, inputs), [], {}
     for rank in range(layout.num_ranks):

@@ -17,8 +17,8 @@ LINES = (
     "dp2", "dp2/zero1 fp16", "mb4 dp2/zero2 bf16", "mb2 dp2/zero3 bf16", "mb2 dp2/zero3/ahead:1", "dp2/zero3/offload",
     "dp2/zero1/offload bf16", "tp2", "tp2x2/2d", "tp2/sp bf16", "dp2 recompute:full", "dp2 recompute:offload",
     "mb2 tp2 recompute:selective bf16", "pp2/1f1b mb4 dp2/zero1 tp2 bf16", "pp2/1f1b/scatter mb4 tp2",
-    "pp2/zb-v mb4 dp2/zero1", "pp2/interleaved:v2 mb4 tp2/sp bf16", "pp2/gpipe mb4 dp2/zero3",
-    "pp2/dualpipe-v mb4 tp2 recompute:full",
+    "pp2/zb-v mb4 dp2/zero1",
+    "pp2/interleaved:v2 mb4 tp2/sp bf16", "pp2/gpipe mb4 dp2/zero3", "pp2/dualpipe-v mb4 tp2 recompute:full",
 )  # fmt: skip
 
 

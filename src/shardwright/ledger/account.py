@@ -195,22 +195,29 @@ def rehearsed(
     Raises: as :func:`predict_memory`.
     """
     with ExitStack() as inside:
-        try:
+        with rehearsal_errors_explained():
             given = inside.enter_context(
                 _rehearsed(job, layout, rank, batch, optimizer, ranks, device, planned, first_step, options)
             )
-        except (LayoutError, PlanError):
-            raise
-        except (RuntimeError, TypeError, ValueError) as failure:
-            raise PlanError(
-                "a step of the model cannot be rehearsed without values on such a batch",
-                given=f"{type(failure).__name__}: {first_line(failure)}",
-                allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those "
-                "of training",
-                fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the "
-                "shapes of the batch",
-            ) from failure
         yield given  # what the caller's block raises is the caller's
+
+
+@contextmanager
+def rehearsal_errors_explained() -> Iterator[None]:
+    """Returns a context in which errors of the model's own code, which has no values, are PlanErrors."""
+    try:
+        yield
+    except (LayoutError, PlanError):
+        raise
+    except (RuntimeError, TypeError, ValueError) as failure:
+        raise PlanError(
+            "a step of the model cannot be rehearsed without values on such a batch",
+            given=f"{type(failure).__name__}: {first_line(failure)}",
+            allowed="code that runs on the meta device, or on the values of the inputs of a real batch like those of "
+            "training",
+            fix="do not read values of activations or parameters (.item(), .tolist()) in forward, and check the shapes "
+            "of the batch",
+        ) from failure
 
 
 @contextmanager

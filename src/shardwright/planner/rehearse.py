@@ -16,7 +16,7 @@ from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST
 from shardwright.dispatch_mode import DispatchMode
-from shardwright.ledger.account import JobPlan, measure_memory, rehearsed
+from shardwright.ledger.account import JobPlan, measure_memory, rehearsal_errors_explained, rehearsed
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
@@ -123,7 +123,8 @@ def _rehearsed(
         recorder = run.world.recorder
         recorder.follower = follower
         try:
-            with run.observed(Events(before_action=follower.begin, before_sync=follower.sync)), follower:
+            events = Events(before_action=follower.begin, before_sync=follower.sync)
+            with rehearsal_errors_explained(), run.observed(events), follower:
                 account = measure_memory(run, microbatch, steps, device_type)
         finally:
             recorder.follower = None
