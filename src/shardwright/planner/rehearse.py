@@ -99,9 +99,8 @@ def rehearse(
 def _begins_anew(plan: Plan, device_type: str) -> bool:
     """Returns whether a rank's first step does other things than its second, beside making optimizer state.
 
-    Parameters that are unsharded at each use, and weights that are gathered for products, are gathered ahead in the
-    order of the step before; what stages send in parts is found in the first step; on a CPU it allocates the blocks of
-    shared memory for messages.
+    Weights that are gathered before use, by ZeRO-3 or for products, are gathered ahead in the order of the step before.
+    What stages send in parts is found in the first step, and on a CPU blocks of shared memory are allocated in it.
     """
     fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
     return device_type in HOST or plan.scatters or fetches or bool(plan.unsharded_on_use)
