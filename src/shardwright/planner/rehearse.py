@@ -100,10 +100,10 @@ def _begins_anew(plan: Plan, device_type: str) -> bool:
     """Returns whether a rank's first step does other things than its second, beside making optimizer state.
 
     Weights that are gathered before use, by ZeRO-3 or for products, are gathered ahead in the order of the step before.
-    What stages send in parts is found in the first step, and on a CPU blocks of shared memory are allocated in it.
+    In the first step stages allocate the buffers into which they receive, and ranks on a CPU blocks of shared memory.
     """
     fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
-    return device_type in HOST or plan.scatters or fetches or bool(plan.unsharded_on_use)
+    return device_type in HOST or plan.schedule is not None or fetches or bool(plan.unsharded_on_use)
 
 
 def _rehearsed(
