@@ -44,6 +44,7 @@ INSIDE = {
     ("cli/calibrating.py", "cli"): VERBS,
     ("cli/calibrating.py", "planner"): PLANS,
     ("cli/planning.py", "cost"): PLANS,
+    ("cli/planning.py", "models"): PLANS,
     ("cli/planning.py", "train"): VERBS,
     ("cli/calibrating.py", "train"): VERBS,
     ("cli/planning.py", "planner"): PLANS,

@@ -201,7 +201,7 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
             ("dpp2 tp2", "dp2 tp2"),
         ),
         *(("pp2 bm8", "pp2 mb8"), ("pp4 m8", "pp4 mb8"), ("tp2 bg16", "tp2 bf16"), ("dp2 fp61", "dp2 fp16")),
-        *(("vp2", "pp4/interleaved:v2"), ("tp2 spatail", "tp2/spatial"), ("fdsp4", "dp4/zero3")),
+        *(("vp2", "pp4/interleaved:v2"), ("tp2 spatail", "tp2/spatial"), ("fdsp4", "dp4/zero3"), ("x2 tp2", "tp2")),
         ("bf16 fp16", "bf16"),
         ("recompute:full recompute:full", "recompute:full"),
         ("compile compile:aot_eager", "compile"),

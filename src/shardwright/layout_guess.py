@@ -153,12 +153,7 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
     if name in ("fp", "float") and sorted(number) == ["1", "6"]:
         return "fp16", "", ""
     options = {each: axis for axis, names in OPTIONS.values() for each in names if each != "file"}
-    table = [
-        *layout_axes(),
-        *_LINE_WORDS,
-        *options,
-        *aliases,
-    ]  # of words as near, the first: ours before those of others
+    table = [*layout_axes(), *_LINE_WORDS, *options, *aliases]  # of words as near, the first: our own
 
     def distance(word: str) -> tuple[int, bool, bool]:
         return _edits(plain[:20], word), sorted(word) != sorted(plain), word[:1] != plain[:1]
@@ -166,7 +161,7 @@ def _meaning(word: _Word) -> tuple[str, str, str]:
     near = min(table, key=distance)
     # a short word with a number behind it is a typing error, without one another word
     most = max(1, len(plain) // 3) if number else len(plain) // 3
-    alike = [near] if plain and distance(near)[0] <= most else []
+    alike = [near] if set(plain) & set(near) and distance(near)[0] <= most else []
     for each in (name, plain, *re.split("[_-]", plain)[:1], *alike):
         if each in aliases:
             axis, option = aliases[each]

@@ -35,6 +35,24 @@ class Unused(nn.Module):
         return self.used(x)
 
 
+class WithTable(nn.Module):
+    """A model that keeps a table which its first forward has made, as an attribute or in a dict."""
+
+    def __init__(self, *, in_dict):
+        super().__init__()
+        self.layer, self.in_dict = nn.Linear(8, 4), in_dict
+        self.table, self.tables = None, {}
+
+    def forward(self, x):
+        if self.table is None and not self.tables:
+            made = torch.arange(64.0, device=x.device).cos()
+            if self.in_dict:
+                self.tables[8] = made
+            else:
+                self.table = made
+        return self.layer(x + (self.tables[8] if self.in_dict else self.table)[:8])
+
+
 def both(model, line, inputs, device, rank=0):
     layout = Layout.parse(line)
     job = job_for(model.to("meta"), CrossEntropy(), layout, inputs, tokens_of(inputs, layout))
@@ -49,12 +67,18 @@ def both(model, line, inputs, device, rank=0):
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.sampled(4)
 def test_operators_messages_and_memory_are_those_of_a_second_step(line, device):
-    with without_values():  # so wide that ZeRO has a param group for each block
-        model = GPT(GPTConfig(num_layers=4, width=512, num_heads=4, vocabulary=32, max_tokens=8))
-    found, whole = both(model, line, torch.zeros(16, 8, dtype=torch.long, device="meta"), device, rank=1)
+    with without_values():  # so large that ZeRO has a param group for each block, and stages buffers for messages
+        model = GPT(GPTConfig(num_layers=4, width=512, num_heads=4, vocabulary=32, max_tokens=1024))
+    found, whole = both(model, line, torch.zeros(16, 1024, dtype=torch.long, device="meta"), device, rank=1)
     assert found == whole
 
 
 def test_a_parameter_without_a_gradient_has_no_optimizer_state():
     found, whole = both(Unused(), "dp2", torch.zeros(4, 8, device="meta"), "cuda")
+    assert found == whole
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_a_table_that_the_first_forward_makes_is_no_part_of_a_step(in_dict):
+    found, whole = both(WithTable(in_dict=in_dict), "dp2", torch.zeros(4, 8, device="meta"), "cuda")
     assert found == whole

@@ -30,10 +30,6 @@ _QUIET_S = 3.0
 """The seconds after which a search begins to print the layouts that it has priced."""
 
 
-LONGEST = ("max_tokens", "max_position_embeddings", "n_positions", "max_seq_len")
-"""Names of a model's setting that says how many tokens it takes at most."""
-
-
 def model_and_batch(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any, Any]]:
     """Returns the config's model and loss, without values, and a global batch (inputs, targets): one sample repeated.
 
@@ -189,11 +185,10 @@ def with_longest(config: TrainConfig) -> TrainConfig:
     from shardwright.models import configure
 
     settings = None if ":" in config.model else configure(config.model, config.settings)
-    name = next((each for each in LONGEST if isinstance(getattr(settings, each, None), int)), None)
-    if name is None or getattr(settings, name) == config.seq:
+    tokens = getattr(settings, "max_tokens", None)
+    if tokens in (None, config.seq):
         return config
-    tokens = getattr(settings, name)
-    warn(f"samples of {tokens:,} tokens, the model's {name}; --seq gives another length")
+    warn(f"samples of {tokens:,} tokens, the model's max_tokens; --seq gives another length")
     return replace(config, seq=tokens)
 
 

@@ -2,11 +2,12 @@
 
 Such ranks would wait until the time limit of a call, ten minutes by default. So a thread of each rank looks every few
 seconds at what the rank's own thread does. Calls themselves do nothing for it. A rank that waits long in one call
-publishes that in torch's store. Once every rank has published that it waits, or that its work is done, and nothing has
-changed between two looks, none can go on; where they are in different calls of the library, that is the error::
+publishes that in torch's store. Once every rank has published that it waits, or that its work is done, each confirms
+that it still does, since a process that was suspended may have gone on. Once all have, none can go on; where they are
+in different calls of the library, that is the error::
 
-    rank 0   sw.save_weights  . . . waits . . . "sw.save_weights"
-    rank 1   run.step         . . . waits . . . "run.step"          the same twice, and different: an error on both
+    rank 0   sw.save_weights  . . . waits . . . "sw.save_weights" . . . confirmed
+    rank 1   run.step         . . . waits . . . "run.step" . . . . . .  confirmed    different: an error on both
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 from shardwright.comm.axis import SAME_CALLS, Pending
 from shardwright.comm.user_calls import place_of_user
@@ -30,9 +32,21 @@ NOTICE_S = 15.0
 
 _LOOK_S = 5.0
 _MOST_NOTES = 1000
-"""How often a rank publishes at most: torch's store of one machine is a file that only grows."""
+"""After so many notes a rank publishes no more waits: torch's store of one machine is a file that only grows."""
 
 _RETURNED = "has returned from its work"
+
+
+class _Note(NamedTuple):
+    """What a rank publishes: the number of this note of it, the user's call in which it waits, and the line of that.
+
+    ``confirmed`` are the numbers of all ranks' notes if, after it had read these, the rank was still in the same wait.
+    """
+
+    number: int
+    call: str
+    line: str
+    confirmed: list[int]
 
 
 class NoteStore(Protocol):
@@ -71,39 +85,55 @@ class WaitWatchdog:
     def leave(self) -> None:
         """Publishes that this rank's work is done, and ends the thread."""
         self.close()
-        self._store.set(self._keys[self._rank], json.dumps([0, _RETURNED, ""]))
+        with suppress(RuntimeError):  # the store has gone with the rank that has it
+            self._publish(_Note(0, _RETURNED, "", []))
 
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
         self._thread.join()
 
+    def _publish(self, note: _Note | None) -> None:
+        self._store.set(self._keys[self._rank], "" if note is None else json.dumps(note))
+
     def _watch(self) -> None:
-        num_notes, published, since_s = 0, False, time.monotonic()
+        with suppress(RuntimeError):  # the store has gone with the rank that has it, and calls of this rank say so
+            self._look()
+
+    def _look(self) -> None:
+        num_notes, since_s = 0, time.monotonic()
         last: weakref.ref[Any] | None = None
-        before: list[bytes] = []
+        own: _Note | None = None
         failure: CommunicationError | None = None
         while not self._closed.wait(self._look_s):
             waits, place = self._waiting()
-            if waits is None or last is None or last() is not waits:
-                last, since_s, before = None if waits is None else weakref.ref(waits), time.monotonic(), []
-                if published:
-                    self._store.set(self._keys[self._rank], "")
-                    published = False
+            goes_on = waits is None or last is None or last() is not waits
+            if goes_on:
+                last, since_s = None if waits is None else weakref.ref(waits), time.monotonic()
+            del waits  # its tensors are not to be held until the next look
+            if goes_on:
+                if own is not None:
+                    self._publish(own := None)
                 continue
-            del waits
             if failure is not None:
                 self._report(failure)
                 return
             if time.monotonic() < since_s + self._notice_s or num_notes >= _MOST_NOTES:
                 continue
-            if not published:
-                num_notes, published = num_notes + 1, True
-                self._store.set(self._keys[self._rank], json.dumps([num_notes, *place]))
-            notes = self._store.multi_get(self._keys) if self._store.check(self._keys) else []
-            if notes and notes == before and (failure := _error_of(notes)) is not None:
-                self._fail(failure)
-            before = notes
+            if own is None:
+                num_notes += 1
+                self._publish(own := _Note(num_notes, *place, []))
+            texts = self._store.multi_get(self._keys) if self._store.check(self._keys) else []
+            notes = [_Note(*json.loads(text)) for text in texts if text]
+            numbers = [note.number for note in notes]
+            if len(notes) < len(self._keys) or (found := _error_of(notes)) is None:  # a rank goes on, or it is one call
+                continue
+            if own.confirmed != numbers:
+                if last is not None and self._waiting()[0] is last():  # still, now that all have published
+                    num_notes += 1
+                    self._publish(own := own._replace(confirmed=numbers))
+            elif all(note.confirmed == numbers for note in notes if note.call != _RETURNED):
+                self._fail(failure := found)
 
     def _waiting(self) -> tuple[Any, tuple[str, str]]:
         """Returns the collective or message that the watched thread waits for, or None; the user's call and line."""
@@ -115,11 +145,9 @@ class WaitWatchdog:
         return None, ("", "")
 
 
-def _error_of(notes: list[bytes]) -> CommunicationError | None:
-    """Returns the error of ranks of which each has published that it waits or is done; None if all are in one call."""
-    if not all(notes):  # a rank goes on
-        return None
-    places = [tuple(json.loads(note)[1:]) for note in notes]
+def _error_of(notes: Sequence[_Note]) -> CommunicationError | None:
+    """Returns the error of ranks that wait for each other in different calls; None if all are in one call."""
+    places = [(note.call, note.line) for note in notes]
     if len({call for call, _ in places}) == 1:
         return None
     counts = Counter(call for call, _ in places if call != _RETURNED)

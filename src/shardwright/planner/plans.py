@@ -391,9 +391,9 @@ class Plans:
         found = [("offloaded", each) for each in self._offloaded()]
         if self.found.unpriced:
             found.append((
-                "not priced", f"{self.found.unpriced:,} layouts that might be better: estimates are up to "
-                f"{TOO_LONG - 1:.0%} too long, and theirs without that are below the best price; "
-                f"--most-priced {2 * self.found.priced} prices more of them",
+                "not priced", f"{self.found.unpriced:,} that might be better: if their estimates were "
+                f"{TOO_LONG - 1:.0%} too long, as those of a GPT of 13 B were at most, they would be faster than the "
+                f"best price; --most-priced {2 * self.found.priced} prices more of them",
             ))  # fmt: skip
         if not self.is_measured:
             times = self._published

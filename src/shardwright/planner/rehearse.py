@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.analysis.operator_results import run_on_meta, tensors_of
@@ -99,19 +100,24 @@ def _begins_anew(plan: Plan, device_type: str) -> bool:
     """Returns whether a rank's first step does other things than its second, beside making optimizer state.
 
     Weights that are gathered before use, by ZeRO-3 or for products, are gathered ahead in the order of the step before.
-    What stages send in parts is found in the first step, and on a CPU blocks of shared memory are allocated in it.
+    In the first step stages allocate the buffers into which they receive, and ranks on a CPU blocks of shared memory.
     """
     fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
-    return device_type in HOST or plan.scatters or fetches or bool(plan.unsharded_on_use)
+    return device_type in HOST or plan.schedule is not None or fetches or bool(plan.unsharded_on_use)
 
 
 def _rehearsed(
     job: Job, planned: JobPlan, rank: int, batch: tuple[Any, Any], device_type: str, optimizer: Any, *,
     first_step: bool,
 ) -> RankRecord | None:  # fmt: skip
-    """Returns a rank's record, or None without a ``first_step`` if a parameter has state there and no gradient."""
+    """Returns a rank's record, or None if it is not that of a second step.
+
+    Without a ``first_step`` it is not if a parameter has state there and no gradient, or if code of the model keeps
+    what its first forward has made, such as a table of positions.
+    """
     layout, given = planned.plan.layout, {"optimizer": optimizer, "device": device_type, "first_step": first_step}
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
+        before = _kept_by_code(run.model)
         by_action: dict[str, ActionRecord] = {}
         follower = _Follower(by_action, planned.plan.reads_values)
         recorder = run.world.recorder
@@ -122,12 +128,23 @@ def _rehearsed(
                 account = measure_memory(run, microbatch, steps, device_type)
         finally:
             recorder.follower = None
-        if not first_step and any(p.grad is None for p in run.parameters.values() if p.requires_grad):
-            return None
+        if not first_step:
+            without = any(p.grad is None for p in run.parameters.values() if p.requires_grad)
+            if without or _kept_by_code(run.model) != before:
+                return None
     for moment in account.moments:
         by_action.setdefault(moment.action, ActionRecord()).moments.append(moment.held)
     _move_update(by_action)
     return RankRecord(by_action, account.beside, sum(account.elsewhere.values()))
+
+
+def _kept_by_code(model: nn.Module) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns the attributes and buffers of all modules, as the id of each and, of a container, its length."""
+    return {
+        (path, name): (id(value), len(value) if isinstance(value, dict | list | set) else 0)
+        for path, module in model.named_modules()
+        for name, value in chain(vars(module).items(), module._buffers.items())
+    }
 
 
 def _move_update(by_action: dict[str, ActionRecord]) -> None:

@@ -243,14 +243,13 @@ class P2P:
         return key in self._by_key
 
     def set_spec(self, key: object, edge: tuple[int, int], spec: ValueSpec) -> None:
-        """Stores, under ``key``, the shapes and dtypes of messages from chunk to chunk (``edge``), as if sent before.
+        """Stores, under ``key``, the shapes and dtypes of messages from chunk to chunk (``edge``), as if received.
 
         Backwards count as reaching all of them. For rehearsals alone: in a run the sender sends both with its first
         message.
         """
         kept = self._by_key.setdefault(key, _EdgeSpecs())
         kept.specs[edge] = spec
-        kept.announced.add(edge)
         kept.reached[edge] = tuple(True for leaf in spec.tensors if leaf.needs_gradient)
 
     def spec(self, message: StageMessage) -> ValueSpec:
