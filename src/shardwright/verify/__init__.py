@@ -58,7 +58,7 @@ from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks, check_can_start
 from shardwright.comm.world import World
 from shardwright.devices import exact_float32
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.formatting import first_line
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
@@ -180,6 +180,8 @@ def verify(
         return compared(dtype)
     try:
         return compared(torch.float64)
+    except (LayoutError, PlanError):
+        raise  # of the layout or the model's kind, whatever the dtype
     except Exception:
         if (refusal := _error_in(torch.float64, model, loss, batches[0])) is None:
             raise

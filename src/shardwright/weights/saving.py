@@ -89,8 +89,8 @@ def save_weights(
     With ``averages``, ``source`` is the path of a checkpoint, whose averages (of ``run.average``) are written in place
     of the parameters; of a run, write ``with averages.applied(): sw.save_weights(run, to)``.
 
-    With ``check_only`` nothing is written: what would be refused at the end of a long run is refused by the same call
-    before its first step. The result has no files.
+    With ``check_only`` no file is written: what would be refused at the end of a long run is refused by the same call
+    before its first step. Folders above ``to`` that are missing are made. The result has no files.
 
     Traffic: for a run, gathers of names, shapes and error texts as text, and of each tensor each element once.
     Raises: CheckpointError, on every rank: the source cannot be read, two tensors would have one name, ``to`` is a

@@ -25,7 +25,7 @@ from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.errors import LayoutError, UnknownCodeError, fix_for
 from shardwright.plan.event_stages import UNEVEN
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless
-from shardwright.strategies.pipeline.balance import FINER, StageShares, evened
+from shardwright.strategies.pipeline.balance import FINER, MOST_EVENED, StageShares, evened
 
 FINEST = (1.0, 0.25, 0.0)
 """A module is opened if its call costs more than this part of an even chunk; later values where stages are uneven."""
@@ -69,7 +69,7 @@ def cut(
     given = arguments_given(model, example) if example is not None else ()
     graph = read_graph(model, opened, given, whole)
     best: tuple[float, Stages] | None = None
-    for finest in FINEST[:1] if seconds else FINEST:
+    for finest in FINEST[:1] if seconds or num_chunks > MOST_EVENED else FINEST:
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
         while (site := _to_open(model, movable, costs, num_chunks, kept_closed, finest)) is not None:
             try:
