@@ -153,7 +153,11 @@ def scaled(name, factor):
     return alter
 
 
-@pytest.mark.parametrize("line", ["single", "dp2", "tp2", "dp2/zero2 mb2", "pp2/1f1b mb2"])
+def test_one_rank_alone_rounds_as_plain_torch_does():
+    assert rounded("single").max_relative_error == 0
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero2 mb2", "pp2/1f1b mb2"])
 def test_a_model_with_float32_inside_is_allowed_what_one_device_differs_from_itself(line):
     verdict = rounded(line)
     assert verdict.equal, str(verdict)

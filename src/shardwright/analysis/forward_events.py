@@ -116,6 +116,13 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
             vars(module).pop("_call_impl", None)
 
 
+def _needs_gradient(tensor: Tensor) -> bool:
+    """Returns whether a tensor, or that which transforms such as ``torch.vmap`` have wrapped in it, has a gradient."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 class _ForwardRecorder(TorchFunctionMode):
     """The torch function mode that fills a :class:`ForwardRecord` while a forward runs."""
 
@@ -164,8 +171,10 @@ class _ForwardRecorder(TorchFunctionMode):
         if isinstance(func, torch._ops.OpOverload) and self._unit is None and takes.count(None) < len(takes):
             # no function called it: a script did, of which a real run shows no function mode anything
             self.record.own_backward.add(self._running[-1][0])
-        if self._unit is None and torch._C._functorch.peek_interpreter_stack() is not None:
-            # torch.vmap and similar transforms wrap tensors, and a ghost of another stage can be made in none
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if in_transform and self._unit is None and any(map(_needs_gradient, given)):
+            # torch.vmap and similar transforms wrap tensors, and a ghost of another stage can be made in none; masks of
+            # inputs have no stage
             self.record.own_backward.add(self._running[-1][0])
         draw = draw_of(func, args, named)
         if draw is not None:

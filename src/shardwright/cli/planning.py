@@ -115,8 +115,6 @@ def plan(
         return
     cluster = cluster or "a100-80gb"
     config = config_of(shared)
-    if "seq" not in with_file(shared, "seq"):
-        config = with_longest(config)
     if "data" in shared and ":" not in config.model:
         raise PlanError(
             "a plan of a built-in model reads no data",
@@ -130,6 +128,8 @@ def plan(
     given = [Layout.parse(line) for line in (*in_file, *(explain or []))]
     sized = layout or (given[0] if in_file and not numbers else None)
     on = Cluster.parse(cluster, sized.num_ranks if sized else numbers[0] if numbers else None)
+    if "seq" not in with_file(shared, "seq"):
+        config = with_longest(config)
     model, loss, batch = model_and_batch(config)
     _check_one(
         bool(numbers) and len(sizes) > 1, "one of the two varies", f"--ranks {ranks} beside --batch auto:MIN-MAX"

@@ -120,7 +120,9 @@ class TrainStep:
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
         # alone, a rank knows the real count, and has the gradients of a plain loop to the last bit
         alone = self._everyone.size == len(pieces) == 1 and self.loss_scale is None and overlapped is None
-        last = LossOutput(self._loss_of, scale=None if alone else scale / expected, widen=self._widens)
+        widest = max((p.dtype.itemsize for p in self.parameters.values()), default=0)
+        scale_of_sum = None if alone else scale / expected
+        last = LossOutput(self._loss_of, scale=scale_of_sum, widen=self._widens, widest_bytes=widest)
         global_mean = partial(self._mean, last.sums)
         overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
         with torch.enable_grad(), overlap as early_mean:
@@ -136,7 +138,8 @@ class TrainStep:
             events.after_sync()
         finish_gradients(
             self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            torch.ones(()) if alone else expected / divisor / scale,  # 1 / scale, unless some targets are ignored
+            # of the sum 1 / scale, unless some targets are ignored
+            torch.ones(()) if last.is_mean else (1 if alone else expected) / divisor / scale,
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         return mean, num_targets

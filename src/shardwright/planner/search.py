@@ -381,7 +381,7 @@ def options_beside(layout: Layout) -> Iterator[Layout]:
     An option is added to those of an axis, or replaces one of them; one option of each axis is tried before the next.
 
     >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
-    ['dp2 recompute:full', 'mb2 dp2', 'dp2/zero3']
+    ['dp2 recompute:full', 'dp2 recompute:selective', 'mb2 dp2']
     """
     for recompute in RECOMPUTE:
         if recompute != layout.recompute:

@@ -136,14 +136,17 @@ class LossOutput:
     """Computes each microbatch's loss from the model's output, for the backward and for the mean loss of the step.
 
     Backward runs on the loss sum times ``scale``; None is for the only microbatch of one rank, where it runs on the
-    mean, as in a loop without this library. ``sums`` collects, for each microbatch, a float64 tensor of the loss sum,
-    unscaled, and the number of targets. With ``widen`` the output is cast to float32 first, because a sum of many
-    numbers in bf16 or fp16 loses digits.
+    mean, as in a loop without this library. If the loss is narrower than ``widest_bytes``, the size of an element of
+    the parameters, it would round 1 / count: then it runs on the sum, and ``is_mean`` is False. ``sums`` collects, for
+    each microbatch, a float64 tensor of the loss sum, unscaled, and the number of targets. With ``widen`` the output is
+    cast to float32 first, because a sum of many numbers in bf16 or fp16 loses digits.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
     scale: float | None = 1.0
     widen: bool = False
+    widest_bytes: int = 0
+    is_mean: bool = False
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
@@ -152,9 +155,10 @@ class LossOutput:
             output = tree_map_only(Tensor, _widened, output)
         loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
-        if self.scale is None:
+        self.is_mean = self.scale is None and loss_sum.dtype.itemsize >= self.widest_bytes
+        if self.is_mean:
             return mean_of(loss_sum, count)[0]
-        return loss_sum * self.scale if self.scale != 1 else loss_sum
+        return loss_sum if self.scale in (None, 1) else loss_sum * self.scale
 
 
 def _widened(x: Tensor) -> Tensor:

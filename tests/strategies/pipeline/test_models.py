@@ -404,7 +404,7 @@ class ReadsAMean(nn.Module):
 def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused(inside, norm):
     model = ReadsAMean(inside=inside, norm=norm)
     equal(model, "pp2/cut:first,third")  # all in one stage
-    with pytest.raises(RankFailedError, match=r"stage 0 writes into 'first\.mean', and other stages keep"):
+    with pytest.raises(PlanError, match=r"stage 0 writes into 'first\.mean', and other stages keep"):
         verify(model, "pp2/cut:first,second", pairs())
 
 
@@ -609,7 +609,7 @@ class Leaves(nn.Module):
 
 
 def test_a_value_that_a_layer_leaves_in_an_attribute_is_refused_and_not_lost():
-    with pytest.raises(RankFailedError, match=r"'inner.aux' is set while the model runs"):
+    with pytest.raises(PlanError, match=r"'inner.aux' is set while the model runs"):
         verify(LeavesLoss(Leaves()), "pp2/cut:inner,last mb2", pairs())
 
 
@@ -1002,7 +1002,7 @@ def test_code_in_another_precision_is_cut_by_its_record(line):
 
 
 def test_a_value_that_cannot_be_sent_is_refused_with_its_chunk():
-    with pytest.raises(RankFailedError, match="the output of chunk 0 is no tree of tensors"):
+    with pytest.raises(PlanError, match="the output of chunk 0 is no tree of tensors"):
         verify(Texts(), "pp2/cut:a,read mb2", pairs())
 
 
