@@ -72,6 +72,9 @@ def cut(
     for finest in FINEST[:1] if seconds or num_chunks > MOST_EVENED else FINEST:
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
         while (site := _to_open(model, movable, costs, num_chunks, kept_closed, finest)) is not None:
+            if site.module in opened:  # it stays one call, as one with a hook does
+                kept_closed.add(site.module)
+                continue
             try:
                 graph = read_graph(model, opened | {site.module}, given, whole)
             except LayoutError:
