@@ -167,8 +167,23 @@ def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tup
         count = torch.full((), targets.numel(), device=mean.device)
     else:
         count = torch.ne(targets, ignore_index).sum()
-    mean = mean.double()
-    return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
+    wide = mean.double()
+    total = torch.where(count > 0, wide * count, torch.zeros_like(wide))
+    setattr(total, _DTYPE, mean.dtype)
+    return total, count
+
+
+_DTYPE = "_dtype_of_mean"
+
+
+def loss_dtype(total: Tensor) -> torch.dtype:
+    """Returns the dtype in which a loss was computed, whose sum is ``total``: the mean's, if the loss was a mean.
+
+    >>> loss_dtype(sum_of_mean(torch.tensor(1.0), torch.zeros(2))[0]), loss_dtype(torch.tensor(1.0).double())
+    (torch.float32, torch.float64)
+    """
+    found: torch.dtype = getattr(total, _DTYPE, total.dtype)
+    return found
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -40,6 +40,7 @@ from shardwright.analysis.marked_inputs import map_samples
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
+from shardwright.models.model_loss import loss_dtype
 from shardwright.parallelize.checks import torch_errors_explained
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
@@ -155,7 +156,7 @@ def reference(
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
         outcome.losses.append(mean.item())
-        outcome.loss_dtype = loss_sum.dtype
+        outcome.loss_dtype = loss_dtype(sums[0][0])
         if _bits([loss_sum]) >= _bits(model.parameters()):
             mean.backward()
         else:  # a loss in float32 would round 1 / divisor, and with it every gradient
