@@ -91,7 +91,7 @@ class WaitWatchdog:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(2.0)  # a store on a lost node may not answer
 
     def _publish(self, note: _Note | None) -> None:
         self._store.set(self._keys[self._rank], "" if note is None else json.dumps(note))
