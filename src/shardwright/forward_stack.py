@@ -184,7 +184,9 @@ def wrap(
 
 
 def rename(module: nn.Module, rung: Rung, name: str) -> None:
-    """Changes what the record says of the wrapper on ``rung``, if there is one, such as what it found out in a step.
+    """Renames the wrapper on ``rung`` in a module's forward stack, which ``run.explain`` prints.
+
+    A wrapper that learns in a step what it does says so by its name. Without a wrapper there, nothing is changed.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.ON_PARTS, "on parts", by="toy", around=lambda inner: inner)

@@ -19,7 +19,10 @@ def call_of_user(frame: FrameType | None) -> str:
 
 
 def place_of_user(frame: FrameType | None) -> tuple[str, str]:
-    """Returns what :func:`call_of_user` returns, and the file and line of user code that makes that call, or ""."""
+    """Returns the user's call of the library, as :func:`call_of_user`, and where user code makes it.
+
+    The place is text such as "line 12 of train.py", or "" if no user code is among the frames.
+    """
     found, outer, where = "", "", ""
     while frame is not None and frame.f_code.co_filename.startswith(_COMM):
         outer, frame = frame.f_code.co_qualname, frame.f_back

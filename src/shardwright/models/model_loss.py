@@ -142,6 +142,10 @@ class MeanLoss(nn.Module):
         return sum_of_mean(self.function(output, targets), targets, self.ignore_index)
 
 
+_DTYPE = "_dtype_of_mean"
+"""The attribute of a sum in float64 that says in which dtype its mean was computed."""
+
+
 def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns a mean loss as a sum and a count of targets; a mean over no targets, which is NaN, as a sum of 0.
 
@@ -171,9 +175,6 @@ def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tup
     total = torch.where(count > 0, wide * count, torch.zeros_like(wide))
     setattr(total, _DTYPE, mean.dtype)
     return total, count
-
-
-_DTYPE = "_dtype_of_mean"
 
 
 def loss_dtype(total: Tensor) -> torch.dtype:

@@ -74,5 +74,5 @@ class RankState:
         return (tensor for each in self._applied for tensor in each.kept())
 
     def summing(self) -> Iterator[Tensor]:
-        """Yields ZeRO's sums of gradients over microbatches and ranks, until they are the ``.grad`` of parameters."""
+        """Yields the tensors in which ZeRO adds up gradients, before they become the ``.grad`` of the parameters."""
         return (tensor for each in self._applied for tensor in each.summing())

@@ -120,7 +120,7 @@ class TrainStep:
         overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
         # alone, a rank knows the real count, and has the gradients of a plain loop to the last bit
         alone = self._everyone.size == len(pieces) == 1 and self.loss_scale is None and overlapped is None
-        widest = max((p.dtype.itemsize for p in self.parameters.values()), default=0)
+        widest = max((p.dtype.itemsize for p in self.parameters.values()), default=0) if alone else 0
         scale_of_sum = None if alone else scale / expected
         last = LossOutput(self._loss_of, scale=scale_of_sum, widen=self._widens, widest_bytes=widest)
         global_mean = partial(self._mean, last.sums)

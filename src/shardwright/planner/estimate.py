@@ -219,7 +219,7 @@ class _Alone(NamedTuple):
 
 
 class PassShares(NamedTuple):
-    """The shares of a microbatch's forward, input gradient and weight gradient in the seconds of all three."""
+    """How the seconds of one microbatch divide into forward, input gradient and weight gradient; they add up to 1."""
 
     forward: float = 1 / 3
     inputs: float = 1 / 3
@@ -536,9 +536,10 @@ class Estimator:
         return Estimate(layout, step_s, memory)
 
     def _copied(self, passes: _PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
-        """Returns the seconds that options of model copies add to a forward, to a backward, and to sums of later ones.
+        """Returns the seconds that an option of model copies, such as ``zero3``, adds to each microbatch.
 
-        They copy parameters and gradients, so they grow with the parameters of a rank, and not with the samples.
+        They are those of its forward, of its backward, and of adding its gradients to those of microbatches before.
+        Such options copy parameters and gradients, so the seconds grow with a rank's parameters, not with the samples.
         """
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         factors = tuple(f for f in layout.factors if kinds[f.axis] == "copies" and f.options)

@@ -312,7 +312,10 @@ def traffic_by_stage(records: LayoutRecords) -> list[Counter[str]]:
 
 
 class _ActionCost(NamedTuple):
-    """The seconds of an action by part and in all, extended to the stage's blocks, its FLOPs, starts and messages."""
+    """What one action takes on a stage with all its blocks: seconds by part and in all, FLOPs, operators started.
+
+    ``messages_s`` are the seconds of its messages, whether they are hidden behind operators or not.
+    """
 
     parts: Mapping[str, float]
     seconds: float

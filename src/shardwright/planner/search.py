@@ -219,7 +219,7 @@ class _Search:
     def left(self) -> list[Estimate]:
         """Returns the estimates of layouts that were not tried, and do not do the same as one that was."""
         return [
-            each for line, each in self.estimates.items() if line not in self.tried and _deed(each) not in self.done
+            each for line, each in self.estimates.items() if line not in self.tried and _effect(each) not in self.done
         ]
 
     def _least_s(self, each: Estimate) -> float:
@@ -294,7 +294,7 @@ class _Search:
         best, limit = _best(found) if found.priced else None, self.wanted.limit_bytes
         own = self.estimator.estimate(best.layout) if best is not None else None
         for line, same in self.estimates.items():
-            if line not in self.tried and _deed(same) in self.done:
+            if line not in self.tried and _effect(same) in self.done:
                 found.reject("options that change nothing there", same.layout)
         for left in sorted(self.left(), key=self._order):
             if isinf(self._least_s(left)):
@@ -327,7 +327,7 @@ class _Search:
     def _price(self, layout: Layout) -> None:
         self.tried.add(str(layout))
         if (own := self.estimates.get(str(layout))) is not None:
-            self.done.add(_deed(own))
+            self.done.add(_effect(own))
         try:
             priced = self.estimator.pricing.price(layout, self.record(layout, self.estimator.batch))
         except (LayoutError, PlanError) as error:
@@ -350,8 +350,11 @@ def _division(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((factor.axis, factor.size) for factor in layout.factors)
 
 
-def _deed(each: Estimate) -> tuple[object, ...]:
-    """Returns what layouts have in common that differ in options which change nothing there: each has one estimate."""
+def _effect(each: Estimate) -> tuple[object, ...]:
+    """Returns a key that is equal for layouts whose options make no difference: their estimates agree in every digit.
+
+    An example is an option of messages where nothing is sent. Of such layouts one is priced.
+    """
     return _division(each.layout), each.layout.num_microbatches, each.layout.recompute, each.step_s, each.memory_bytes
 
 

@@ -182,7 +182,7 @@ def verify(
         return compared(torch.float64)
     except (LayoutError, PlanError):
         raise  # of the layout or the model's kind, whatever the dtype
-    except Exception:
+    except Exception:  # the model's own code may raise anything in a dtype that it does not run in
         if (refusal := _error_in(torch.float64, model, loss, batches[0])) is None:
             raise
         if _error_in(torch.float32, model, loss, batches[0]) is not None:
@@ -198,7 +198,7 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
         sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), targets))[0].backward()
-    except Exception as error:
+    except Exception as error:  # of the model's own code
         return first_line(error)
     return None
 

@@ -360,9 +360,11 @@ def test_the_record_of_a_loss_says_whether_and_why_its_logits_were_gathered(case
     with without_values():
         model = TokenModel()
 
+    def of_tokens(outputs, targets):
+        return loss(outputs.flatten(0, 1), targets.flatten()), targets.numel()
+
     def work(world):
-        given = lambda o, t: (loss(o.flatten(0, 1), t.flatten()), t.numel())  # noqa: E731
-        run = parallelize(model, "tp2", world, loss=given, example=tokens)
+        run = parallelize(model, "tp2", world, loss=of_tokens, example=tokens)
         if hooked:
             run.model.register_forward_hook(lambda *_: None)
         (batch,) = run.shard([(tokens, tokens)])

@@ -112,7 +112,10 @@ def _cut(
     model: nn.Module, stage_of: Sequence[int], record: ForwardRecord, inputs: Any, names: Sequence[str],
     seconds: Mapping[str, float] | None, closed: Collection[str], finest: float,
 ) -> tuple[float, EventStages]:  # fmt: skip
-    """Returns a cut, and the largest share of work or of parameters that it gives a stage, over an even share."""
+    """Returns a cut of the recorded forward, and how uneven it is: 1.25 if one stage has 1.25 times an even share.
+
+    That counts the work and the parameters, whichever is less even.
+    """
     num_chunks, before = len(stage_of), _settings(model)
     escaped: set[str] = set()
     while True:
