@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -292,12 +293,31 @@ def test_signals_are_handled_as_before_once_the_ranks_have_ended():
     assert [signal.getsignal(number) for number in handled] == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_while_the_folder_is_removed_is_handled_once_it_is_removed(folder, monkeypatch, number):
+    remove, found_left = shutil.rmtree, []
+
+    def signalled(place, **options):
+        os.kill(os.getpid(), number)
+        remove(place, **options)
+
+    before = signal.signal(number, lambda *_: found_left.append(left_in(folder)))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(tempfile, "tempdir", str(folder))
+            patched.setattr(shutil, "rmtree", signalled)
+            assert launch(no_work, 1) == [0]
+    finally:
+        signal.signal(number, before)
+    assert found_left == [[]]
+
+
 @pytest.mark.parametrize(
     ("came", "passed_on"), [(signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (0, None)]
 )
-def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(tmp_path, came, passed_on):
+def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(came, passed_on):
     told = []
-    ranks = StartedRanks(1.0, tmp_path)
+    ranks = StartedRanks(1.0)
     ranks.signalled = came
     ranks._listen = lambda _: None
     ranks.add(SimpleNamespace(signal=told.append))
@@ -305,7 +325,8 @@ def test_a_rank_that_starts_after_the_signal_to_stop_is_told_so(tmp_path, came, 
 
 
 def test_the_launcher_waits_for_a_rank_that_saves_after_a_failure_and_not_for_long(tmp_path, monkeypatch, capsys):
-    ranks = StartedRanks(30.0, tmp_path)
+    ranks = StartedRanks(30.0)
+    ranks.folder = tmp_path
     ranks.ranks = [SimpleNamespace(number=number, ended=number == 0, killed=False) for number in range(2)]
     ranks._failed_within(1.0)
     assert not ranks._waits_for_saves()

@@ -29,7 +29,7 @@ from shardwright.comm.backends import rank_devices
 from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.nodes import bind_sockets, number_by_node
 from shardwright.comm.backends.process_groups import Links, ProcessTransport, torch_timeout
-from shardwright.comm.backends.run_folder import STORE, run_folder
+from shardwright.comm.backends.run_folder import STORE
 from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
 from shardwright.comm.backends.task_pickle import dumps, is_importable
 from shardwright.comm.backends.watchdog import Report, end_with
@@ -234,25 +234,24 @@ def run_processes(
         ) from None
     program["authkey"] = bytes(program["authkey"])
     work_pickled = dumps((work, tuple(args), options), main=is_importable(program))
-    with run_folder() as folder:
-        started = StartedRanks(grace_s, folder)
-        with started.running():
-            for rank in range(num_ranks):
-                pipes, pid = FORK_SERVER.fork()
-                with suppress(OSError):  # the disk is full: a run needs none of these files
-                    (folder / f"{rank}.pid").write_text(str(pid))
-                task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
-                started.add(RankProcess.started(rank, pipes, pid, task))
-            try:
-                answers = [pickle.loads(result) for result in started.wait()]
-            except KeyboardInterrupt as stop:
-                if started.signalled in (0, signal.SIGINT):
-                    raise
-                if not IS_COMMAND:  # which has words of its own
-                    why = ": ".join(filter(None, [f"stopped by {signal.Signals(started.signalled).name}", str(stop)]))
-                    with suppress(OSError):  # it may be closed
-                        os.write(2, f"{why}\n".encode())
-                raise StopStatus(started.signalled, *stop.args) from None
+    started = StartedRanks(grace_s)
+    with started.running():
+        for rank in range(num_ranks):
+            pipes, pid = FORK_SERVER.fork()
+            with suppress(OSError):  # the disk is full: a run needs none of these files
+                (started.folder / f"{rank}.pid").write_text(str(pid))
+            task = pickle.dumps((program, _environment(rank, num_ranks), str(started.folder), work_pickled))
+            started.add(RankProcess.started(rank, pipes, pid, task))
+        try:
+            answers = [pickle.loads(result) for result in started.wait()]
+        except KeyboardInterrupt as stop:
+            if started.signalled in (0, signal.SIGINT):
+                raise
+            if not IS_COMMAND:  # which has words of its own
+                why = ": ".join(filter(None, [f"stopped by {signal.Signals(started.signalled).name}", str(stop)]))
+                with suppress(OSError):  # it may be closed
+                    os.write(2, f"{why}\n".encode())
+            raise StopStatus(started.signalled, *stop.args) from None
     tell_trained(objects_of(work, args), (place for _, places in answers for place in places))
     return [result for result, _ in answers]
 

@@ -24,7 +24,7 @@ from types import FrameType
 import psutil
 
 from shardwright.comm import failures
-from shardwright.comm.backends.run_folder import SAVES
+from shardwright.comm.backends.run_folder import SAVES, run_folder
 from shardwright.fork_server import FORK_SERVER, HELD_BACK, RankPipes, read_status
 
 KNOWN_S = 1.0
@@ -150,15 +150,18 @@ def _for_ranks(number: int) -> int:
 class StartedRanks:
     """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure.
 
-    Processes that have not ended ``grace_s`` seconds after a stop signal are killed. ``folder`` is the run's folder, in
-    which a file says of each rank that saves after a failure that it does.
+    Processes that have not ended ``grace_s`` seconds after a stop signal are killed. ``folder`` is the run's folder,
+    which is there while :meth:`running`; a file in it says of each rank that saves after a failure that it does.
     """
 
-    def __init__(self, grace_s: float, folder: Path) -> None:
+    folder: Path
+
+    def __init__(self, grace_s: float) -> None:
         self.ranks: list[RankProcess] = []
-        self.grace_s, self.folder = grace_s, folder
+        self.grace_s = grace_s
         self._last_s = self._grace_end_s = float("inf")  # when ranks that save are killed too
         self.signalled = 0  # the first signal to the launcher that told the run to stop
+        self._late = 0  # one that came once all ranks had ended
         self._notes: dict[int, failures.FailureNote] = {}
         self._end_s = float("inf")  # when the ranks that are still there are killed
         self._poll = select.poll()
@@ -173,11 +176,15 @@ class StartedRanks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Returns a context that forwards signals to the ranks.
+        """Returns a context that makes the run's folder and forwards signals to the ranks.
 
-        At its end it kills the ranks that still run, closes all pipes and restores the signal handlers. The signals
-        are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and SIGUSR1, unless they are ignored, and only in the main
-        thread. A signal to the whole process group reaches a rank twice: from its sender, and from here.
+        At its end it kills the ranks that still run, closes all pipes, removes the folder and only then restores the
+        signal handlers, so that a signal that comes again interrupts none of it; a first one that comes so late is
+        raised again for the restored handler. The signals are SIGINT, SIGTERM, SIGHUP (forwarded as SIGTERM) and
+        SIGUSR1, unless they are ignored, and only in the main thread. A signal to the whole process group reaches a
+        rank twice: from its sender, and from here.
+
+        Raises: PlanError: as :func:`~shardwright.comm.backends.run_folder.run_folder`.
         """
         handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.getsignal(number) for number in handled}
@@ -185,14 +192,19 @@ class StartedRanks:
         for number in kept:
             signal.signal(number, self._forward)
         try:
-            yield
+            with run_folder() as self.folder:
+                try:
+                    yield
+                finally:
+                    self._kill_all()
+                    for rank in self.ranks:
+                        for pipe in rank.pipes:
+                            os.close(pipe)
         finally:
-            self._kill_all()
-            for rank in self.ranks:
-                for pipe in rank.pipes:
-                    os.close(pipe)
-            for number, handler in kept.items():
-                signal.signal(number, handler)
+            for number in sorted(kept, key=lambda each: each == signal.SIGINT):  # last the one that then may raise
+                signal.signal(number, kept[number])
+            if self._late and not self.signalled:
+                signal.raise_signal(self._late)
 
     def wait(self) -> list[bytes]:
         """Waits until all ranks have ended, and returns their pickled results in rank order.
@@ -218,6 +230,9 @@ class StartedRanks:
         raise self._failure()
 
     def _forward(self, number: int, _: FrameType | None = None) -> None:
+        if self.ranks and all(rank.ended for rank in self.ranks):
+            self._late = number
+            return
         if number != signal.SIGUSR1 and not self.signalled:  # a second one changes nothing: the ranks save
             self.signalled = number
             self._end_within(self.grace_s)
