@@ -78,8 +78,8 @@ $(BROWSER_READY): constraints-browser.txt
 test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and the site if it is built (2 minutes)
 	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py tests_browser/test_site.py
 
-test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and a job on a real Slurm where Debian's is installed (5 minutes)
-	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py
+test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and real Slurm and Open MPI where they are installed (5 minutes)
+	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py tests_dist/test_mpi.py
 
 gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
 	$(BIN)/python benchmarks/gpu/run.py --write

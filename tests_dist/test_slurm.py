@@ -118,3 +118,16 @@ def test_a_job_of_slurm_saves_at_a_signal_is_queued_again_and_ends_as_on_one_dev
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     expected = losses_of_one_device(folder / "run", folder / "whole")
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("dealt", ["block", "cyclic"])
+def test_tasks_of_srun_without_a_script_are_equal_to_one_device(slurm, dealt):
+    run, folder = slurm
+    out, first = folder / dealt, ["env", "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500"]
+    tasks = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", f"--distribution={dealt}"]
+    train = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--steps", "4"]
+    said = run(*first, *tasks, *train, "--out", str(out), *FLAGS)
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4], said
+    expected = losses_of_one_device(out, folder / f"whole-{dealt}")
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-4)

@@ -127,3 +127,28 @@ def test_layers_without_hooks_are_cut_all_the_same():
     shapes = launch(work, 2, ranks="threads")[0]
     assert shapes["1.up.weight"] == (24, 12)
     assert shapes["4.up.weight"] == (12, 12)
+
+
+class Collecting(nn.Module):
+    """Adds to its output what hooks have kept: what the second block was given, and what it gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.kept = nn.ModuleList(Pair() for _ in range(8)), {}
+        self.blocks[1].register_forward_pre_hook(lambda m, args: self.kept.update(given=args[0]))
+        self.blocks[1].register_forward_hook(self.keep)
+
+    def keep(self, module, args, y):
+        self.kept["gave"] = y
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x + self.kept["given"] * self.kept["gave"]
+
+
+@pytest.mark.parametrize("line", ["tp2", "pp2/1f1b mb2", "pp4/zb-v mb4", "pp2/1f1b mb2 tp2"])
+def test_what_hooks_keep_for_later_code_is_there_on_every_stage(line):
+    batches = [(torch.randn(8, 3, WIDTH), torch.randn(8, 3, WIDTH)) for _ in range(2)]
+    verdict = verify(Collecting(), line, batches, loss=LOSS)
+    assert verdict.equal, str(verdict)

@@ -341,6 +341,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
+                if torch._C._functorch.peek_interpreter_stack() is not None:  # as of a function in a transform
+                    self.record.own_backward.add(self._running[-1][0])
             self._has_autocast |= torch._C._is_any_autocast_enabled()
             self._running.append((path, number))
             try:

@@ -259,7 +259,9 @@ class _WholeCalls(TorchFunctionMode):
         self._recorded.depth += 1
         self._recorded.transformed += transformed
         try:
-            if func not in WHOLE_CALLS:
+            if (
+                transformed or func not in WHOLE_CALLS
+            ):  # a transform wraps tensors, and its operators take what is inside
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
             # torch's attention makes masks inside, of megabytes for long sequences: no code of the user's reads them
             self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))

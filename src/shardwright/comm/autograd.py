@@ -18,11 +18,13 @@ The payload of each message is the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 
 from shardwright.comm.axis import Axis
@@ -53,8 +55,36 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def transformed(layer: str) -> PlanError:
+    """Returns the error for a collective inside of a transform such as ``torch.vmap``, which wraps the tensors."""
+    return PlanError(
+        "ranks cannot exchange tensors inside of a transform",
+        given=f"{layer}, called in a function that torch.vmap or torch.func transforms",
+        allowed="in such a function layers that each rank computes whole",
+        fix="call the layer outside of the transform, or do not shard it: dp4, or roles={'name': 'copied'}",
+    )
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Returns a context without the transforms, such as ``torch.vmap``, that run a function now.
+
+    In it a tensor that was not an argument of that function, as a parameter, is no wrapped one.
+    """
+    is_inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return temporarily_clear_interpreter_stack() if is_inside else nullcontext()
+
+
 def _run(function: type[Function], *args: Any) -> Tensor:
-    return cast(Tensor, function.apply(*args))
+    """Runs an autograd function of this module on a tensor, in a transform such as ``torch.vmap`` outside of it.
+
+    Raises: PlanError: the transform has wrapped the tensor, so that ranks cannot exchange it.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return cast(Tensor, function.apply(*args))
+    if torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
+        raise transformed("a layer that ranks share")
+    with outside_transforms():
+        return cast(Tensor, function.apply(*args))
 
 
 class _PartialToWhole(Function):

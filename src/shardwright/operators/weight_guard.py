@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.structure import GUARDED
+from shardwright.comm.autograd import transformed
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 
@@ -71,7 +72,7 @@ class CallGuard:
     def restrict(self, module: nn.Module, path: str, allowed: AllowedCallers) -> None:
         """Makes calls of the sharded layer at ``path`` raise PlanError, unless ``allowed`` permits their caller.
 
-        Compiled code is not checked.
+        So do calls inside a transform such as ``torch.vmap``. Compiled code is not checked.
 
         >>> class Pair(nn.Sequential):
         ...     pass
@@ -91,8 +92,11 @@ class CallGuard:
         def around(forward: Forward) -> Forward:
             @wraps(forward)
             def run(*args: Any, **named: Any) -> Any:
-                if not torch.compiler.is_dynamo_compiling() and not self._is_allowed(allowed):
-                    raise _called_elsewhere(path, allowed, self._paths)
+                if not torch.compiler.is_dynamo_compiling():
+                    if not self._is_allowed(allowed):
+                        raise _called_elsewhere(path, allowed, self._paths)
+                    if torch._C._functorch.peek_interpreter_stack() is not None:
+                        raise transformed(f"'{path}', which ranks share")
                 return forward(*args, **named)
 
             return run

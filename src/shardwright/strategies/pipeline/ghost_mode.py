@@ -153,17 +153,29 @@ class GhostMode(TorchFunctionMode):
                 given = tensors_of((args, named))
                 takes = self._takes(given)
             number = self._at
+            is_ghost = not self._first <= number < self._stop
+            if is_ghost:
+                self._run_pre_hooks(path, module, args, named)
             results = self._event(event, takes, given, original, args, named)
-            if not self._first <= number < self._stop:
+            if is_ghost:
                 self._run_hooks(path, module, args, named, results)
             return results
 
         return call
 
-    def _run_hooks(self, path: str, module: nn.Module, args: Any, named: Any, results: Any) -> None:
-        """Runs the user's own hooks on the ghosts of a module's results: they may collect them for other code."""
+    def _run_pre_hooks(self, path: str, module: nn.Module, args: Any, named: Any) -> None:
+        """Runs the user's own hooks on the ghosts that a module is given: they may collect them for other code."""
         plain = self._plain[path]
-        for number, hook in list(plain._forward_hooks.items()):
+        for number, recorded in list(plain._forward_pre_hooks.items()):
+            hook = module._forward_pre_hooks.get(number, recorded)
+            with self._natively():
+                hook(module, args, *([named] if number in plain._forward_pre_hooks_with_kwargs else []))
+
+    def _run_hooks(self, path: str, module: nn.Module, args: Any, named: Any, results: Any) -> None:
+        """Runs the user's own hooks on the ghosts of a module's results, as :meth:`_run_pre_hooks`."""
+        plain = self._plain[path]
+        for number, recorded in list(plain._forward_hooks.items()):
+            hook = module._forward_hooks.get(number, recorded)  # that of this model, where it keeps what it is given
             with self._natively():
                 hook(module, args, *([named] if number in plain._forward_hooks_with_kwargs else []), results)
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.structure import has_hooks, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -126,7 +126,10 @@ class TensorParallel:
                 fix=f"write tp{prod(axis.size for axis in mode.axes)}, or leave out roles and options such as seq",
             )
         try:
-            known = place(self._without_selected(job, mode), plan, mode)
+            apart = self._called_apart(job, mode)
+            known = place(job._replace(roles={**dict.fromkeys(apart, "copied"), **job.roles}), plan, mode)
+            for path in apart.keys() & known.roles.keys() - job.roles.keys():
+                known = known.role(path, mode.name, "copied", f"{apart[path]}: every rank computes it whole")
         except (LayoutError, PlanError):
             on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
             if on_parts is None:
@@ -147,19 +150,25 @@ class TensorParallel:
             on_parts = on_parts if on_parts is not None and _cuts_more_work(on_parts, known, job) else None
         return on_parts or known
 
-    def _without_selected(self, job: Job, mode: Mode) -> Job:
-        """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
+    def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
+        """Returns the layers that ranks may not share in the way they are called, each with the reason.
 
-        If an axis cuts samples, ranks would call different layers, and wait for each other in their collectives.
+        Those are layers whose calls depend on activations, as those of experts do, if an axis cuts samples: ranks would
+        call different layers, and wait for each other in their collectives. So are layers that are called inside a
+        transform such as ``torch.vmap``, which takes no autograd function of a collective.
         """
-        if not mode.row_axes or job.graph is None or _is_known(job.model):
-            return job
+        if job.graph is None or _is_known(job.model):
+            return {}
         try:
-            selecting = job.graph.run.recording.selecting
+            recording = job.graph.run.recording
         except Exception:  # of the user's forward, without values
-            return job
-        inside = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
-        return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
+            return {}
+        selecting = recording.selecting if mode.row_axes else ()
+        paths = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
+        found = dict.fromkeys(paths, "activations decide whether it is called")
+        hidden = {call.module for call in recording.calls if call.is_hidden}
+        of_layers = hidden.intersection(path for path, *_ in owners(job.model))
+        return {**found, **dict.fromkeys(of_layers, "it is called inside a transform, as torch.vmap")}
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.

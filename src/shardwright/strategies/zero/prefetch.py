@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.comm.autograd import outside_transforms
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Action
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
@@ -198,6 +199,10 @@ class Prefetcher:
         if group is self._current:
             return
         self._used.append(group)
+        with outside_transforms():  # parameters are whole for the code inside of one too
+            self._make_current(group)
+
+    def _make_current(self, group: ShardedGroup) -> None:
         if group.state is UnshardStatus.UNSHARDED:
             self._current = group
         elif not self.reshard_after_use:

@@ -1,0 +1,70 @@
+"""Models whose own code transforms functions with torch.func: what runs is equal, and what cannot is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import verify
+from shardwright.errors import LayoutError, PlanError
+
+WIDTH = 8
+BATCHES = [(torch.randn(8, 4, WIDTH), torch.randn(8, 4, WIDTH)) for _ in range(2)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Mapped(nn.Module):
+    """Calls its first blocks in ``torch.vmap``, as modules or as functions over their layers, and its last without."""
+
+    def __init__(self, *, layers):
+        super().__init__()
+        self.layers = layers
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(2)), Block()
+
+    def forward(self, x):
+        for block in self.blocks:
+            call = (lambda t, block=block: block.down(torch.relu(block.up(t)))) if self.layers else block
+            x = torch.vmap(call)(x)
+        return self.last(x)
+
+
+class Force(nn.Module):
+    """Minus the gradient of an energy, as models of molecules compute it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x):
+        return -torch.func.grad(lambda t: self.second(torch.tanh(self.first(t))).square().sum())(x)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize(
+    "line", ["dp2/zero3", "tp2", "tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2/zero3 tp2/sp"]
+)
+def test_layers_that_are_called_in_vmap_are_equal(line, layers):
+    verdict = verify(Mapped(layers=layers), line, BATCHES, loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("model", [lambda: Mapped(layers=True), lambda: Mapped(layers=False), Force])
+def test_modules_called_in_a_transform_are_not_cut_into_stages(model):
+    with pytest.raises(LayoutError, match="torch runs code of (Mapped|Force) as a whole"):
+        verify(model(), "pp2 mb2", BATCHES, loss=nn.MSELoss())
+
+
+def test_a_gradient_in_the_forward_is_equal_where_no_layer_is_shared_and_else_refused():
+    assert verify(Force(), "dp2/zero1", BATCHES, loss=nn.MSELoss()).equal
+    for line in ("tp2", "tp2/sp", "tp2x2/2d"):
+        with pytest.raises(PlanError, match="ranks cannot exchange tensors inside of a transform"):
+            verify(Force(), line, BATCHES, loss=nn.MSELoss())
