@@ -1,4 +1,4 @@
-"""Models whose own code transforms functions with torch.func: what runs is equal, and what cannot is refused by name."""
+"""Models whose code transforms functions with torch.func: what runs is equal, and what cannot is refused by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_layers_that_are_called_in_vmap_are_equal(line, layers):
 
 @pytest.mark.parametrize("model", [lambda: Mapped(layers=True), lambda: Mapped(layers=False), Force])
 def test_modules_called_in_a_transform_are_not_cut_into_stages(model):
-    with pytest.raises(LayoutError, match="torch runs code of (Mapped|Force) as a whole"):
+    with pytest.raises(LayoutError, match=r"torch runs code of (Mapped|Force) as a whole"):
         verify(model(), "pp2 mb2", BATCHES, loss=nn.MSELoss())
 
 
