@@ -22,7 +22,8 @@ from shardwright.train.config import TrainConfig
 NAMES = [
     *("Accelerator", "Axis", "CrossEntropy", "Layout", "MeanLoss", "MeanSquaredError", "Mesh", "ModelLoss", "Run"),
     *("Verdict", "World"),
-    *("global_tensor", "launch", "layer_alone", "load", "load_weights", "packed", "parallelize", "plan_layouts"),
+    *("global_tensor", "launch", "layer_alone", "load", "load_weights", "packed", "parallelize", "per_sample"),
+    "plan_layouts",
     *("run_on_threads", "save", "save_weights"),
     *("time_layers", "verify", "whole", "without_values"),
 ]
@@ -43,6 +44,7 @@ PARAMETERS = {
     "packed": "tensor counts",
     "parallelize": "model layout world loss= seed= num_tokens= strategies= roles= example= seconds= stop_at_nan= "
     "offload_folder= check_every=",
+    "per_sample": "values",
     "plan_layouts": "model cluster batch loss= layout= fix= without= top= most_priced= anchors= tokens= memory_limit= "
     "roles= keep_in=",
     "run_on_threads": "mesh work device=",

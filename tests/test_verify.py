@@ -13,6 +13,7 @@ from torch import nn
 from processor_time import takes_less
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError, MLPConfig, build_mlp
+from shardwright.models.model_loss import ModelLoss
 from shardwright.verify import verify
 
 CONFIG = GPTConfig(vocabulary=19, max_tokens=6, num_layers=2, num_heads=2, width=8, hidden=11, dropout=0.1)
@@ -351,11 +352,78 @@ def test_a_model_that_runs_in_float32_alone_is_compared_in_it_and_the_verdict_sa
         verdict = verify(model, line, [batch])
         assert verdict.equal
         assert verdict.tolerance == 1e-5
-        assert "compared in float32, since plain torch refuses the model in float64 (" in str(verdict)
+        assert "compared in float32, since plain torch has no result of the model in float64 (" in str(verdict)
     with pytest.raises(RuntimeError, match="same dtype"):
         verify(InFloat32(), line, [batch], dtype=torch.float64)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):  # in both dtypes: the error itself
         verify(nn.Linear(6, 3), "dp2", [(torch.ones(4, 5), batch[1])])
+
+
+class Masked(nn.Module):
+    """Code whose mask has infinities in float64, and so the loss NaN, as it has in some models of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.values, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        queries = self.queries(x)
+        hidden = (1.0 - mask[:, None].float()) * torch.finfo(x.dtype).min
+        return self.head((queries @ queries.transpose(1, 2) + hidden).softmax(-1) @ self.values(x))
+
+
+def test_a_model_whose_loss_is_nan_in_float64_alone_is_compared_in_float32_and_the_verdict_says_so():
+    mask = torch.ones(8, 5, dtype=torch.long)
+    mask[::2, -2:] = 0
+    batch = {"x": torch.randn(8, 5, 8), "mask": mask}, torch.randint(3, (8, 5))
+    verdict = verify(Masked(), "dp2", [batch])
+    assert verdict.equal
+    assert "no result of the model in float64 (its loss is nan)" in str(verdict)
+    assert not verify(Masked(), "dp2", [batch], dtype=torch.float64)
+    infinite = {"x": torch.full((8, 5, 8), torch.inf), "mask": mask}, batch[1]  # in float32 too
+    assert "the loss of one device itself is nan" in str(verify(Masked(), "dp2", [infinite]))
+
+
+class Grouped(nn.Module):
+    """A product for each half of the rows, as of experts, by an operator that torch has for float32 and bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.up, self.leave = nn.Linear(16, 16), nn.Parameter(torch.randn(2, 16, 16) / 4), nn.Linear(16, 8)
+
+    def forward(self, x):
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        return self.leave(torch.nn.functional.grouped_mm(self.enter(x), self.up, offs=ends))
+
+
+@pytest.mark.parametrize("line", ["tp2", "bf16 tp2"])
+def test_a_model_that_runs_in_float32_alone_is_compared_in_it_under_bf16_too(line):
+    torch.manual_seed(0)
+    verdict = verify(Grouped(), line, [(torch.randn(8, 16), torch.randint(8, (8,)))])
+    assert verdict.equal
+    assert "no result of the model in float64 (" in str(verdict)
+
+
+class Decay(nn.Module):
+    """A loss inside, and a gradient in float32 that is a small difference of large terms, which each scale rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.decay = nn.Linear(5, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels):
+        y = self.layer(x).float()[:, 0] + (self.decay.float() * x.float() * 1000).sum(1)
+        return {"loss": nn.functional.l1_loss(y, labels.float())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("line", ["dp2", "dp3", "mb5"])
+def test_what_another_scale_of_the_loss_rounds_counts_as_one_devices_own_difference(line, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(120, 5)
+    x[:, 4] = -x[:, :4].sum(1) + torch.randn(120) * 0.1
+    verdict = verify(Decay(), line, [{"x": x, "labels": torch.randn(120) * 50}], loss=ModelLoss(), dtype=dtype)
+    assert verdict.equal, str(verdict)
 
 
 def test_a_layout_that_cannot_be_is_refused_before_anything_runs():

@@ -11,7 +11,7 @@ from shardwright.garbage_collection import collection_paused
 
 with collection_paused():
     from shardwright.analysis.costs import time_layers
-    from shardwright.analysis.marked_inputs import packed, whole
+    from shardwright.analysis.marked_inputs import packed, per_sample, whole
     from shardwright.checkpoint.loading import load
     from shardwright.checkpoint.saving import save
     from shardwright.comm.axis import Axis
@@ -57,6 +57,7 @@ __all__ = [
     "load_weights",
     "packed",
     "parallelize",
+    "per_sample",
     "plan_layouts",
     "run_on_threads",
     "save",

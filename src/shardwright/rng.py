@@ -296,9 +296,11 @@ class KeyedDropout:
             raise PlanError(
                 f"dropout '{self.layer}' does not get one row for each sample",
                 given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
-                allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too",
-                fix="apply dropout after the samples are in dim 0; or, where run.model is called by hand, write "
-                "run.step(batch) to train or run.predict(inputs)",
+                allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too; other "
+                "dims where a record of the forward says where the samples are",
+                fix="give parallelize(..., example=inputs), by which the forward is recorded, or apply dropout after "
+                "the samples are in dim 0; or, where run.model is called by hand, write run.step(batch) to train or "
+                "run.predict(inputs)",
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))

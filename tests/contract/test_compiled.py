@@ -315,6 +315,7 @@ def test_an_optimizer_of_ranks_that_are_threads_waits_while_one_compiles():
     assert launch(work, 1, ranks="threads") == [(False, True, True)]
 
 
+@pytest.mark.timeout(400)  # of a C++ compiler, beside other work
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
 def test_with_torchs_own_compiler_a_layout_equals_one_device(caplog):
     assert verify(Blocks(Dropping), "dp2 compile", [numbers()]).equal

@@ -113,3 +113,31 @@ def test_dropout_of_the_samples_that_an_expert_gets_is_refused_where_ranks_have_
     model, batches = sparse(dropout=0.1)
     with pytest.raises(PlanError, match=r"mixtures\.0\.experts\.0\.2' draws random numbers that mix the samples"):
         verify(model, "dp2", batches)
+
+
+class RoutedByTheModel(nn.Module):
+    """The model's own forward routes rows to experts, with dropout in each."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.enter, self.router, self.head = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(dropout)) for _ in range(3))
+
+    def forward(self, x):
+        rows = self.enter(x).flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = torch.where(chosen == number)[0]
+            mixed = mixed.index_add(0, mine, expert(rows[mine]) * weights[mine, None])
+        return self.head(mixed.view(*x.shape[:2], -1))
+
+
+def test_dropout_of_experts_that_the_models_own_forward_routes_to_is_refused_too():
+    batch = torch.randn(8, 6, 8), torch.randint(4, (8, 6))
+    assert verify(RoutedByTheModel(0.0), "dp2", [batch]).equal
+    for line in ("dp2", "mb2"):
+        with pytest.raises(
+            PlanError, match=r"'experts\.0\.1' draws random numbers that mix (?s:.*)for dropout, set its p"
+        ):
+            verify(RoutedByTheModel(0.1), line, [batch])

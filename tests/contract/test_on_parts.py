@@ -10,11 +10,12 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
-from shardwright.parallelize.planning import StepTraffic, structural_copy
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
-from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+from shardwright.strategies.tensor_parallel.on_parts import PartsNote, share_cut, work_cut
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
 
@@ -259,3 +260,66 @@ def test_layers_around_an_activation_with_a_backward_of_its_own_are_cut():
     run = ModelGraph(model, torch.empty(2, 6)).run
     cuts = graph_cuts(model, run.recording, run.axes, 2)
     assert set(cuts.parts) == {"0.weight", "0.bias", "1.weight"}
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, width, heads=4):
+        super().__init__()
+        self.heads, self.q, self.k, self.v, self.out = heads, *(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.out((q @ k.transpose(-1, -2)).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+
+class WithPlaces(nn.Module):
+    """Blocks of an attention of its own and a known MLP, and a parameter of positions that every rank holds whole."""
+
+    def __init__(self, inner, width=32, places=256):
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(places, width))
+        self.attentions = nn.ModuleList(OwnAttention(width) for _ in range(4))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        x = x + self.places[: x.shape[1]]
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = x + attention(x)
+            x = x + mlp(x)
+        return x
+
+
+def test_attentions_are_cut_whatever_share_known_layers_have():
+    shares = []
+    for inner in (32, 64, 80, 96, 112, 128):
+        job = job_for(WithPlaces(inner), nn.MSELoss(), Layout.parse("tp2"), torch.zeros(8, 6, 32))
+        plan, _ = make_plan(job, Layout.parse("tp2"))
+        assert all(plan.compute[f"attentions.{i}.q.weight"].cut_dims for i in range(4)), inner
+        shares.append(share_cut(plan))
+    assert shares == sorted(shares)
+
+
+class Looked(nn.Module):
+    """A table that is most of the parameters, and blocks of code that only a record can cut: all of the work."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.table, self.enter = nn.Embedding(1024, width), nn.Linear(5, width)
+        self.ups = nn.ParameterList(torch.randn(width, 4 * width) / 8 for _ in range(3))
+        self.downs = nn.ParameterList(torch.randn(4 * width, width) / 8 for _ in range(3))
+
+    def forward(self, x):
+        x = self.enter(x) + self.table(torch.arange(x.shape[1])[None])
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + (x @ up).relu() @ down
+        return x
+
+
+def test_what_cuts_most_of_the_work_is_taken_before_a_table_that_is_most_of_the_bytes():
+    layout = Layout.parse("tp2")
+    plan, _ = make_plan(job_for(Looked(), nn.MSELoss(), layout, torch.zeros(8, 6, 5)), layout)
+    assert work_cut(plan) > 0.9
+    verdict = verify(Looked(), "tp2", [(torch.randn(8, 6, 5), torch.randn(8, 6, 32))], loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)

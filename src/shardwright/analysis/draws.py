@@ -127,7 +127,7 @@ class Draws:
                     f"'{path or 'the model'}' draws random numbers that mix the samples of a batch",
                     given=f"{function}, under a layout of several ranks, of which none has the whole batch",
                     allowed="random numbers for each sample, or the same for all; one rank",
-                    fix="draw for each sample alone, or mix samples in the data loader",
+                    fix="draw for each sample alone, mix samples in the data loader, or, for dropout, set its p to 0",
                 )
 
 
@@ -142,7 +142,7 @@ def draws_of(
     draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)
-        if place is None and any(f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
+        if place is None and any(not path or f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
             place = MIXED  # for the samples that a real run selects
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function

@@ -1,7 +1,8 @@
-"""Marks tensors of a batch whose dim 0 is not the samples: one for all samples, or rows of which each sample has some.
+"""Marks values of a batch that are no tensors with the samples in dim 0.
 
-A mark is a node of torch's trees, so that casts, copies and moves reach its tensor; what takes samples of a batch asks
-for it. The model is called with the tensor itself.
+These are a tensor for all samples, a tensor of rows of which each sample has some, and a list with an entry for each
+sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors; what takes samples of a
+batch asks for it. The model is called with the tensor or the list itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ class Whole:
 
     tensor: Tensor
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensor, as the other marks give theirs."""
+        return [self.tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
@@ -31,6 +37,16 @@ class SampleRows:
 
     tensor: Tensor
     counts: tuple[int, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensor, as the other marks give theirs."""
+        return [self.tensor]
+
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """What tells each sample's part from another's in shape: its number of rows."""
+        return self.counts
 
     def of(self, places: Sequence[int]) -> SampleRows:
         """Returns the rows of the samples at these places, in their order."""
@@ -43,10 +59,33 @@ class SampleRows:
         return SampleRows(found, tuple(self.counts[place] for place in places))
 
 
+@dataclass(frozen=True, eq=False)
+class SampleList:
+    """A list of a batch with an entry for each sample: numbers, text, or dicts of tensors, as of a picture's boxes."""
+
+    entries: list[Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the entries."""
+        return [leaf for leaf in tree_leaves(self.entries) if isinstance(leaf, Tensor)]
+
+    @property
+    def differing(self) -> tuple[tuple[torch.Size, ...], ...]:
+        """What tells each sample's entry from another's in shape: the shapes of its tensors."""
+        shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, Tensor) else None, self.entries)
+        return tuple(tuple(leaf for leaf in tree_leaves(each) if leaf is not None) for each in shapes)
+
+    def of(self, places: Sequence[int]) -> SampleList:
+        """Returns the entries of the samples at these places, in their order."""
+        return SampleList([self.entries[place] for place in places])
+
+
 register_pytree_node(Whole, lambda each: ([each.tensor], None), lambda found, _: Whole(next(iter(found))))
 register_pytree_node(
     SampleRows, lambda each: ([each.tensor], each.counts), lambda found, counts: SampleRows(next(iter(found)), counts)
 )
+register_pytree_node(SampleList, lambda each: (each.entries, None), lambda found, _: SampleList(list(found)))
 
 
 def whole(tensor: Tensor) -> Whole:
@@ -71,7 +110,8 @@ def whole(tensor: Tensor) -> Whole:
     raise PlanError(
         "sw.whole marks one tensor",
         given=type(tensor).__name__,
-        allowed="a tensor that has no samples in dim 0; values that are no tensors go to every rank anyway",
+        allowed="a tensor that has no samples in dim 0; values that are no tensors go to every rank anyway, but for "
+        "lists with an entry for each sample",
         fix="write sw.whole(torch.as_tensor(value)), or leave the mark out",
     )
 
@@ -107,24 +147,95 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
     )
 
 
+def per_sample(values: Iterable[Any]) -> SampleList:
+    """Marks a list among a batch's inputs or targets that has an entry for each sample.
+
+    Each rank and microbatch is given the entries of its own samples, and the model or the loss is called with a list of
+    them. A list of numbers, of text, or of dicts whose tensors have unlike numbers of rows is taken for one without a
+    mark, if it has as many entries as the batch has samples. Mark the others, as a list of pictures of several sizes
+    where no other tensor tells the number of samples, in the example and in each batch.
+
+    >>> import torch, shardwright as sw
+    >>> class Sizes(torch.nn.Linear):
+    ...     def forward(self, pictures):
+    ...         return super().forward(torch.stack([picture.mean((1, 2)) for picture in pictures]))
+    >>> pictures = [torch.ones(3, 4 + i, 5) for i in range(4)]
+    >>> print(sw.verify(Sizes(3, 2), "dp2", [(sw.per_sample(pictures), torch.zeros(4, dtype=torch.int64))]))
+    equal to one device: loss, 2 gradients and 1 steps on 2 ranks, ...
+    """
+    return SampleList(list(values))
+
+
 def is_mark(leaf: Any) -> bool:
-    """Returns whether a value is a mark that :func:`whole` or :func:`packed` makes."""
-    return isinstance(leaf, Whole | SampleRows)
+    """Returns whether a value is a mark: of :func:`whole`, :func:`packed` or :func:`lists_marked`."""
+    return isinstance(leaf, Whole | SampleRows | SampleList)
+
+
+def lists_marked(tree: Any) -> Any:
+    """Returns nested values with each list that has an entry for each sample in a mark, by which it is cut as they are.
+
+    Such a list has as many entries as the tensors outside of lists have samples, and entries that are no tensors with
+    the samples in dim 0 themselves: numbers, text, or dicts with tensors of other sizes. Where no tensor is outside of
+    lists, it is a list of numbers, text or dicts. A tuple of text is taken for a list. Other tuples never are.
+
+    Raises: PlanError: a list has as many dicts as there are samples, and all their tensors have as many rows.
+
+    >>> lists_marked({"x": torch.ones(2, 3), "names": ["a", "b"], "sizes": (3, 4)})["names"]
+    SampleList(entries=['a', 'b'])
+    """
+    if isinstance(tree, Tensor):
+        return tree
+    outside = tree_leaves(tree, is_leaf=lambda each: is_mark(each) or _may_be_listed(each))
+    if not any(map(_may_be_listed, outside)):
+        return tree
+    sizes = {len(each) for each in outside if isinstance(each, Tensor) and each.dim()}
+    sizes |= {len(each.differing) for each in outside if isinstance(each, SampleRows)}
+    if not sizes:
+        sizes = {len(each) for each in outside if _may_be_listed(each) and _is_of_samples(each)}
+    if len(sizes) != 1:  # what is wrong with the others is said where samples are counted
+        return tree
+    (number,) = sizes
+
+    def marked(leaf: Any) -> Any:
+        if not _may_be_listed(leaf) or len(leaf) != number:
+            return leaf
+        tensors = [each for each in tree_leaves(leaf) if isinstance(each, Tensor)]
+        if not tensors or any(not each.dim() or len(each) != number for each in tensors):
+            return SampleList(list(leaf))
+        if not _is_of_samples(leaf):
+            return leaf
+        raise PlanError(
+            "a list of a batch may have an entry for each sample, or values of all samples in each entry",
+            given=f"a list of {number} entries, whose tensors have {number} rows, in a batch of {number} samples",
+            allowed="a list of one entry for each sample; a tuple of dicts whose tensors have the samples in dim 0",
+            fix="write tuple(values) where each entry has all samples, or sw.per_sample(values) where each has one",
+        )
+
+    return tree_map(marked, tree, is_leaf=lambda each: is_mark(each) or _may_be_listed(each))
+
+
+def _may_be_listed(value: Any) -> bool:
+    return type(value) is list or (type(value) is tuple and bool(value) and all(type(each) is str for each in value))
+
+
+def _is_of_samples(values: Sequence[Any]) -> bool:
+    """Returns whether entries are no tensors alone, as those of a list of arguments, or of features, are."""
+    return not any(isinstance(each, Tensor) for each in values)
 
 
 def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns nested values of other samples: with ``function`` applied to each tensor that has samples in dim 0.
 
     ``function`` takes some places along dim 0, as ``tensor[2:5]`` does. Of packed tensors the rows of these samples are
-    taken; those that are marked as whole stay as they are.
+    taken, and of lists their entries; tensors that are marked as whole stay as they are.
 
     >>> map_samples({"x": torch.arange(4), "n": packed(torch.arange(5), [2, 0, 1, 2])}, lambda t: t[2:])
     {'x': tensor([2, 3]), 'n': SampleRows(tensor=tensor([2, 3, 4]), counts=(1, 2))}
     """
 
     def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, SampleRows):
-            return leaf.of(function(torch.arange(len(leaf.counts))).tolist())
+        if isinstance(leaf, SampleRows | SampleList):
+            return leaf.of(function(torch.arange(len(leaf.differing))).tolist())
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
     if isinstance(tree, Tensor):  # ten times as fast as walking through a tree
@@ -164,18 +275,28 @@ def hint_of_samples(inputs: Any) -> str:
     )
 
 
-def marks_in(tree: Any) -> list[Whole | SampleRows]:
-    """Returns the marks in nested values."""
-    return [] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf)]
+def marks_in(tree: Any) -> list[Whole | SampleRows | SampleList]:
+    """Returns the marks in nested values that have tensors."""
+    if isinstance(tree, Tensor):
+        return []
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf) and leaf.tensors]
 
 
-def packed_in(tree: Any) -> list[SampleRows]:
-    """Returns the tensors in nested values that :func:`packed` has marked, with their counts."""
-    return [mark for mark in marks_in(tree) if isinstance(mark, SampleRows)]
+def packed_in(tree: Any) -> list[SampleRows | SampleList]:
+    """Returns the marks in nested values of which each sample has a part of its own."""
+    if isinstance(tree, Tensor):
+        return []
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, SampleRows | SampleList)]
 
 
 def unmarked(tree: Any) -> Any:
-    """Returns nested values as a model takes them: with the marked tensors, without the marks."""
-    if not marks_in(tree):
+    """Returns nested values as a model or a loss takes them: with the marked tensors and lists, without the marks."""
+    if isinstance(tree, Tensor) or not any(map(is_mark, tree_leaves(tree, is_leaf=is_mark))):
         return tree
-    return tree_map(lambda leaf: leaf.tensor if is_mark(leaf) else leaf, tree, is_leaf=is_mark)
+    return tree_map(_without_mark, tree, is_leaf=is_mark)
+
+
+def _without_mark(leaf: Any) -> Any:
+    if isinstance(leaf, SampleList):
+        return list(leaf.entries)
+    return leaf.tensor if is_mark(leaf) else leaf

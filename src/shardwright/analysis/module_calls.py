@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwright.analysis.autograd_graph import nodes_behind
-from shardwright.analysis.marked_inputs import unmarked
+from shardwright.analysis.marked_inputs import is_mark, unmarked
 from shardwright.analysis.meta_device import on_meta
 
 
@@ -206,12 +206,12 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Splits a batch's inputs into positional and named arguments, as :func:`call_model` passes them to the model.
 
-    In place of tensors that are marked as whole are the tensors.
+    In place of marks are the tensors and lists that they mark.
 
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))
     """
-    inputs = unmarked(inputs)
+    inputs = (unmarked(inputs),) if is_mark(inputs) else unmarked(inputs)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}

@@ -422,8 +422,8 @@ def _record(
         for name, buffer in model.named_buffers():
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
         recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
-        recording.marked_inputs = [recorded.use(each.tensor, "input") for each in marks_in(inputs)]
-        recording.packed_inputs = [recorded.use(each.tensor, "input") for each in packed_in(inputs)]
+        for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
+            found += [recorded.use(tensor, "input") for mark in marks for tensor in mark.tensors]
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -165,7 +165,8 @@ def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tup
             "the targets of a mean are counted, so they are one tensor",
             given=type(targets).__name__,
             allowed="a tensor",
-            fix="return the pair (sum, count) and leave out MeanLoss",
+            fix="in place of MeanLoss or ModelLoss give a function that returns the pair (sum, count), with the number "
+            "n by which the model divides: lambda output, labels: (output.loss * n(labels), n(labels))",
         )
     if targets.is_floating_point() or ignore_index is None:
         count = torch.full((), targets.numel(), device=mean.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.marked_inputs import is_mark
+from shardwright.analysis.marked_inputs import SampleList, is_mark, lists_marked
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import kind_of
 from shardwright.errors import PlanError
@@ -147,23 +147,34 @@ def named_parts(batch: Any) -> dict[str, Any]:
 def as_tensors(tree: Any) -> Any:
     """Returns a batch's inputs or targets with dict-like classes of other libraries turned into dicts.
 
-    Mappings that torch's pytree knows, such as an ``OrderedDict``, and all other values stay as they are.
+    Lists with an entry for each sample are marked (:func:`~shardwright.analysis.marked_inputs.lists_marked`). Mappings
+    that torch's pytree knows, such as an ``OrderedDict``, and all other values stay as they are.
 
     Raises: PlanError: there is a NumPy-like array, a tensor without dims inside a tuple, list or dict, or an object
         with tensors as attributes. From these, ranks cannot take their samples.
     """
-    return tree if isinstance(tree, Tensor) else tree_map(_as_tensor, tree, is_leaf=is_mark)
+    if isinstance(tree, Tensor):
+        return tree
+    return tree_map(_as_tensor, lists_marked(_as_dicts(tree)), is_leaf=is_mark)
+
+
+def _as_dicts(tree: Any) -> Any:
+    return tree_map(
+        lambda leaf: {k: _as_dicts(v) for k, v in leaf.items()} if isinstance(leaf, Mapping) else leaf,
+        tree,
+        is_leaf=is_mark,
+    )
 
 
 def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, SampleList):
+        return SampleList([tree_map(_as_entry, each) for each in leaf.entries])
     if is_mark(leaf):
         return leaf
     if isinstance(leaf, Tensor):
         if leaf.dim():
             return leaf
         given, fix = "a tensor without dims", "pass numbers as they are: tensor.item(), or write sw.whole(tensor)"
-    elif isinstance(leaf, Mapping):
-        return {key: as_tensors(value) for key, value in leaf.items()}
     elif hasattr(leaf, "__array__"):
         given, fix = f"{type(leaf).__name__} of {getattr(leaf, 'shape', '?')}", "write torch.as_tensor(array)"
     elif any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
@@ -173,9 +184,14 @@ def _as_tensor(leaf: Any) -> Any:
     raise PlanError(
         "ranks cannot take their samples of a batch",
         given=given,
-        allowed="tensors with samples in dim 0, in tuples, lists and dicts; other values go to every rank",
+        allowed="tensors with samples in dim 0, in tuples, lists and dicts, and lists with an entry for each sample; "
+        "other values go to every rank",
         fix=fix,
     )
+
+
+def _as_entry(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Tensor) else _as_tensor(leaf)  # a sample's number may have no dims
 
 
 def check_part(method: str, batch: Any, update: Any = None) -> None:

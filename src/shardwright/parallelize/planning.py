@@ -224,7 +224,7 @@ def num_rows(tree: Any) -> int:
         no tensors.
     """
     shapes = [tuple(each.shape) for each in sample_tensors(tree)]
-    sizes = {shape[0] for shape in shapes if shape} | {len(each.counts) for each in packed_in(tree)}
+    sizes = {shape[0] for shape in shapes if shape} | {len(each.differing) for each in packed_in(tree)}
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",
@@ -232,7 +232,8 @@ def num_rows(tree: Any) -> int:
             allowed="one number in dim 0 of all",
             fix="give every tensor of the batch the samples in dim 0; in each batch and in the example write "
             "sw.whole(tensor) for one that is the same for all samples, such as positions, and sw.packed(tensor, "
-            "counts) for one in which sample i has counts[i] rows, such as patches of pictures",
+            "counts) for one in which sample i has counts[i] rows, such as patches of pictures, and "
+            "sw.per_sample(values) for a list with an entry for each sample, such as pictures of several sizes",
         )
     return sizes.pop()
 

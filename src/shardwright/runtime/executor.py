@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.autograd_graph import leaves_behind
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
-from shardwright.analysis.marked_inputs import hint_of_samples
+from shardwright.analysis.marked_inputs import hint_of_samples, unmarked
 from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
@@ -153,7 +153,7 @@ class LossOutput:
         """Returns a microbatch's loss sum times ``scale``, or mean, from which backward starts; appends to ``sums``."""
         if self.widen:
             output = tree_map_only(Tensor, _widened, output)
-        loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
+        loss_sum, count = sum_and_count(self.loss(output, unmarked(microbatch.targets)))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         self.is_mean = self.scale is None and loss_sum.dtype.itemsize >= self.widest_bytes
         if self.is_mean:

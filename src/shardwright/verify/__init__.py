@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.marked_inputs import unmarked
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.comm.launch import launch
@@ -178,29 +179,37 @@ def verify(
     )
     if dtype is not None:
         return compared(dtype)
+    no_result = partial(_error_in, model=model, loss=loss, batch=batches[0])
     try:
-        return compared(torch.float64)
-    except (LayoutError, PlanError):
-        raise  # of the layout or the model's kind, whatever the dtype
-    except Exception:  # the model's own code may raise anything in a dtype that it does not run in
-        if (refusal := _error_in(torch.float64, model, loss, batches[0])) is None:
+        verdict = compared(torch.float64)
+    except Exception as failure:  # the model's own code may raise anything in a dtype that it does not run in
+        refused = isinstance(failure, LayoutError | PlanError) and not isinstance(failure.__cause__, RuntimeError)
+        if refused or (why := no_result(torch.float64)) is None or no_result(torch.float32) is not None:
             raise
-        if _error_in(torch.float32, model, loss, batches[0]) is not None:
-            raise
-    return replace(compared(torch.float32), only_float32=refusal)
+    else:
+        if math.isfinite(verdict.loss_error) or (why := no_result(torch.float64)) is None:
+            return verdict
+        if no_result(torch.float32) is not None:
+            return verdict
+    return replace(compared(torch.float32), only_float32=why)
 
 
 def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
-    """Returns the first line of plain torch's error for a step of a copy of the model in ``dtype``, or None."""
+    """Returns why a step of a copy of the model by plain torch has no result in ``dtype``; None if it has one.
+
+    It is the first line of an error, or that the loss is not finite.
+    """
     own = structural_copy(model, partial(_cast, dtype))
     if any(tensor.is_meta for tensor in (*own.parameters(), *own.buffers())):
         own.to_empty(device="cpu")  # operators on the meta device take tensors of unlike dtypes
     inputs, targets = tree_map_only(Tensor, partial(_cast, dtype), batch)
     try:
-        sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), targets))[0].backward()
+        found, _ = sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), unmarked(targets)))
+        found.backward()
     except Exception as error:  # of the model's own code
         return first_line(error)
-    return None
+    has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return f"its loss is {found.item()}" if has_values and not found.isfinite() else None
 
 
 def _compared(

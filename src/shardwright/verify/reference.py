@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draws import Draws
-from shardwright.analysis.marked_inputs import map_samples
+from shardwright.analysis.marked_inputs import map_samples, unmarked
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import cloned
 from shardwright.models.losses import mean_of, sum_and_count
@@ -121,8 +121,9 @@ def reference(
     ``draws`` are the random function calls that a recorded forward of the model has made. ``eps`` is AdamW's; by
     default it is ``EPS`` times the largest absolute entry of the first step's gradients. ``shift(name, value)`` may
     change each parameter's initial value, in place. ``forward`` is a context in which the forwards run. ``narrow`` is
-    a dtype in which all is computed, as under a layout in bf16. A loss that is narrower than the model is multiplied by
-    ``scale`` before the backward, and gradients are divided by it: other scales round otherwise.
+    a dtype in which all is computed, as under a layout in bf16. The loss is multiplied by ``scale`` before the
+    backward, and gradients are divided by it: where the model computes in a narrower dtype, each scale rounds
+    otherwise.
 
     Raises: PlanError: the copy still holds a module, parameter or buffer of ``plain``, or torch refuses a microbatch
         of the plan.
@@ -152,18 +153,19 @@ def reference(
         for rng.samples, (inputs, targets) in _parts(plan, batch):
             moves = IgnoresDeviceMoves(place) if on_several else nullcontext()
             with moves, forward or nullcontext(), torch_errors_explained(plan):
-                sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
+                sums.append(sum_and_count(loss(call_model(model, inputs), unmarked(targets))))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
         outcome.losses.append(mean.item())
         outcome.loss_dtype = loss_dtype(sums[0][0])
         if _bits([loss_sum]) >= _bits(model.parameters()):
-            mean.backward()
+            scaled, factor = mean, scale
         else:  # a loss in float32 would round 1 / divisor, and with it every gradient
-            (loss_sum * scale).backward()
-            for parameter in model.parameters():
-                if parameter.grad is not None:  # a new tensor: parameters may share a gradient
-                    parameter.grad = parameter.grad / (divisor * scale)
+            scaled, factor = loss_sum, divisor * scale
+        (scaled * scale if scale != 1 else scaled).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None and factor != 1:  # a new tensor: parameters may share a gradient
+                parameter.grad = parameter.grad / factor
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
             largest = EPS * _largest(outcome.gradients)

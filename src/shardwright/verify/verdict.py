@@ -24,7 +24,8 @@ class Verdict:
     ``steps`` count the gradients and steps that were compared, and ``world_size`` the ranks. ``presence`` is text on a
     gradient that only one side has. ``shares`` is the share of the parameters that each factor of the layout cuts, and
     ``flops`` that of the forward's FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a
-    factor that cuts little. ``only_float32`` is torch's error in float64, if the model runs in float32 alone.
+    factor that cuts little. ``only_float32`` says why plain torch has no result in float64, as its error, if it has
+    one in float32.
     """
 
     equal: bool
@@ -60,7 +61,9 @@ class Verdict:
         allowed = self.allowed or self.tolerance
         own = f"; one device itself differs by {self.own_error:.0e}" if self.own_error else ""
         if self.only_float32:
-            own += f"; compared in float32, since plain torch refuses the model in float64 ({self.only_float32})"
+            own += (
+                f"; compared in float32, since plain torch has no result of the model in float64 ({self.only_float32})"
+            )
         if self.equal:
             low = self.left_whole  # names its factors itself
             cuts = "".join(f"; {self._cut(factor)}" for factor in self.shares if factor not in low)

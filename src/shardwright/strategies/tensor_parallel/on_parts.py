@@ -65,14 +65,15 @@ it cuts at all.
 """
 
 ENOUGH = 0.5
-"""If the known layers cut less than this share of the parameter bytes, a record that cuts twice as much is used.
+"""The share of the FLOPs that must be cut for it not to be little, and of the parameter bytes for known layers to stay.
 
+Of a model with hooks or ``nn.MultiheadAttention``, known layers that cut this share of the bytes are cut in any case.
 Of the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
-same.
+same there.
 """
 
 GAIN = 0.2
-"""If the known layers cut at least ``ENOUGH``, a record must cut this much more to be used in their place.
+"""A record must cut this much more of the parameter bytes than the known layers, or twice as much, to be used.
 
 A record then cuts, for instance, all attentions of a model beside its known MLPs. Of the models of docs/models.md a
 record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).

@@ -138,16 +138,16 @@ class TensorParallel:
         if plan.layout.factor("pp") is not None and all(axis.stream == "T" for axis in mode.axes):
             return known  # parts would cut samples alone, which stages of known layers do too
         share = share_cut(known)
-        least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN  # what is gained must be worth the mode
+        least = max(LEAST_SHARE, min(2 * share, share + GAIN))  # what is gained must be worth the mode
         if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
             least = 2.0  # no gain is enough
         # of other code a record tells whether it reads the weights of the layers that would be cut
         if _is_known(job.model) and least > 1:
             return known
         on_parts = place_on_parts(job, plan, mode, least, known)
-        if on_parts is None and ENOUGH <= share < least <= 1:
-            on_parts = place_on_parts(job, plan, mode, share, known)
-            on_parts = on_parts if on_parts is not None and _cuts_more_work(on_parts, known, job) else None
+        if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE, known)
+            on_parts = on_parts if on_parts is not None and work_cut(on_parts) >= ENOUGH else None
         return on_parts or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
@@ -201,12 +201,15 @@ class TensorParallel:
         return traffic_cuts(plan)
 
 
-def _cuts_more_work(on_parts: Plan, known: Plan, job: Job) -> bool:
-    """Returns whether ``on_parts`` cuts half of the FLOPs or more, and ``known`` less, as if it cuts a table alone."""
-    assert job.graph is not None, "its operators were recorded"
-    run = job.graph.run
-    before = work_cut(replace(known, work=operator_work(known, run.recording, run.axes)))
-    return before < ENOUGH <= work_cut(on_parts)
+def _cuts_little_work(known: Plan, job: Job) -> bool:
+    """Returns whether a record of the forward tells that ``known`` cuts less than half of the FLOPs, as of a table."""
+    if job.graph is None:
+        return False
+    try:
+        run = job.graph.run
+        return work_cut(replace(known, work=operator_work(known, run.recording, run.axes))) < ENOUGH
+    except Exception:  # of the user's forward, without values
+        return False
 
 
 def _is_known(model: nn.Module) -> bool:
