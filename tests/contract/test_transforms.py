@@ -68,3 +68,5 @@ def test_a_gradient_in_the_forward_is_equal_where_no_layer_is_shared_and_else_re
     for line in ("tp2", "tp2/sp", "tp2x2/2d"):
         with pytest.raises(PlanError, match="ranks cannot exchange tensors inside of a transform"):
             verify(Force(), line, BATCHES, loss=nn.MSELoss())
+    with pytest.raises(PlanError, match="write zero2 in the place of zero3"):
+        verify(Force(), "dp2/zero3", BATCHES, loss=nn.MSELoss())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.analysis.marked_inputs import SampleList, lists_marked
+from shardwright.analysis.marked_inputs import SampleValues, lists_marked
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 
@@ -22,7 +22,7 @@ class Detector(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)) for _ in range(8)
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(8)
         )
         self.boxes = nn.Linear(WIDTH, 4)
 
@@ -128,7 +128,7 @@ def test_a_list_that_may_be_of_samples_or_of_values_of_all_samples_is_refused_wi
     ],
 )
 def test_which_lists_are_of_samples_where_no_tensor_tells(tree, is_marked):
-    assert isinstance(lists_marked(tree), SampleList) == is_marked
+    assert isinstance(lists_marked(tree), SampleValues) == is_marked
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_which_lists_are_of_samples_where_no_tensor_tells(tree, is_marked):
     ],
 )
 def test_which_lists_are_of_samples_beside_two_samples(value, is_marked):
-    assert isinstance(lists_marked({"x": torch.ones(2, 5), "value": value})["value"], SampleList) == is_marked
+    assert isinstance(lists_marked({"x": torch.ones(2, 5), "value": value})["value"], SampleValues) == is_marked
 
 
 def test_a_mean_over_boxes_says_how_to_write_its_count():

@@ -62,6 +62,13 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     """
     if function == _DEVICE and args[0].is_meta:
         return torch.device(device)
+    if (
+        function is Tensor.type and args[0].is_meta
+    ):  # whose names of types have "meta" in them, which torch knows nowhere
+        kind = args[1] if len(args) > 1 else named.get("dtype")
+        if kind is None:
+            return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
+        return args[0].to(kind if isinstance(kind, torch.dtype) else torch.empty(0, device="cpu").type(kind).dtype)
     if function in _OF_NUMBERS and not tensors_of((args, named)):
         named = {name: value for name, value in named.items() if name != "device"}
     if named.get("device") is not None:

@@ -121,11 +121,15 @@ class DrawCall:
     def empty(self, device: Any = None) -> Tensor:
         """Returns an uninitialized result for a function that takes sizes and no tensor, such as ``torch.rand``.
 
-        It is on the device that the call names, or else on ``device``.
+        Integers are the least ones that a call may return. It is on the device that the call names, or else on
+        ``device``.
         """
         integers = self.name in ("randint", "randperm")
         dtype = self.get("dtype", torch.int64 if integers else torch.get_default_dtype())
-        return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
+        place = self.get("device", device)
+        if integers:  # code may take them for indices
+            return torch.full(self.size, self.get("low", 0), dtype=dtype, device=place)
+        return torch.empty(self.size, dtype=dtype, device=place)
 
     def drawn(self, result: Any) -> Any:
         """Returns the tensor for which numbers are drawn: the call's largest operand, or ``result`` if it has none.

@@ -282,7 +282,7 @@ class _ForwardRecorder(TorchFunctionMode):
         elif weight is not None and self.names.of(tensor) is None:
             self.record.shared_buffers.add(weight)
         found = value_mark(tensor)
-        if found is None:
+        if found is None or found[0][0] > here:  # or a tensor that an earlier record has marked, and a module has kept
             return
         (maker, place), version = found
         inside = self._unit is not None
@@ -389,6 +389,8 @@ class _ForwardRecorder(TorchFunctionMode):
         """Adds to the record which values the model returns and which receive a gradient, and returns the record."""
         tensors = tensors_of(outputs)
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
+        for tensor in tensors:  # which a module may have kept, so that it is no result of an event
+            self._look_at(tensor)
         behind = set(nodes_behind(tensors))
         learning = {name for name, node in self._made.items() if node is not None and node in behind}
         for event in reversed(self.record.events):  # a write to a view leaves out the node that the view had before

@@ -60,7 +60,7 @@ class SampleRows:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleList:
+class SampleValues:
     """A list of a batch with an entry for each sample: numbers, text, or dicts of tensors, as of a picture's boxes."""
 
     entries: list[Any]
@@ -76,16 +76,16 @@ class SampleList:
         shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, Tensor) else None, self.entries)
         return tuple(tuple(leaf for leaf in tree_leaves(each) if leaf is not None) for each in shapes)
 
-    def of(self, places: Sequence[int]) -> SampleList:
+    def of(self, places: Sequence[int]) -> SampleValues:
         """Returns the entries of the samples at these places, in their order."""
-        return SampleList([self.entries[place] for place in places])
+        return SampleValues([self.entries[place] for place in places])
 
 
 register_pytree_node(Whole, lambda each: ([each.tensor], None), lambda found, _: Whole(next(iter(found))))
 register_pytree_node(
     SampleRows, lambda each: ([each.tensor], each.counts), lambda found, counts: SampleRows(next(iter(found)), counts)
 )
-register_pytree_node(SampleList, lambda each: (each.entries, None), lambda found, _: SampleList(list(found)))
+register_pytree_node(SampleValues, lambda each: (each.entries, None), lambda found, _: SampleValues(list(found)))
 
 
 def whole(tensor: Tensor) -> Whole:
@@ -147,7 +147,7 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
     )
 
 
-def per_sample(values: Iterable[Any]) -> SampleList:
+def per_sample(values: Iterable[Any]) -> SampleValues:
     """Marks a list among a batch's inputs or targets that has an entry for each sample.
 
     Each rank and microbatch is given the entries of its own samples, and the model or the loss is called with a list of
@@ -163,12 +163,12 @@ def per_sample(values: Iterable[Any]) -> SampleList:
     >>> print(sw.verify(Sizes(3, 2), "dp2", [(sw.per_sample(pictures), torch.zeros(4, dtype=torch.int64))]))
     equal to one device: loss, 2 gradients and 1 steps on 2 ranks, ...
     """
-    return SampleList(list(values))
+    return SampleValues(list(values))
 
 
 def is_mark(leaf: Any) -> bool:
     """Returns whether a value is a mark: of :func:`whole`, :func:`packed` or :func:`lists_marked`."""
-    return isinstance(leaf, Whole | SampleRows | SampleList)
+    return isinstance(leaf, Whole | SampleRows | SampleValues)
 
 
 def lists_marked(tree: Any) -> Any:
@@ -181,7 +181,7 @@ def lists_marked(tree: Any) -> Any:
     Raises: PlanError: a list has as many dicts as there are samples, and all their tensors have as many rows.
 
     >>> lists_marked({"x": torch.ones(2, 3), "names": ["a", "b"], "sizes": (3, 4)})["names"]
-    SampleList(entries=['a', 'b'])
+    SampleValues(entries=['a', 'b'])
     """
     if isinstance(tree, Tensor):
         return tree
@@ -201,7 +201,7 @@ def lists_marked(tree: Any) -> Any:
             return leaf
         tensors = [each for each in tree_leaves(leaf) if isinstance(each, Tensor)]
         if not tensors or any(not each.dim() or len(each) != number for each in tensors):
-            return SampleList(list(leaf))
+            return SampleValues(list(leaf))
         if not _is_of_samples(leaf):
             return leaf
         raise PlanError(
@@ -234,7 +234,7 @@ def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
 
     def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, SampleRows | SampleList):
+        if isinstance(leaf, SampleRows | SampleValues):
             return leaf.of(function(torch.arange(len(leaf.differing))).tolist())
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -275,18 +275,18 @@ def hint_of_samples(inputs: Any) -> str:
     )
 
 
-def marks_in(tree: Any) -> list[Whole | SampleRows | SampleList]:
+def marks_in(tree: Any) -> list[Whole | SampleRows | SampleValues]:
     """Returns the marks in nested values that have tensors."""
     if isinstance(tree, Tensor):
         return []
     return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf) and leaf.tensors]
 
 
-def packed_in(tree: Any) -> list[SampleRows | SampleList]:
+def packed_in(tree: Any) -> list[SampleRows | SampleValues]:
     """Returns the marks in nested values of which each sample has a part of its own."""
     if isinstance(tree, Tensor):
         return []
-    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, SampleRows | SampleList)]
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, SampleRows | SampleValues)]
 
 
 def unmarked(tree: Any) -> Any:
@@ -297,6 +297,6 @@ def unmarked(tree: Any) -> Any:
 
 
 def _without_mark(leaf: Any) -> Any:
-    if isinstance(leaf, SampleList):
+    if isinstance(leaf, SampleValues):
         return list(leaf.entries)
     return leaf.tensor if is_mark(leaf) else leaf

@@ -251,13 +251,14 @@ class MetaValues(DispatchMode):
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
         if named.get("device") is not None:
             named = {**named, "device": torch.device("meta")}
+        on_cpu = (self._on_cpu(args), self._on_cpu(named)) if known else None  # found by shapes, which func may change
         results = self._run(func, name, args, named)
         if written and not known:
             storages = {tensor.untyped_storage()._cdata for tensor in written}
             for key in [key for key in self._values if key[0] in storages]:
                 del self._values[key]
-        elif known:
-            values = func(*self._on_cpu(args), **self._on_cpu(named))
+        elif on_cpu is not None:
+            values = func(*on_cpu[0], **on_cpu[1])
             for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
                 if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
                     self.give(result, value)

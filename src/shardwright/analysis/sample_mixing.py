@@ -101,7 +101,8 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
 
     These are reductions such as a maximum, softmax along the samples, and operators that compare or multiply all
     samples with one another, as a contrastive loss does. So are functions that are not linear, such as a root, of sums
-    over samples, if parameters and outputs depend on these; and reads of such a sum by code.
+    over samples, if parameters and outputs depend on these; writes of such a sum into a buffer; and reads of such a sum
+    by code.
     """
     batch = axes.of_samples(recording.inputs)
     sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
@@ -128,6 +129,9 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
         if meets:
             found[call.module, call.name] = None
+        changed = [use.name for use in call.written if use.kind == "buffer"]
+        if changed and (sums_of := [sums[use].name for use in call.operands if use in sums]):
+            found[call.module, f"a {sums_of[0]}, with which it changes the buffer '{changed[0]}',"] = None
     for module, use in recording.read:
         if use in sums:
             found[module, f"a decision by a {sums[use].name}"] = None

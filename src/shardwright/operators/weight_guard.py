@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.structure import GUARDED
@@ -130,9 +131,10 @@ def _called_elsewhere(path: str, allowed: AllowedCallers, running: list[str]) ->
 
 
 def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collection[str] = ()) -> None:
-    """Makes reads of the module's own parameters during a forward raise PlanError, except for those named ``readable``.
+    """Makes uses of the module's own parameters during a forward raise PlanError, except for those named ``readable``.
 
-    This finds functional tying, ``F.linear(x, model.token.weight)``. ``forward`` says whether a forward runs. The
+    This finds functional tying, ``F.linear(x, model.token.weight)``. Code may ask for the dtype and the device, as with
+    ``x.to(layer.weight.dtype)`` (:class:`GhostWeight`). ``forward`` says whether a forward runs. The
     module's class is replaced by a subclass; its own forward must read its parameters through
     :func:`~shardwright.operators.linear.weight_of`.
 
@@ -141,11 +143,13 @@ def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collecti
     >>> layer.weight.shape
     torch.Size([2, 2])
     >>> forward.active = True
-    >>> layer.weight
+    >>> layer.weight.dtype, layer.weight.device
+    (torch.float32, device(type='cpu'))
+    >>> layer.weight * 2
     Traceback (most recent call last):
     shardwright.errors.PlanError: 'head.weight' is sharded, and is read by other code than its own layer
-      given:   an attribute read during the forward
-      allowed: calling 'head'; one parameter in two layers: head.weight = token.weight
+      given:   a call of mul with it during the forward
+      allowed: calling 'head'; its dtype and device; one parameter in two layers: head.weight = token.weight
       fix:     call the layer, or assign the parameter to the layer that shares it
     """
 
@@ -154,6 +158,48 @@ def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collecti
     kind: Any = type(module)
     module.__class__ = _guarded_kind(kind, tuple(guarded))
 
+
+class GhostWeight(Tensor):
+    """What stands for a sharded weight where code that is not its layer's reads it: a dtype and a device, no values."""
+
+    _of: tuple[Tensor, str, str]
+
+    @classmethod
+    def of(cls, weight: Tensor, path: str, name: str) -> GhostWeight:
+        """Returns the stand-in of the parameter ``name`` of the layer at ``path``."""
+        made = torch.empty(0, dtype=weight.dtype, device="meta").as_subclass(cls)
+        made._of = weight, path, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answers what is the same of a weight and of its shards.
+
+        Raises: PlanError: the call needs more.
+        """
+        weight, path, name = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))._of
+        if func in _SAME_OF_SHARDS:
+            return func(weight)
+        raise PlanError(
+            f"'{path}.{name}' is sharded, and is read by other code than its own layer",
+            given=f"a call of {getattr(func, '__name__', func)} with it during the forward",
+            allowed=f"calling '{path}'; its dtype and device; one parameter in two layers: head.weight = token.weight",
+            fix="call the layer, or assign the parameter to the layer that shares it",
+        )
+
+
+_PROPERTIES = (
+    Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_cuda, Tensor.is_meta, Tensor.layout, Tensor.ndim
+)  # fmt: skip
+# torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
+_SAME_OF_SHARDS = frozenset(
+    (*(each.__get__ for each in _PROPERTIES),  # type: ignore[union-attr]
+     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.dim, Tensor.get_device,
+     torch.is_floating_point, torch.is_complex)
+)  # fmt: skip
+"""The functions that give for a shard the same answer as for the whole."""
 
 _GUARD = "_weight_guard"
 
@@ -165,16 +211,10 @@ def _guarded_kind(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             path, forward = vars(self)[_GUARD]
-            if forward.active:
-                raise PlanError(
-                    f"'{path}.{name}' is sharded, and is read by other code than its own layer",
-                    given="an attribute read during the forward",
-                    allowed=f"calling '{path}'; one parameter in two layers: head.weight = token.weight",
-                    fix="call the layer, or assign the parameter to the layer that shares it",
-                )
             for held in (self._parameters, vars(self)):
                 if name in held:
-                    return held[name]
+                    found: Tensor | None = held[name]
+                    return GhostWeight.of(found, path, name) if forward.active and found is not None else found
             raise AttributeError(name)
 
         def write(self: nn.Module, value: Any) -> None:  # in place of a parameter that was removed, as pruning does

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.marked_inputs import SampleList, is_mark, lists_marked
+from shardwright.analysis.marked_inputs import SampleValues, is_mark, lists_marked
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import kind_of
 from shardwright.errors import PlanError
@@ -167,8 +167,8 @@ def _as_dicts(tree: Any) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, SampleList):
-        return SampleList([tree_map(_as_entry, each) for each in leaf.entries])
+    if isinstance(leaf, SampleValues):
+        return SampleValues([tree_map(_as_entry, each) for each in leaf.entries])
     if is_mark(leaf):
         return leaf
     if isinstance(leaf, Tensor):

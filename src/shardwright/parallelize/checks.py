@@ -60,7 +60,7 @@ def check_model(model: nn.Module) -> None:
     """Raises PlanError for a model that cannot be copied or sharded, or whose gradients ranks cannot sum.
 
     These are models that another wrapper or compiler has changed, and those with lazy parameters, hooks on gradients,
-    sparse gradients, or tensors computed from parameters.
+    sparse tensors or gradients, or tensors computed from parameters.
     """
     _check_plain(model)
     for name, parameter in model.named_parameters():
@@ -87,6 +87,14 @@ def check_model(model: nn.Module) -> None:
                 allowed="tables whose gradients are dense: ranks sum them",
                 fix="leave out sparse=True",
             )
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and value.layout != torch.strided:
+                raise PlanError(
+                    f"'{f'{path}.{name}'.lstrip('.')}' is a sparse tensor, of which ranks take no parts and copies",
+                    given=f"{type(module).__name__} with a parameter or buffer of layout {value.layout}",
+                    allowed="dense parameters and buffers",
+                    fix=f"write module.{name} = module.{name}.to_dense(), or, if training does not read it, None",
+                )
         for name, value in vars(module).items():
             # a hook that runs before each forward computes it anew, as that of torch.nn.utils.weight_norm does
             if isinstance(value, Tensor) and value.grad_fn is not None and not module._forward_pre_hooks:

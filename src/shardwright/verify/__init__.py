@@ -262,6 +262,8 @@ def _rank(
         _compile(run, cloned(batches[0]))
     if alter is not None:
         alter(run)
+    if run.plan.layout.precision != "fp32":  # the output is in float32 then, and some losses take targets of its dtype
+        batches = [(inputs, tree_map_only(Tensor, partial(_cast, torch.float32), wanted)) for inputs, wanted in batches]
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
     outcome = TrainingOutcome([], {}, {}, device=world.device.type)
     for step, batch in enumerate(run.shard(map(cloned, batches))):

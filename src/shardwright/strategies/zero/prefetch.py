@@ -158,6 +158,15 @@ class Prefetcher:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack) if packs else nullcontext():
                 yield
+        except RuntimeError as failure:
+            if packs and "support saved tensor hooks" in str(failure):
+                raise PlanError(
+                    "stage 3 of ZeRO keeps hooks on saved tensors, beside which torch takes no gradient in a forward",
+                    given="torch.func.grad, vjp, jacrev or hessian in the model's forward, under zero3",
+                    allowed="zero1, zero2, or torch.autograd.grad",
+                    fix="write zero2 in the place of zero3",
+                ) from failure
+            raise
         finally:
             self.in_action = False
         if forward:

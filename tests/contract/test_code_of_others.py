@@ -1,0 +1,181 @@
+"""Ways to write a forward that packages of others have, in a few lines each: equal, or refused or warned of by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright import verify
+from shardwright.errors import PlanError
+
+NUM, WIDTH = 8, 8
+
+
+def classes(num=3):
+    return torch.randint(num, (NUM,))
+
+
+class KeepsAside(nn.Module):
+    """Returns what a layer has kept on itself, as a loss of a router."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = torch.relu(self.linear(x))
+            self.kept = y.mean(1)
+            return x + y
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(4)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), self.layers[0].kept
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2/sp", "pp2/1f1b mb2", "pp2/zb-v mb4"])
+def test_what_a_layer_keeps_on_itself_may_be_returned_by_the_model(line):
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs[0], targets, reduction="sum") + 0.1 * outputs[1].sum(), len(targets)
+
+    verdict = verify(KeepsAside(), line, [(torch.randn(NUM, WIDTH), classes())], loss=loss)
+    assert verdict.equal, str(verdict)
+
+
+class Noised(nn.Module):
+    """Draws a time for each sample and looks up its noise, as models of diffusion do when they train."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, WIDTH))
+        self.register_buffer("kept", torch.linspace(0.99, 0.01, 20))
+
+    def forward(self, x):
+        kept = self.kept.gather(-1, torch.randint(0, 20, (x.shape[0],)).long())[:, None]
+        noise = torch.randn_like(x)
+        return self.net(kept.sqrt() * x + (1 - kept).sqrt() * noise) - noise
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "tp2/sp", "pp2/1f1b mb4"])
+def test_numbers_that_are_drawn_may_be_indices(line):
+    x = torch.randn(NUM, WIDTH)
+    verdict = verify(Noised(), line, [(x, x)], loss=lambda output, _: (output.square().sum(), output.numel()))
+    assert verdict.equal, str(verdict)
+
+
+class AsksDtype(nn.Module):
+    """Casts to the dtype of a weight of a layer below, and asks for its device."""
+
+    def __init__(self, *, adds=False):
+        super().__init__()
+        self.adds, self.first = adds, nn.Linear(WIDTH, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x):
+        weight = self.block[0].weight
+        y = self.block(self.first(x).to(device=weight.device, dtype=weight.dtype))
+        return y + weight.sum() if self.adds else y
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "tp2/sp", "tp2x2/2d"])
+def test_code_may_ask_for_the_dtype_and_the_device_of_a_weight_that_is_cut(line):
+    batch = torch.randn(NUM, WIDTH), torch.randn(NUM, WIDTH)
+    verdict = verify(AsksDtype(), line, [batch], loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)
+    assert verify(AsksDtype(adds=True), line, [batch], loss=nn.MSELoss()).equal  # the weight then stays whole
+
+
+class ReshapesInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], dtype=x.dtype).unsqueeze_(-1)
+        scales = torch.ones(WIDTH, x.shape[1], dtype=x.dtype).t_()
+        return self.down(torch.relu(self.up(x + places * scales))).mean(1)
+
+
+class AsksType(nn.Module):
+    """Asks for the type of a tensor by its name, and drops out rows that are samples times heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.table, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH), nn.Dropout(0.2)
+        self.leave = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.enter(x)
+        x = x + self.table(torch.arange(x.shape[1])).type(x.type()).type(torch.float64).type_as(x)
+        rows = x.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2).flatten(0, 1)
+        return self.leave(self.dropout(rows).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)).mean(1)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("model", [ReshapesInPlace, AsksType])
+def test_views_in_place_and_names_of_types_can_be_recorded(model, line):
+    verdict = verify(model(), line, [(torch.randn(NUM, 5, WIDTH), classes())])
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["dp2", "bf16 dp2", "bf16 tp2"])
+def test_a_loss_that_takes_targets_of_the_outputs_dtype_is_compared_in_bf16_too(line):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+    batch = torch.randn(NUM, 6), torch.rand(NUM, 1).round()
+    verdict = verify(model, line, [batch], loss=nn.BCELoss())
+    assert verdict.equal, str(verdict)
+
+
+class Codebook(nn.Module):
+    """Moves its codes to the means of the samples that are nearest, as VQ-VAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        self.register_buffer("codes", torch.randn(6, 4))
+
+    def forward(self, x):
+        z = self.enter(x)
+        nearest = torch.cdist(z, self.codes).argmin(-1)
+        code = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                chosen = functional.one_hot(nearest, 6).to(z.dtype)
+                self.codes.lerp_(chosen.t() @ z, 0.2)
+        return self.leave(z + (code - z).detach())
+
+
+def test_a_buffer_that_changes_with_sums_over_samples_is_warned_of_where_ranks_have_other_samples(recwarn):
+    x = torch.randn(NUM, WIDTH)
+    assert not verify(Codebook(), "dp2", [(x, x)], loss=nn.MSELoss()).equal
+    assert any("with which it changes the buffer 'codes'" in str(each.message) for each in recwarn)
+
+
+class NormalizesItself(nn.Module):
+    """A batch norm of torch's beside code of its own: its statistics are those of all ranks, and no warning comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.leave = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.leave(self.norm(x).relu() * 2)
+
+
+def test_a_batch_norm_is_not_warned_of(recwarn):
+    assert verify(NormalizesItself(), "dp2", [(torch.randn(NUM, WIDTH), classes())]).equal
+    assert not [each for each in recwarn if "changes the buffer" in str(each.message)]
+
+
+def test_a_sparse_buffer_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(WIDTH, 3))
+    model.register_buffer("heads", torch.ones(2, 2).to_sparse(), persistent=False)
+    with pytest.raises(PlanError, match=r"'heads' is a sparse tensor(?s:.*)module\.heads\.to_dense\(\)"):
+        verify(model, "dp2", [(torch.randn(NUM, WIDTH), classes())])
