@@ -12,13 +12,17 @@ BROWSER := .venv-browser
 BROWSER_READY := $(BROWSER)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
+NOTEBOOK := .venv-notebook
+NOTEBOOK_READY := $(NOTEBOOK)/.ready
+DIST := .venv-dist
+DIST_READY := $(DIST)/.ready
 INSTALL := --quiet --disable-pip-version-check --no-compile  # of large packages a few modules are imported
 
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format dist clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -81,6 +85,15 @@ test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and t
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and real Slurm and Open MPI where they are installed (5 minutes)
 	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py tests_dist/test_mpi.py
 
+$(NOTEBOOK_READY): pyproject.toml constraints.txt constraints-notebook.txt
+	$(PYTHON) -m venv $(NOTEBOOK)
+	$(NOTEBOOK)/bin/python -m pip install $(INSTALL) \
+	  --constraint constraints.txt --constraint constraints-notebook.txt --editable '.[dev]' nbclient nbformat ipykernel
+	@touch $@
+
+test-notebook: $(NOTEBOOK_READY)  ## functions of a notebook on ranks that are processes, in a real Jupyter kernel (a minute)
+	$(NOTEBOOK)/bin/python -m pytest -q -rs tests_dist/test_notebook.py
+
 gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
 	$(BIN)/python benchmarks/gpu/run.py --write
 
@@ -117,6 +130,15 @@ $(DOCS_READY): constraints-docs.txt
 	$(DOCS)/bin/python -m pip install $(INSTALL) --requirement constraints-docs.txt
 	@touch $@
 
+$(DIST_READY): constraints-dist.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install $(INSTALL) --constraint constraints-dist.txt build twine
+	@touch $@
+
+dist: $(DIST_READY) ## a wheel and an sdist in build/dist, checked by twine (a minute)
+	$(DIST)/bin/python -m build --outdir build/dist
+	$(DIST)/bin/python -m twine check --strict build/dist/*
+
 docs: $(DOCS_READY) ## the documentation site, into build/site; look at it with python -m http.server -d build/site (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
@@ -142,4 +164,4 @@ format: $(READY) ## ruff's fixes
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:          ## removes the virtual environment and caches
-	rm -rf $(VENV) $(ZOO) $(CLUSTER) $(BROWSER) $(DOCS) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(CLUSTER) $(BROWSER) $(DOCS) $(NOTEBOOK) $(DIST) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

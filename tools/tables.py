@@ -515,6 +515,43 @@ def planner_own() -> str:
     return "\n".join(lines)
 
 
+def planner_search() -> str:
+    """Estimates of a search by prices, before and after the search of record 50, each newest rows of their kind."""
+    found = [
+        json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/planner_search/results").glob("*.json"))
+    ]
+    kinds = {"before": [each for each in found if not each.get("estimates_alone")],
+             "after": [each for each in found if each.get("estimates_alone")]}  # fmt: skip
+    lines = ["| model | | layouts | seconds | bytes |", "|---" * 5 + "|"]
+    for model in dict.fromkeys(row["model"] for row in found[0]["table"]):
+        for kind, results in kinds.items():
+            tables = [rows for each in results if (rows := [row for row in each["table"] if row["model"] == model])]
+            if not tables:
+                continue
+            shares = []
+            for what in ("s", "bytes"):
+                each = sorted(row[f"estimate_{what}"] / row[f"price_{what}"] for row in tables[-1])
+                cuts = statistics.quantiles(each, n=20, method="inclusive")
+                shares.append(
+                    ", ".join(f"{x:.3f}" for x in (each[0], cuts[0], statistics.median(each), cuts[-1], each[-1]))
+                )
+            lines.append(f"| {model} | {kind} | {len(tables[-1])} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def planner_memory() -> str:
+    """How far the planner's memory of stages is off the ledger's."""
+    rows, bar = newest("planner_memory")["table"], newest("planner_memory")["bar"]
+    within, layouts = sum(abs(row["off"]) <= bar for row in rows), {row["layout"] for row in rows}
+    whole = {row["layout"] for row in rows if row["rehearsed_whole"]}
+    lines = [
+        "| stages | of layouts | within the bar | bar | largest error | layouts rehearsed whole |",
+        "|---" * 6 + "|",
+    ]
+    worst = max(abs(row["off"]) for row in rows)
+    return "\n".join([*lines, f"| {len(rows)} | {len(layouts)} | {within} | {bar:.1%} | {worst:.2%} | {len(whole)} |"])
+
+
 def planner_speed() -> str:
     """What commands of the planner take for a model of 175 billion parameters, with the bars."""
     bars = {"plan --layout": "10 s, 500 MB", "show": "10 s, 500 MB", "plan": "12 s", "plan again": "2 s"}
@@ -789,7 +826,9 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "planner": planner,
+    "planner_memory": planner_memory,
     "planner_own": planner_own,
+    "planner_search": planner_search,
     "planner_speed": planner_speed,
     "planner_unmeasured": planner_unmeasured,
     "kills": kills,

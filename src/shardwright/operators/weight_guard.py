@@ -191,7 +191,7 @@ class GhostWeight(Tensor):
 
 
 _PROPERTIES = (
-    Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_cuda, Tensor.is_meta, Tensor.layout, Tensor.ndim
+    Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_meta, Tensor.layout, Tensor.ndim
 )  # fmt: skip
 # torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
 _SAME_OF_SHARDS = frozenset(

@@ -17,16 +17,7 @@ from shardwright.runtime.executor import Events, Executor
 class RankState:
     """One rank's part of a model, and where each part lies; a :class:`Run` trains it.
 
-    Attributes:
-        model: the plain model's modules with this rank's part of each parameter, under the plain names.
-        loss: the loss on this rank's device; it returns (sum, count).
-        plan: where every tensor lies, and what is done at each layer.
-        world, coord: the ranks, and this rank's index on each axis of the mesh.
-        axes: the axes of the mesh by name, the axis "world" of all ranks, and joint ones such as "dp+tp".
-        parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
-            shards or master weights where a strategy keeps such.
-        offload: the host or disk storage of their state; None unless the layout offloads it.
-        num_steps: how many steps were taken, skipped ones included.
+    Its attributes are those of :class:`Run`, which says what they are.
     """
 
     def __init__(

@@ -103,7 +103,16 @@ def check_run(run: Any, line: str) -> None:
 class Run(RankState):
     """One rank's part of a model under a layout, made by ``parallelize``: it trains, evaluates, predicts and saves.
 
-    Attributes, beside those of :class:`RankState`:
+    Attributes:
+        model: the plain model's modules with this rank's part of each parameter, under the plain names.
+        parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
+            shards or master weights where a strategy keeps such.
+        loss: the loss on this rank's device; it returns (sum, count).
+        plan: where every tensor lies, and what is done at each layer.
+        world, coord: the ranks, and this rank's index on each axis of the mesh.
+        axes: the axes of the mesh by name, the axis "world" of all ranks, and joint ones such as "dp+tp".
+        offload: the host or disk storage of the optimizer's state; None unless the layout offloads it.
+        num_steps: how many steps were taken, skipped ones included.
         rng: the RNG tracker of dropout.
         averages: the averages that :meth:`average` has made.
         weights_read: the files and folders from which ``load_weights`` has filled the model.
