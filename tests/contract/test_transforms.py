@@ -70,3 +70,27 @@ def test_a_gradient_in_the_forward_is_equal_where_no_layer_is_shared_and_else_re
             verify(Force(), line, BATCHES, loss=nn.MSELoss())
     with pytest.raises(PlanError, match="write zero2 in the place of zero3"):
         verify(Force(), "dp2/zero3", BATCHES, loss=nn.MSELoss())
+
+
+class Generated(nn.Module):
+    """Runs a network with weights that another network makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).requires_grad_(False)
+        self.sizes = {name: each.shape for name, each in self.network.named_parameters()}
+        self.seed = nn.Parameter(torch.randn(6))
+        self.maker = nn.Sequential(
+            nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, sum(map(torch.Size.numel, self.sizes.values())))
+        )
+
+    def forward(self, x):
+        parts = self.maker(self.seed).split([size.numel() for size in self.sizes.values()])
+        made = {name: part.view(size) for (name, size), part in zip(self.sizes.items(), parts, strict=True)}
+        return torch.func.functional_call(self.network, made, (x,))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2"])
+def test_a_network_whose_weights_another_makes_stays_whole(line):
+    verdict = verify(Generated(), line, BATCHES, loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)

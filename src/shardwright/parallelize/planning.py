@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
-from shardwright.analysis.marked_inputs import map_samples, packed_in, sample_tensors
+from shardwright.analysis.marked_inputs import map_samples, marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
@@ -228,10 +228,12 @@ def num_rows(tree: Any) -> int:
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",
-            given=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensors",
+            given=f"tensors of shapes {', '.join(map(str, shapes))}"
+            if shapes
+            else f"no tensors{' but those that sw.whole marks' if marks_in(tree) else ''}",
             allowed="one number in dim 0 of all",
-            fix="give every tensor of the batch the samples in dim 0; in each batch and in the example write "
-            "sw.whole(tensor) for one that is the same for all samples, such as positions, and sw.packed(tensor, "
+            fix="give each tensor of the batch, at least one, the samples in dim 0; in each batch and in the example "
+            "write sw.whole(tensor) for one that is the same for all samples, such as positions, and sw.packed(tensor, "
             "counts) for one in which sample i has counts[i] rows, such as patches of pictures, and "
             "sw.per_sample(values) for a list with an entry for each sample, such as pictures of several sizes",
         )

@@ -119,6 +119,7 @@ class Keeping(nn.Module):
         return x + self.table
 
 
+@pytest.mark.filterwarnings("ignore:.*with which it changes the buffer")
 @pytest.mark.parametrize("line", ["mb2", "pp2/gpipe mb2"])
 def test_a_buffer_that_code_of_ones_own_changes_with_every_microbatch_is_refused(line):
     def model(mean):

@@ -155,7 +155,8 @@ class TensorParallel:
 
         Those are layers whose calls depend on activations, as those of experts do, if an axis cuts samples: ranks would
         call different layers, and wait for each other in their collectives. So are layers that are called inside a
-        transform such as ``torch.vmap``, which takes no autograd function of a collective.
+        transform such as ``torch.vmap``, which takes no autograd function of a collective, and those that are called by
+        ``torch.func.functional_call`` with tensors in place of their parameters.
         """
         if job.graph is None or _is_known(job.model):
             return {}
@@ -166,9 +167,12 @@ class TensorParallel:
         selecting = recording.selecting if mode.row_axes else ()
         paths = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
         found = dict.fromkeys(paths, "activations decide whether it is called")
+        layers, used = list(owners(job.model)), recording.parameters_used
         hidden = {call.module for call in recording.calls if call.is_hidden}
-        of_layers = hidden.intersection(path for path, *_ in owners(job.model))
-        return {**found, **dict.fromkeys(of_layers, "it is called inside a transform, as torch.vmap")}
+        found |= dict.fromkeys(hidden.intersection(path for path, *_ in layers), "it is called inside a transform")
+        called = {call.module for call in recording.calls}
+        given = {path for path, _, _, name in layers if path in called and name not in used}
+        return {**found, **dict.fromkeys(given, "it is called with other tensors in place of its parameters")}
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
