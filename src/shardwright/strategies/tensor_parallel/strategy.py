@@ -167,7 +167,7 @@ class TensorParallel:
         selecting = recording.selecting if mode.row_axes else ()
         paths = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
         found = dict.fromkeys(paths, "activations decide whether it is called")
-        layers, used = list(owners(job.model)), recording.parameters_used
+        layers, used = [each for each in owners(job.model) if each[0]], recording.parameters_used
         hidden = {call.module for call in recording.calls if call.is_hidden}
         found |= dict.fromkeys(hidden.intersection(path for path, *_ in layers), "it is called inside a transform")
         called = {call.module for call in recording.calls}
