@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
+from shardwright.analysis.draw_calls import draw_of
 from shardwright.errors import PlanError
 
 NUM, WIDTH = 8, 8
@@ -70,6 +71,11 @@ def test_numbers_that_are_drawn_may_be_indices(line):
     assert verdict.equal, str(verdict)
 
 
+def test_integers_that_stand_for_drawn_ones_are_in_their_range():
+    for args, least in (((20, (5,)), 0), ((3, 20, (5,)), 3)):
+        assert draw_of(torch.randint, args, {}).without_numbers().tolist() == [least] * 5
+
+
 class AsksDtype(nn.Module):
     """Casts to the dtype of a weight of a layer below, and asks for its device."""
 
@@ -98,8 +104,8 @@ class ReshapesInPlace(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, 3)
 
     def forward(self, x):
-        places = torch.arange(x.shape[1], dtype=x.dtype).unsqueeze_(-1)
-        scales = torch.ones(WIDTH, x.shape[1], dtype=x.dtype).t_()
+        places = torch.arange(x.shape[1], dtype=x.dtype, device=x.device).unsqueeze_(-1)
+        scales = torch.ones(WIDTH, x.shape[1], dtype=x.dtype, device=x.device).t_()
         return self.down(torch.relu(self.up(x + places * scales))).mean(1)
 
 

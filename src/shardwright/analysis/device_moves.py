@@ -62,9 +62,8 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     """
     if function == _DEVICE and args[0].is_meta:
         return torch.device(device)
-    if (
-        function is Tensor.type and args[0].is_meta
-    ):  # whose names of types have "meta" in them, which torch knows nowhere
+    if function is Tensor.type and args[0].is_meta:
+        # torch names the type of a meta tensor "torch.meta.FloatTensor", and refuses that name where it takes one
         kind = args[1] if len(args) > 1 else named.get("dtype")
         if kind is None:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()

@@ -28,6 +28,7 @@ from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
+from shardwright.analysis.structure import is_inside
 from shardwright.errors import PlanError
 
 
@@ -142,7 +143,7 @@ def draws_of(
     draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)
-        if place is None and any(not path or f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
+        if place is None and any(is_inside(key[0], module) for module in recording.selecting):
             place = MIXED  # for the samples that a real run selects
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function

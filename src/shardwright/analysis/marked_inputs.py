@@ -1,8 +1,8 @@
-"""Marks values of a batch that are no tensors with the samples in dim 0.
+"""Marks the inputs of a batch that cannot be split into samples along dim 0, as plain tensors can.
 
-These are a tensor for all samples, a tensor of rows of which each sample has some, and a list with an entry for each
-sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors; what takes samples of a
-batch asks for it. The model is called with the tensor or the list itself.
+There are three kinds: a tensor that all samples share, a packed tensor in which each sample has some rows, and a list
+with one entry per sample. A mark is a node of torch's trees, so that casts, copies and moves reach its tensors; what
+takes samples of a batch asks for it. The model is called with the tensor or the list itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ class Whole:
 
     tensor: Tensor
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensor, as the other marks give theirs."""
-        return [self.tensor]
-
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
@@ -39,13 +34,13 @@ class SampleRows:
     counts: tuple[int, ...]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensor, as the other marks give theirs."""
-        return [self.tensor]
+    def num_samples(self) -> int:
+        """The number of samples whose rows the tensor has."""
+        return len(self.counts)
 
     @property
-    def differing(self) -> tuple[int, ...]:
-        """What tells each sample's part from another's in shape: its number of rows."""
+    def shapes(self) -> tuple[int, ...]:
+        """What shape each sample's part has: its number of rows."""
         return self.counts
 
     def of(self, places: Sequence[int]) -> SampleRows:
@@ -61,20 +56,21 @@ class SampleRows:
 
 @dataclass(frozen=True, eq=False)
 class SampleValues:
-    """A list of a batch with an entry for each sample: numbers, text, or dicts of tensors, as of a picture's boxes."""
+    """A list in a batch with one entry per sample: a number, text, or a dict of tensors such as a picture's boxes."""
 
     entries: list[Any]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the entries."""
-        return [leaf for leaf in tree_leaves(self.entries) if isinstance(leaf, Tensor)]
+    def num_samples(self) -> int:
+        """The number of samples: one for each entry."""
+        return len(self.entries)
 
     @property
-    def differing(self) -> tuple[tuple[torch.Size, ...], ...]:
-        """What tells each sample's entry from another's in shape: the shapes of its tensors."""
-        shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, Tensor) else None, self.entries)
-        return tuple(tuple(leaf for leaf in tree_leaves(each) if leaf is not None) for each in shapes)
+    def shapes(self) -> tuple[tuple[torch.Size, ...], ...]:
+        """What shapes the tensors in each sample's entry have."""
+        return tuple(
+            tuple(leaf.shape for leaf in tree_leaves(each) if isinstance(leaf, Tensor)) for each in self.entries
+        )
 
     def of(self, places: Sequence[int]) -> SampleValues:
         """Returns the entries of the samples at these places, in their order."""
@@ -148,7 +144,7 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
 
 
 def per_sample(values: Iterable[Any]) -> SampleValues:
-    """Marks a list among a batch's inputs or targets that has an entry for each sample.
+    """Marks a list in a batch as holding one entry per sample, so that it is split like the batch's tensors.
 
     Each rank and microbatch is given the entries of its own samples, and the model or the loss is called with a list of
     them. A list of numbers, of text, or of dicts whose tensors have unlike numbers of rows is taken for one without a
@@ -189,7 +185,7 @@ def lists_marked(tree: Any) -> Any:
     if not any(map(_may_be_listed, outside)):
         return tree
     sizes = {len(each) for each in outside if isinstance(each, Tensor) and each.dim()}
-    sizes |= {len(each.differing) for each in outside if isinstance(each, SampleRows)}
+    sizes |= {each.num_samples for each in outside if isinstance(each, SampleRows | SampleValues)}
     if not sizes:
         sizes = {len(each) for each in outside if _may_be_listed(each) and _is_of_samples(each)}
     if len(sizes) != 1:  # what is wrong with the others is said where samples are counted
@@ -235,7 +231,7 @@ def map_samples(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, SampleRows | SampleValues):
-            return leaf.of(function(torch.arange(len(leaf.differing))).tolist())
+            return leaf.of(function(torch.arange(leaf.num_samples)).tolist())
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
     if isinstance(tree, Tensor):  # ten times as fast as walking through a tree
@@ -275,25 +271,25 @@ def hint_of_samples(inputs: Any) -> str:
     )
 
 
-def marks_in(tree: Any) -> list[Whole | SampleRows | SampleValues]:
-    """Returns the marks in nested values that have tensors."""
-    if isinstance(tree, Tensor):
+def _marks(tree: Any) -> list[Whole | SampleRows | SampleValues]:
+    if isinstance(tree, Tensor):  # as in most batches, on which no time is spent
         return []
-    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf) and leaf.tensors]
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if is_mark(leaf)]
+
+
+def marks_in(tree: Any) -> list[Whole | SampleRows | SampleValues]:
+    """Returns the marked parts of a batch that have tensors; lists of numbers or text alone are left out."""
+    return [mark for mark in _marks(tree) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(mark))]
 
 
 def packed_in(tree: Any) -> list[SampleRows | SampleValues]:
-    """Returns the marks in nested values of which each sample has a part of its own."""
-    if isinstance(tree, Tensor):
-        return []
-    return [leaf for leaf in tree_leaves(tree, is_leaf=is_mark) if isinstance(leaf, SampleRows | SampleValues)]
+    """Returns the marked parts of a batch of which each sample has its own: packed tensors, and lists of entries."""
+    return [mark for mark in _marks(tree) if isinstance(mark, SampleRows | SampleValues)]
 
 
 def unmarked(tree: Any) -> Any:
-    """Returns nested values as a model or a loss takes them: with the marked tensors and lists, without the marks."""
-    if isinstance(tree, Tensor) or not any(map(is_mark, tree_leaves(tree, is_leaf=is_mark))):
-        return tree
-    return tree_map(_without_mark, tree, is_leaf=is_mark)
+    """Returns a batch's inputs or targets as a model or a loss takes them: with the marked tensors and lists alone."""
+    return tree_map(_without_mark, tree, is_leaf=is_mark) if _marks(tree) else tree
 
 
 def _without_mark(leaf: Any) -> Any:

@@ -114,10 +114,11 @@ class Recording:
     A call of a module uses all of its own parameters. Code that reads one as an attribute uses it. If the forward of
     the module that has the parameter is running then, the read also holds it, and the end of that forward releases it.
     """
-    selecting: set[str] = field(default_factory=set)
+    selecting: dict[str, int] = field(default_factory=dict)
     """The modules whose code selects by a condition on values, as a mixture of experts does.
 
-    The recording took these conditions as true everywhere."""
+    Each has the number of operators that were recorded before it first did so. The recording took these conditions as
+    true everywhere."""
 
     read: list[tuple[str, TensorUse]] = field(default_factory=list)
     """The tensors of which code read a value that only a real run has, each with the module that was running."""
@@ -182,7 +183,7 @@ class Recorded(MetaValues):
 
     def selected(self) -> None:
         """Notes that the running module's code selects by a condition on values, as a mixture of experts does."""
-        self.recording.selecting.add(self.where()[0])
+        self.recording.selecting.setdefault(self.where()[0], len(self.recording.calls))
 
     def read(self, tensor: Tensor) -> None:
         """Notes that the running module's code read a value of ``tensor`` that only a real run has."""
@@ -259,9 +260,8 @@ class _WholeCalls(TorchFunctionMode):
         self._recorded.depth += 1
         self._recorded.transformed += transformed
         try:
-            if (
-                transformed or func not in WHOLE_CALLS
-            ):  # a transform wraps tensors, and its operators take what is inside
+            # a transform wraps tensors, and the operators that it runs take what is inside of them
+            if transformed or func not in WHOLE_CALLS:
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
             # torch's attention makes masks inside, of megabytes for long sequences: no code of the user's reads them
             self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))
@@ -423,7 +423,8 @@ def _record(
             recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
         recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
         for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
-            found += [recorded.use(tensor, "input") for mark in marks for tensor in mark.tensors]
+            found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
+                      if isinstance(tensor, Tensor)]  # fmt: skip
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

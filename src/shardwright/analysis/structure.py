@@ -42,6 +42,15 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules without code of their own: a call of one counts as a call of its children by the same caller."""
 
 
+def is_inside(path: str, module: str) -> bool:
+    """Returns whether the module at ``path`` is the one called ``module``, or inside of it; "" is the whole model.
+
+    >>> is_inside("layers.1.up", "layers.1"), is_inside("layers.10", "layers.1"), is_inside("head", "")
+    (True, False, True)
+    """
+    return not module or f"{path}.".startswith(f"{module}.")
+
+
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's full name.
 

@@ -55,7 +55,7 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def transformed(layer: str) -> PlanError:
+def no_exchange_inside_transform(layer: str) -> PlanError:
     """Returns the error for a collective inside of a transform such as ``torch.vmap``, which wraps the tensors."""
     return PlanError(
         "ranks cannot exchange tensors inside of a transform",
@@ -66,9 +66,10 @@ def transformed(layer: str) -> PlanError:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Returns a context without the transforms, such as ``torch.vmap``, that run a function now.
+    """Returns a context that suspends the transforms of ``torch.func``, such as ``vmap``, in which the caller runs.
 
-    In it a tensor that was not an argument of that function, as a parameter, is no wrapped one.
+    Operators then run on plain tensors, and results are plain. Tensors that a transform has wrapped, which are those
+    made of the transformed function's arguments, cannot be used in it.
     """
     is_inside = torch._C._functorch.peek_interpreter_stack() is not None
     return temporarily_clear_interpreter_stack() if is_inside else nullcontext()
@@ -82,8 +83,8 @@ def _run(function: type[Function], *args: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return cast(Tensor, function.apply(*args))
     if torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
-        raise transformed("a layer that ranks share")
-    with outside_transforms():
+        raise no_exchange_inside_transform("a layer that ranks share")
+    with temporarily_clear_interpreter_stack():
         return cast(Tensor, function.apply(*args))
 
 

@@ -143,7 +143,7 @@ class MeanLoss(nn.Module):
 
 
 _DTYPE = "_dtype_of_mean"
-"""The attribute of a sum in float64 that says in which dtype its mean was computed."""
+"""The name of an attribute of a loss sum: the dtype of the mean loss from which it was made, before it was float64."""
 
 
 def sum_of_mean(mean: Any, targets: Any, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:

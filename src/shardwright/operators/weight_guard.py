@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.structure import GUARDED
-from shardwright.comm.autograd import transformed
+from shardwright.comm.autograd import no_exchange_inside_transform
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 
@@ -97,7 +97,7 @@ class CallGuard:
                     if not self._is_allowed(allowed):
                         raise _called_elsewhere(path, allowed, self._paths)
                     if torch._C._functorch.peek_interpreter_stack() is not None:
-                        raise transformed(f"'{path}', which ranks share")
+                        raise no_exchange_inside_transform(f"'{path}', which ranks share")
                 return forward(*args, **named)
 
             return run
@@ -175,9 +175,9 @@ class GhostWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answers what is the same of a weight and of its shards.
+        """Answers questions about the dtype, the device and the like, which a weight and its shards share.
 
-        Raises: PlanError: the call needs more.
+        Raises: PlanError: any other function is called with the stand-in.
         """
         weight, path, name = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))._of
         if func in _SAME_OF_SHARDS:
@@ -190,10 +190,8 @@ class GhostWeight(Tensor):
         )
 
 
-_PROPERTIES = (
-    Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_meta, Tensor.layout, Tensor.ndim
-)  # fmt: skip
-# torch's type stubs declare these properties, which are written in C, as plain attributes without a getter
+_PROPERTIES = (Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor.is_meta, Tensor.layout, Tensor.ndim)
+# union-attr: torch's type stubs declare these properties, which C defines, as plain attributes without a getter
 _SAME_OF_SHARDS = frozenset(
     (*(each.__get__ for each in _PROPERTIES),  # type: ignore[union-attr]
      Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.dim, Tensor.get_device,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.structure import kind_of
+from shardwright.analysis.structure import is_inside, kind_of
 from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError, fix_for
 from shardwright.formatting import format_bytes
@@ -108,7 +108,7 @@ def first_rank_with(plan: Plan, path: str) -> int:
     For a module without parameters it is the first rank that calls the module. If no such rank is found it is 0, as for
     a module without parameters in a layout without pipeline stages. ``path`` is the module's name.
     """
-    inside = [use.parameter for use in plan.uses if path == "" or f"{use.module}.".startswith(f"{path}.")]
+    inside = [use.parameter for use in plan.uses if is_inside(use.module, path)]
     for coord in plan.mesh.coords([axis for axis in plan.mesh.axes if axis in mesh_axes("stages")]):
         at = {**dict.fromkeys(plan.mesh.axes, 0), **coord}
         if any(plan.compute[name].num_elements(at) for name in inside) or (not inside and _calls(plan, at, path)):

@@ -56,7 +56,7 @@ class NoSampleChecker:
     def _found(self, inputs: Any) -> str:
         """Returns what the model raises without samples; "" if nothing, or if it fails on the meta device anyway."""
         if packed_in(inputs):
-            return "what is not known of an input that sw.packed marks"
+            return "what is not known of packed rows and lists of samples"
         plain = None if self._plain is None else self._plain()
         if plain is None:
             return ""

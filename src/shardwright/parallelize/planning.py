@@ -224,7 +224,7 @@ def num_rows(tree: Any) -> int:
         no tensors.
     """
     shapes = [tuple(each.shape) for each in sample_tensors(tree)]
-    sizes = {shape[0] for shape in shapes if shape} | {len(each.differing) for each in packed_in(tree)}
+    sizes = {shape[0] for shape in shapes if shape} | {each.num_samples for each in packed_in(tree)}
     if len(sizes) != 1 or () in shapes:
         raise LayoutError(
             "the tensors of a batch have different numbers of samples, or none",

@@ -219,7 +219,7 @@ class _Alone(NamedTuple):
 
 
 class PassShares(NamedTuple):
-    """How the seconds of one microbatch divide into forward, input gradient and weight gradient; they add up to 1."""
+    """The fractions of a microbatch's compute time for forward, input gradient and weight gradient; they sum to 1."""
 
     forward: float = 1 / 3
     inputs: float = 1 / 3

@@ -479,7 +479,7 @@ def plan_layouts(
     loss = loss_for(loss, model)
     batch = _pair(batch, loss)
     began, spent, model_plans = process_time(), [0.0], ModelPlans(model)
-    rows_of = [mark.differing for mark in packed_in(batch)]  # samples differ in nothing else
+    rows_of = [mark.shapes for mark in packed_in(batch)]  # samples differ in nothing else
     kept = RecordsFile.of(keep_in, model, loss, first_rows(batch, 1), rows_of, cluster.device.type, dict(roles))
 
     def record(each: Layout, samples: int, most_whole: int | None = None, given: Any = None) -> LayoutRecords:

@@ -179,19 +179,25 @@ def verify(
     )
     if dtype is not None:
         return compared(dtype)
-    no_result = partial(_error_in, model=model, loss=loss, batch=batches[0])
     try:
         verdict = compared(torch.float64)
-    except Exception as failure:  # the model's own code may raise anything in a dtype that it does not run in
-        refused = isinstance(failure, LayoutError | PlanError) and not isinstance(failure.__cause__, RuntimeError)
-        if refused or (why := no_result(torch.float64)) is None or no_result(torch.float32) is not None:
+    except Exception as failure:  # a model's own code may raise anything in a dtype that it does not run in
+        if isinstance(failure, LayoutError | PlanError) and not isinstance(failure.__cause__, RuntimeError):
+            raise  # of the layout or the model's kind, whatever the dtype
+        why = _only_in_float32(model, loss, batches[0])
+        if not why:
             raise
     else:
-        if math.isfinite(verdict.loss_error) or (why := no_result(torch.float64)) is None:
-            return verdict
-        if no_result(torch.float32) is not None:
+        why = "" if math.isfinite(verdict.loss_error) else _only_in_float32(model, loss, batches[0])
+        if not why:
             return verdict
     return replace(compared(torch.float32), only_float32=why)
+
+
+def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
+    """Returns why plain torch has no result of a step in float64, if it has one in float32; "" otherwise."""
+    why = _error_in(torch.float64, model, loss, batch)
+    return why if why is not None and _error_in(torch.float32, model, loss, batch) is None else ""
 
 
 def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
@@ -206,7 +212,7 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
     try:
         found, _ = sum_and_count(copy.deepcopy(loss)(call_model(own, inputs), unmarked(targets)))
         found.backward()
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
     has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return f"its loss is {found.item()}" if has_values and not found.isfinite() else None

@@ -158,14 +158,12 @@ def reference(
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
         outcome.losses.append(mean.item())
         outcome.loss_dtype = loss_dtype(sums[0][0])
-        if _bits([loss_sum]) >= _bits(model.parameters()):
-            scaled, factor = mean, scale
-        else:  # a loss in float32 would round 1 / divisor, and with it every gradient
-            scaled, factor = loss_sum, divisor * scale
-        (scaled * scale if scale != 1 else scaled).backward()
+        # a loss in float32 would round 1 / divisor, and with it every gradient
+        is_wide = _bits([loss_sum]) >= _bits(model.parameters())
+        ((mean if is_wide else loss_sum) * scale).backward()
         for parameter in model.parameters():
-            if parameter.grad is not None and factor != 1:  # a new tensor: parameters may share a gradient
-                parameter.grad = parameter.grad / factor
+            if parameter.grad is not None:  # a new tensor: parameters may share a gradient
+                parameter.grad = parameter.grad / (scale if is_wide else divisor * scale)
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
             largest = EPS * _largest(outcome.gradients)

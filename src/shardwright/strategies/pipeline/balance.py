@@ -42,7 +42,7 @@ Those above ``UNEVEN`` are for parameters alone, beside work that is at most tha
 
 
 class StageShares:
-    """Computes how much of a model's work and parameters each stage has, for given boundaries of the chunks.
+    """Computes the share of compute and of parameters that each pipeline stage gets, for given chunk boundaries.
 
     ``works`` are those of the calls, ``uses`` the names of the parameters that each uses, ``sizes`` the bytes of all,
     and ``stage_of`` the stage of each chunk. A parameter that no call uses is held by the first stage.

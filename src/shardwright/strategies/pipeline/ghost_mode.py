@@ -155,29 +155,25 @@ class GhostMode(TorchFunctionMode):
             number = self._at
             is_ghost = not self._first <= number < self._stop
             if is_ghost:
-                self._run_pre_hooks(path, module, args, named)
+                self._run_hooks("_forward_pre_hooks", path, module, args, named)
             results = self._event(event, takes, given, original, args, named)
             if is_ghost:
-                self._run_hooks(path, module, args, named, results)
+                self._run_hooks("_forward_hooks", path, module, args, named, results)
             return results
 
         return call
 
-    def _run_pre_hooks(self, path: str, module: nn.Module, args: Any, named: Any) -> None:
-        """Runs the user's own hooks on the ghosts that a module is given: they may collect them for other code."""
-        plain = self._plain[path]
-        for number, recorded in list(plain._forward_pre_hooks.items()):
-            hook = module._forward_pre_hooks.get(number, recorded)
-            with self._natively():
-                hook(module, args, *([named] if number in plain._forward_pre_hooks_with_kwargs else []))
+    def _run_hooks(self, kind: str, path: str, module: nn.Module, args: Any, named: Any, *results: Any) -> None:
+        """Runs the user's own hooks on the ghosts that a module takes and gives: they may keep them for other code.
 
-    def _run_hooks(self, path: str, module: nn.Module, args: Any, named: Any, results: Any) -> None:
-        """Runs the user's own hooks on the ghosts of a module's results, as :meth:`_run_pre_hooks`."""
-        plain = self._plain[path]
-        for number, recorded in list(plain._forward_hooks.items()):
-            hook = module._forward_hooks.get(number, recorded)  # that of this model, where it keeps what it is given
+        ``kind`` is torch's name of the module's dict of hooks. Run are the hooks that the recorded model had, as this
+        model has them: a hook may keep what it is given on its own model.
+        """
+        recorded, own = (getattr(each, kind) for each in (self._plain[path], module))
+        with_named = getattr(self._plain[path], f"{kind}_with_kwargs")
+        for number, hook in list(recorded.items()):
             with self._natively():
-                hook(module, args, *([named] if number in plain._forward_hooks_with_kwargs else []), results)
+                own.get(number, hook)(module, args, *([named] if number in with_named else []), *results)
 
     def _event(
         self, event: ForwardEvent, takes: tuple[Any, ...], given: Sequence[Tensor], call: Any, args: Any, named: Any

@@ -65,9 +65,10 @@ it cuts at all.
 """
 
 ENOUGH = 0.5
-"""The share of the FLOPs that must be cut for it not to be little, and of the parameter bytes for known layers to stay.
+"""Half: a plan that tensor-parallelizes less than this share of a model's FLOPs is replaced by one that does, if any.
 
-Of a model with hooks or ``nn.MultiheadAttention``, known layers that cut this share of the bytes are cut in any case.
+It is also the share of parameter bytes from which a model with hooks or ``nn.MultiheadAttention`` keeps the plan for
+known layers, whatever a recorded forward would cut.
 Of the models of docs/models.md the known layers cut at most 0.43 or at least 0.57, so any share in between decides the
 same there.
 """

@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from shardwright.analysis.marked_inputs import marks_in
-from shardwright.analysis.structure import has_hooks, owners
+from shardwright.analysis.model_graph import RecordedRun
+from shardwright.analysis.structure import has_hooks, is_inside, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -154,25 +155,28 @@ class TensorParallel:
         """Returns the layers that ranks may not share in the way they are called, each with the reason.
 
         Those are layers whose calls depend on activations, as those of experts do, if an axis cuts samples: ranks would
-        call different layers, and wait for each other in their collectives. So are layers that are called inside a
-        transform such as ``torch.vmap``, which takes no autograd function of a collective, and those that are called by
-        ``torch.func.functional_call`` with tensors in place of their parameters.
+        call different layers, and wait for each other in their collectives. What a module calls before it selects by
+        values is not among them. So are layers that are called inside a transform such as ``torch.vmap``, which takes
+        no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in place
+        of their parameters.
         """
-        if job.graph is None or _is_known(job.model):
+        run = None if _is_known(job.model) else _recorded(job)
+        if run is None:
             return {}
-        try:
-            recording = job.graph.run.recording
-        except Exception:  # of the user's forward, without values
-            return {}
-        selecting = recording.selecting if mode.row_axes else ()
-        paths = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
-        found = dict.fromkeys(paths, "activations decide whether it is called")
-        layers, used = [each for each in owners(job.model) if each[0]], recording.parameters_used
-        hidden = {call.module for call in recording.calls if call.is_hidden}
-        found |= dict.fromkeys(hidden.intersection(path for path, *_ in layers), "it is called inside a transform")
-        called = {call.module for call in recording.calls}
-        given = {path for path, _, _, name in layers if path in called and name not in used}
-        return {**found, **dict.fromkeys(given, "it is called with other tensors in place of its parameters")}
+        calls, found = run.recording.calls, dict[str, str]()
+        for module, first in run.recording.selecting.items() if mode.row_axes else ():
+            later = {call.module for call in calls[first:]} - {module}
+            found |= dict.fromkeys(
+                sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
+            )
+        used, called = run.recording.parameters_used, {call.module for call in calls}
+        hidden = {call.module for call in calls if call.is_hidden}
+        for path, _, _, name in owners(job.model):
+            if path and path in hidden:
+                found[path] = "it is called inside a transform"
+            elif path and path in called and name not in used:
+                found[path] = "it is called with other tensors in place of its parameters"
+        return found
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> AppliedStrategy:
         """Replaces the forwards of this rank's modules and loss with tensor-parallel ones.
@@ -207,13 +211,18 @@ class TensorParallel:
 
 def _cuts_little_work(known: Plan, job: Job) -> bool:
     """Returns whether a record of the forward tells that ``known`` cuts less than half of the FLOPs, as of a table."""
-    if job.graph is None:
+    run = _recorded(job)
+    if run is None:
         return False
+    return work_cut(replace(known, work=operator_work(known, run.recording, run.axes))) < ENOUGH
+
+
+def _recorded(job: Job) -> RecordedRun | None:
+    """Returns the record of the model's forward; None without an example, or for a forward that cannot be recorded."""
     try:
-        run = job.graph.run
-        return work_cut(replace(known, work=operator_work(known, run.recording, run.axes))) < ENOUGH
-    except Exception:  # of the user's forward, without values
-        return False
+        return None if job.graph is None else job.graph.run
+    except Exception:  # recording runs the user's forward on tensors without values, and that may raise anything
+        return None
 
 
 def _is_known(model: nn.Module) -> bool:
