@@ -256,6 +256,14 @@ def test_no_words_of_a_picture_overlap_or_cross_its_edge(timelines):
     assert all(box.x0 >= 0 and box.x1 <= edge.x1 and box.y0 >= 0 and box.y1 <= edge.y1 for _, box in shown)
 
 
+def test_the_headings_of_a_measured_picture_are_whole_since_they_leave_out_the_title():
+    line = "pp2/interleaved:v2 mb4 dp2/zero1 tp2"
+    predicted, measured = (one_f_one_b(2, 4, 1e-2, name=f"{line}, {what}") for what in ("predicted", "measured"))
+    words = words_of(timelines_figure([predicted.at_speed_of(measured), measured], title=line))
+    assert {line, "predicted (scaled)", "measured"} <= {*words}
+    assert not [each for each in words if each.endswith("\N{HORIZONTAL ELLIPSIS}")]
+
+
 def test_a_microbatch_is_written_inside_its_action_wherever_there_is_room():
     figure = timelines_figure([one_f_one_b(4, 8)])
     axes = figure.axes[0]

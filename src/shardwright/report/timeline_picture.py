@@ -74,13 +74,16 @@ def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> 
     sizes = _Sizes(unit, longest / unit.size_s or 1.0, row, max(max(o.peaks, default=0) for o in drawn))
     figure = new_figure(_TOP + sum(_HEAD + _height(outline, sizes) + _AXIS + _GAP for outline in drawn))
     words = _write(figure, WIDTH - LEFT, 0.42, times_as_long(drawn), 5.5, ha="right", fontsize=11, color=MUTED)
-    _write(figure, LEFT, 0.42, title, WIDTH - 2 * LEFT - 0.3 - _inches(words), fontsize=16, weight="bold")
+    room = WIDTH - 2 * LEFT - 0.3 - _inches(words)
+    _write(figure, LEFT, 0.42, title, room, least=10.5, fontsize=16, weight="bold")
     _draw_legend(figure, drawn)
     top = _TOP
     for outline in drawn:
         summary = outline.summary if outline.makespan_s else ""
         words = _write(figure, _END, top, summary, 6.0, ha="right", fontsize=11, color=MUTED)
-        _write(figure, LEFT, top, outline.name, _END - LEFT - 0.3 - _inches(words), fontsize=12, weight="bold")
+        name = outline.name.removeprefix(f"{title}, ")  # the title is written above
+        room = _END - LEFT - 0.3 - _inches(words)
+        _write(figure, LEFT, top, name, room, fontsize=12, weight="bold")
         top += _HEAD
         _draw_timeline(figure, top, outline, sizes)
         top += _height(outline, sizes) + _AXIS + _GAP
@@ -267,14 +270,19 @@ def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
     return mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
 
 
-def _write(figure: Figure, x: float, y: float, words: str, room: float, **style: Any) -> Text:
-    """Writes text at inches from the top left, cut to ``room`` inches; letters that the font lacks become squares."""
+def _write(figure: Figure, x: float, y: float, words: str, room: float, least: float = 0.0, **style: Any) -> Text:
+    """Writes text at inches from the top left, cut to ``room`` inches; letters that the font lacks become squares.
+
+    With ``least`` the letters become smaller, down to so many points, before the text is cut.
+    """
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
     shown = "".join(letter if font.get_char_index(ord(letter)) else "\N{WHITE SQUARE}" for letter in words[:200])
     style = {"va": "center", "color": INK, **style}
     text = figure.text(x / WIDTH, 1 - y / figure.get_figheight(), shown, parse_math=False, **style)
+    if least and _inches(text) > room:
+        text.set_fontsize(max(least, 0.99 * float(text.get_fontsize()) * room / _inches(text)))
     while shown and _inches(text) > room:
         shown = shown[: min(len(shown) - 1, round(len(shown) * room / _inches(text)))]
         text.set_text(f"{shown}\N{HORIZONTAL ELLIPSIS}")
