@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
 from shardwright.plan.plan import Job
-from shardwright.report.memory import draw_memory, memory_data, memory_text, predicted_accounts
+from shardwright.report.memory import draw_memory, memory_data, memory_figure, memory_text, predicted_accounts
 
 MODEL = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 BATCH = (torch.ones(8, 16), torch.zeros(8, dtype=torch.int64))
@@ -45,3 +46,17 @@ def test_the_data_add_up(predicted):
 def test_the_picture_is_drawn(predicted, tmp_path):
     path = draw_memory(tmp_path / "memory.png", "dp2 tp2", predicted, predicted)
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("line", ["dp2 tp2", "pp2 mb4", "pp2 mb16"])
+def test_no_two_labels_below_a_picture_lie_on_each_other(line):
+    accounts = predicted_accounts(
+        Job(MODEL, CrossEntropy()), Layout.parse(line), (BATCH[0].repeat(2, 1), BATCH[1].repeat(2))
+    )
+    figure = memory_figure(line, accounts, accounts)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        labels = [each for each in axes.get_xticklabels() if each.get_text()]
+        assert len(labels) > 2 or "pp" not in line
+        boxes = [each.get_window_extent() for each in labels]
+        assert all(one.x1 < other.x0 for one, other in pairwise(boxes))

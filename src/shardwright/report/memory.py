@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwright import devices
 from shardwright.axes import mesh_axes
@@ -16,14 +16,20 @@ from shardwright.ledger.tracking import ELSEWHERE, KINDS, MemoryAccount
 from shardwright.mesh import Coord, Mesh
 from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job, Plan
-from shardwright.report.drawing import INK, MUTED, RULE, add_title, new_figure, save_figure
+from shardwright.report.drawing import INK, MUTED, RULE, WIDTH, add_title, new_figure, save_figure
 from shardwright.report.show import table_of, table_text
+
+if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that draw import it themselves
+    from matplotlib.figure import Figure
 
 MOST_RANKS = 8
 """The number of ranks above which only the first rank of each pipeline stage is listed."""
 
 _SHADES = ("#08519c", "#b3d3e8", "#4a98c9", "#c9ced3", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#7f3c8d")
 _COLOURS = dict(zip(KINDS, _SHADES, strict=True))
+
+_PANEL, _LETTER = 0.72, 0.085
+"""The share of a picture's width below its curves, and the inches that a letter of their tick labels takes."""
 
 _HEADS = {"parameters": "params", "gradients": "grads", "optimizer": "AdamW", "activations": "acts"}
 """Shorter names of kinds of memory, for the heads of columns."""
@@ -148,6 +154,11 @@ def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts 
 
     Measured memory, if given, is drawn below the predicted memory. Returns the path.
     """
+    return save_figure(memory_figure(title, predicted, measured), path)
+
+
+def memory_figure(title: str, predicted: Accounts, measured: Accounts | None = None) -> Figure:
+    """Returns the matplotlib figure that :func:`draw_memory` saves."""
     rank = max(predicted, key=lambda each: predicted[each].peak_bytes)
     panels = [("predicted", predicted[rank])] + ([("measured", measured[rank])] if measured else [])
     height = 0.55 + 2.9 * len(panels)
@@ -156,12 +167,28 @@ def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts 
     most = max(account.peak_bytes for _, account in panels)
     for number, (name, account) in enumerate(panels):
         bottom = (0.45 + 2.9 * (len(panels) - 1 - number)) / height
-        axes = figure.add_axes((0.1, bottom, 0.72, 2.1 / height))
+        axes = figure.add_axes((0.1, bottom, _PANEL, 2.1 / height))
         _stack(axes, account, most, name)
         if number == 0:
             axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=10, labelcolor=INK,
                         reverse=True)  # fmt: skip
-    return save_figure(figure, path)
+    return figure
+
+
+def _apart(places: Sequence[int], labels: Sequence[str], inches: float) -> list[int]:
+    """Returns the places whose labels do not touch one that is kept behind them; a place is ``inches`` wide.
+
+    >>> _apart([0, 1, 20], ["begin", "0F0", "0F1"], inches=0.05)
+    [1, 20]
+    """
+    kept: list[int] = []
+    edge = float("inf")
+    for place, label in sorted(zip(places, labels, strict=True), reverse=True):
+        half = (len(label) + 1) * _LETTER / 2
+        if place * inches + half <= edge:
+            kept.append(place)
+            edge = place * inches - half
+    return kept[::-1]
 
 
 def _stack(axes: Any, account: MemoryAccount, most: int, name: str) -> None:
@@ -176,6 +203,7 @@ def _stack(axes: Any, account: MemoryAccount, most: int, name: str) -> None:
     )  # fmt: skip
     starts = [i for i, moment in enumerate(moments) if i == 0 or moments[i - 1].action != moment.action]
     few = starts[:: -(-len(starts) // 24)]  # at most 24 labels fit below the axis
+    few = _apart(few, [moments[i].action for i in few], _PANEL * WIDTH / max(len(moments) - 1, 1))
     axes.set_xticks(few, [moments[i].action for i in few], fontsize=9, color=MUTED)
     axes.set_xlim(0, max(len(moments) - 1, 1))
     axes.set_ylim(0, most / unit * 1.08)
