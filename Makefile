@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures bench bench-smallest tables format dist clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures pictures bench bench-smallest tables format dist clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -150,6 +150,12 @@ plans: $(READY) ## docs/plans.json: the prices that docs/which_layout.md shows (
 
 strategy-pictures: $(READY) ## docs/pictures/strategies, of runs that are compared with one device first (a minute)
 	$(BIN)/python tools/strategy_pictures.py
+
+pictures: $(READY) ## the README's three pictures, of runs that are made for them (6 minutes, with nothing else to do)
+	$(BIN)/python examples/demo.py --out build/demo
+	cp build/demo/demo.png docs/pictures/demo.png
+	$(BIN)/shardwright show --layout "pp2/zb-h1 mb4" --measured --timeline docs/pictures/pipeline.png
+	$(BIN)/shardwright show --layout "pp2 mb4 recompute:selective" --memory --measured --memory-png docs/pictures/memory.png
 
 bench: $(READY) ## the committed benchmarks, measured again
 	$(BIN)/python -m benchmarks
