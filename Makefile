@@ -79,7 +79,7 @@ $(BROWSER_READY): constraints-browser.txt
 	  --constraint constraints-browser.txt selenium pytest pytest-timeout
 	@touch $@
 
-test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and the site if it is built (2 minutes)
+test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and the site if it is built (3 minutes)
 	SHARDWRIGHT_PYTHON=$(BIN)/python $(BROWSER)/bin/python -m pytest -q -rs tests_browser/test_pages.py tests_browser/test_site.py
 
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and real Slurm and Open MPI where they are installed (5 minutes)
@@ -151,7 +151,7 @@ plans: $(READY) ## docs/plans.json: the prices that docs/which_layout.md shows (
 strategy-pictures: $(READY) ## docs/pictures/strategies, of runs that are compared with one device first (a minute)
 	$(BIN)/python tools/strategy_pictures.py
 
-pictures: $(READY) ## the README's three pictures, of runs that are made for them (6 minutes, with nothing else to do)
+pictures: $(READY) ## the README's three pictures, of runs that are made for them (3 minutes, with nothing else to do)
 	$(BIN)/python examples/demo.py --out build/demo
 	cp build/demo/demo.png docs/pictures/demo.png
 	$(BIN)/shardwright show --layout "pp2/zb-h1 mb4" --measured --timeline docs/pictures/pipeline.png
