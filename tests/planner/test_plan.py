@@ -26,6 +26,7 @@ from shardwright.planner import records as recording
 from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.memory import memory_by_stage, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
+from shardwright.planner.plan_results import Plans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
@@ -312,8 +313,40 @@ def test_a_plan_has_the_number_of_parameters_and_the_notes_of_its_text_as_data()
     said = found.to_dict()
     assert said["num_parameters"] == 4 * (16 * 16 + 16)
     assert f"{said['num_parameters']:,} parameters; a step has 8 samples" in found.text()
-    assert [each.partition(": ")[0] for each in said["notes"]] == ["interval", "guesses", "gradients"]
+    assert [each.partition(": ")[0] for each in said["notes"]] == ["interval", "guesses", "memory", "gradients"]
     assert all(each.partition(": ")[2] in found.text() for each in said["notes"])
+
+
+def test_a_plan_says_that_a_network_is_assumed_until_a_file_gives_it_and_that_narrow_weights_have_no_masters(tmp_path):
+    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), (torch.ones(8, 16), torch.zeros(8).long())
+
+    def said(cluster, model=model):
+        found = plan_layouts(model, cluster, batch, layout="dp4 bf16")
+        sources = {row["name"]: row["source"] for row in found.constants()}
+        return dict(found.notes()), sources["between_nodes"]
+
+    assert said("h100-80gb:1x4")[0].keys() == {"interval", "guesses", "memory"}
+    notes, source = said("h100-80gb:2x2")
+    assert notes["network"].startswith("25 GB/s of each accelerator to other nodes are assumed")
+    assert source == "guess"
+    assert "under dp8/zero3" in notes["interval"]
+    own = tmp_path / "ours.toml"
+    own.write_text('profile = "h100-80gb"\nnodes = "2x2"\nbetween_nodes_GB_per_s = 50\n')
+    assert said(str(own)) == ({name: each for name, each in notes.items() if name != "network"}, "datasheet")
+    other = tmp_path / "theirs.toml"
+    other.write_text('profile = "h100-80gb"\nnodes = "2x2"\nmemory_GB = 90\n')
+    assert "network" in said(str(other))[0]
+    narrow = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16()
+    assert "without master weights in float32" in said("h100-80gb:1x4", narrow)[0]["weights"]
+
+
+def test_a_runner_up_within_one_percent_is_called_a_tie():
+    price = priced("dp2 bf16", 6)
+    ending = "a difference under 1% says nothing about which is faster"
+    for times, is_tie in ((1.004, True), (0.996, True), (1.02, False)):
+        other = price._replace(step_s=price.step_s * times)
+        plans = Plans(plan_cluster(price.layout), (price, other), 8, 8)
+        assert (ending in plans.text()) is is_tie, times
 
 
 def test_labels_shorter_than_ids_are_an_error_of_the_plan():
@@ -348,7 +381,8 @@ def test_a_long_search_says_on_standard_error_what_it_has_priced(monkeypatch, qu
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     (best,) = [row["layout"] for row in json.loads(found.stdout)["layouts"]]
-    assert (f"priced {best}: " in found.stderr) is (quiet_s < 0)
+    for said in (f"priced {best}: ", " layouts; the best are rehearsed and priced ("):
+        assert (said in found.stderr) is (quiet_s < 0)
     assert not logging.getLogger("shardwright.planner").handlers
 
 

@@ -362,8 +362,11 @@ def show(
         draw_layout(description, png)
     text = "" if as_json else show_text(description, width)
     if with_memory:
+        if not as_json:  # a large model's step is rehearsed for minutes
+            emit({}, text, as_json=False)
+            text = ""
         found, ledger = ledger_of(config, job, batch, backend, memory_png, width, measured=measured)
-        description, text = {**description, "memory": found}, f"{text}\n{ledger}"
+        description, text = {**description, "memory": found}, text + ledger
     description, text = {**description, **seen}, text + timelines
     if explain is not None:
         module, text = explanation_of(job, layout, inputs, explain)

@@ -22,7 +22,7 @@ from shardwright.layout import Layout
 
 if TYPE_CHECKING:
     from shardwright.planner.explain import PriceDifference
-    from shardwright.planner.plans import Plans
+    from shardwright.planner.plan_results import Plans
     from shardwright.train.config import TrainConfig
 
 

@@ -151,7 +151,7 @@ def _device_in(path: str, table: Mapping[str, Any]) -> Device:
         "is it with sparsity?"
         for name, peak in found.peaks if peak > MOST_OVER * own.get(name, peak)
     ]  # fmt: skip
-    return replace(found, notes=tuple(notes))
+    return replace(found, notes=tuple(notes), assumes_network="between_nodes_GB_per_s" not in table)
 
 
 def _constants_in(path: str, table: Mapping[str, Any]) -> Constants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ class Device:
     Memory is in bytes, and each bandwidth in bytes per second one way: that of the memory, of the links to accelerators
     of the node, of the accelerator's link to other nodes, and of that to the host's memory. ``host_memory_bytes`` is
     the memory of a node's host, None if it is not known. ``type`` is the device type of torch, ``source`` names the
-    datasheet, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
+    datasheet, ``assumes_network`` says that the bandwidth between nodes is not on it, but that of a network that is
+    usual, and ``notes`` are warnings of the file's reader. :func:`profile` returns a device by name.
 
     >>> device = profile("a100-80gb")
     >>> device.peak("bf16") == 312e12, device.memory_bytes == 80e9, device.warnings
@@ -50,6 +51,7 @@ class Device:
     host_bytes_per_s: float = USUAL_HOST_GB_PER_S * 1e9
     host_memory_bytes: float | None = None
     notes: tuple[str, ...] = ()
+    assumes_network: bool = False
 
     def peak(self, precision: str) -> float:
         """Returns the peak FLOP/s in a precision (fp32, bf16, fp16), or that in fp32 if the profile lacks it."""
@@ -108,7 +110,8 @@ def profile(name: str) -> Device:
     if name not in known:
         allowed = f"{', '.join(sorted(known))}, or a TOML file"
         raise PlanError("no such accelerator", given=name, allowed=allowed, fix=fix_for(name, sorted(known)))
-    return device_of(name, tomllib.loads(known[name].read_text(encoding="utf-8")))
+    found = device_of(name, tomllib.loads(known[name].read_text(encoding="utf-8")))
+    return replace(found, assumes_network=True)
 
 
 def device_of(name: str, table: Mapping[str, Any]) -> Device:

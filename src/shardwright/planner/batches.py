@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.errors import LayoutError
-from shardwright.planner.plans import Plans
+from shardwright.planner.plan_results import Plans
 
 
 @dataclass(frozen=True)

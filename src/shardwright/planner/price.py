@@ -30,6 +30,9 @@ MOVED_SHARE = 1 / 3
 """The share of offloaded bytes that goes to the host as gradients, and comes back as parameters: beside each parameter
 the host holds two moments of its size."""
 
+UTILISATION = 0.4
+"""The share of the peak FLOP/s that a baseline takes every layout to reach."""
+
 LEFT = 0.92
 """The share of a device's memory that a layout may take by default."""
 

@@ -203,6 +203,7 @@ class _Search:
     def __init__(self, estimator: Estimator, record: Recorder, wanted: SearchConstraints, found: SearchResult) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
         self.estimates = {str(each.layout): each for each in _estimates(estimator, wanted, found)}
+        LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")
         self.tried: set[str] = set()
         self.done: set[tuple[object, ...]] = set()
 

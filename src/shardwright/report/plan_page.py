@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shardwright.formatting import format_decimal_bytes, format_seconds
 from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
-from shardwright.planner.plans import UTILISATION, Plans
+from shardwright.planner.plan_results import Plans
+from shardwright.planner.price import UTILISATION
 from shardwright.report.charts import Bar, bar_list
 from shardwright.report.page import fact_list, html_table, section, write_html
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.formatting import format_seconds
 from shardwright.planner.explain import name_of_part, parts_of_step
-from shardwright.planner.plans import Plans
+from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import Price
 from shardwright.report.drawing import COLOURS, DPI, INK, LEFT, MUTED, RULE, WIDTH, add_title, new_figure, save_figure
 

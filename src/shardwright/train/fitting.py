@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright import devices
+from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.formatting import first_line, format_bytes
@@ -62,7 +63,8 @@ def check_takes(
     least = min(config.batch, len(data))
     if config.last_step >= order.num_steps_per_epoch:  # the last batch of an epoch may be smaller
         least = len(data) % config.batch or least
-    failure, is_large = failure_on_meta(model, loss, batch), sum(p.nbytes for p in model.parameters()) > _SMALL
+    is_large = sum(p.nbytes for p in model.parameters()) > _SMALL
+    failure = failure_on_meta(model, loss, batch, guesses=is_large and not builds_large)
     none = _failure_on_none(model, loss, batch) if failure is None and builds_large and least < num else None
     if none is not None:
         sizes = range(num, min(len(data), config.batch + 2 * num) + 1)
@@ -96,9 +98,20 @@ def check_takes(
     ) from failure
 
 
-def failure_on_meta(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
-    """Returns the exception of a forward of ``model`` and ``loss`` on the meta device; None if there is none."""
-    return _failure(model, loss, on_device(batch, torch.device("meta")))
+def failure_on_meta(
+    model: nn.Module, loss: nn.Module, batch: tuple[Any, Any], *, guesses: bool = False
+) -> Exception | None:
+    """Returns the exception of a forward of ``model`` and ``loss`` on the meta device; None if there is none.
+
+    With ``guesses`` code that reads values, such as whether a mask is all ones, runs once more as a plan runs it, where
+    a condition on values counts as true.
+    """
+    on_meta_device = on_device(batch, torch.device("meta"))
+    failure = _failure(model, loss, on_meta_device)
+    if failure is None or not guesses:
+        return failure
+    with on_meta(model, guess=True):
+        return None if _failure(model, loss, on_meta_device) is None else failure
 
 
 def _failure_on_none(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:

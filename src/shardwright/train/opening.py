@@ -68,7 +68,7 @@ def opened_example(config: TrainConfig) -> tuple[nn.Module, nn.Module, tuple[Any
         model, loss, _, data = opened(config)
         if config.data != TrainConfig.data:
             check_takes(config, model, loss, data, builds_large=False)
-        elif failure_on_meta(model, loss, global_batch(data, range(1))) is not None:
+        elif failure_on_meta(model, loss, global_batch(data, range(1)), guesses=True) is not None:
             return model, loss, None
     except PlanError:
         if config.data != TrainConfig.data:

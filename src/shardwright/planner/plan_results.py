@@ -1,0 +1,240 @@
+"""``Plans``: the predicted prices of layouts on a cluster, the best first, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.axes import layout_axes, mesh_axes
+from shardwright.cost.cluster import Cluster
+from shardwright.devices import HOST
+from shardwright.planner.anchors import UNKNOWN, UNMEASURED, StepTimes, TimeScale
+from shardwright.planner.explain import PriceDifference
+from shardwright.planner.memory import host_bytes, offloaded_bytes
+from shardwright.planner.plan_text import notes_of, text_of, warnings_of
+from shardwright.planner.price import LEFT, UTILISATION, Price
+from shardwright.planner.search import SearchResult, host_fits
+
+
+@dataclass(frozen=True, repr=False)
+class Plans:
+    """The predicted prices of layouts on a cluster, the best layout first; ``print`` shows them as the command does.
+
+    ``batch`` is the number of samples and ``tokens`` that of tokens in a global batch. ``memory_limit`` is the share of
+    a device's memory that a layout may take. ``seconds`` has the CPU seconds that the prediction took: "records" for
+    rehearsals, and "search" for the rest.
+    """
+
+    cluster: Cluster
+    layouts: tuple[Price, ...]
+    batch: int
+    tokens: int
+    memory_limit: float = LEFT
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    found: SearchResult = field(default_factory=SearchResult)
+    """What the search looked at and left out; empty for one layout alone."""
+    scale: TimeScale = field(default_factory=TimeScale)
+    """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
+    top: int | None = None
+    """The most layouts that tables list; ``layouts`` has all."""
+    ways_out: tuple[str, ...] = ()
+    """What to change so that a layout fits, where none of a search does, as sentences."""
+    num_parameters: int = 0
+    """The elements of all parameters of the model; one that several modules share counts once."""
+    narrow: str = ""
+    """The dtype of most of the model's parameters, such as "bfloat16", if it is narrower than float32."""
+
+    def __repr__(self) -> str:
+        return f"Plans({self.cluster}, {len(self.layouts)} layouts, best '{self.best.layout}')"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def interval(self, step_s: float) -> tuple[float, float]:
+        """Returns the seconds between which nine in ten measured steps lie, for the predicted ``step_s``.
+
+        Where nothing was measured on the machine, they are those of published runs of another library, all longer than
+        predicted: then even the lower end is above ``step_s``.
+        """
+        if not self.is_measured:
+            return step_s * self.published.low, step_s * self.published.high
+        return step_s / (1 + self.scale.error), step_s / (1 - self.scale.error)
+
+    def expected_s(self, step_s: float) -> float:
+        """Returns the seconds to reckon with for a step of which the parts add up to ``step_s``; see :meth:`interval`.
+
+        Where nothing was measured on the machine, half of the published runs took longer and half less, as multiples of
+        what is predicted; else they are ``step_s``.
+        """
+        return step_s if self.is_measured else step_s * self.published.median
+
+    @property
+    def published(self) -> StepTimes:
+        """How long published runs on this accelerator took, as multiples of the prediction."""
+        return UNMEASURED.get(self.cluster.device.name, UNKNOWN)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether some constants were measured on the cluster, or fitted to runs there that were given as anchors."""
+        return self.scale != TimeScale() or bool({row["source"] for row in self.constants()} & {"measured", "fitted"})
+
+    @property
+    def knows_starts(self) -> bool:
+        """Whether the seconds to start an operator are known, or do not matter, since the host itself computes."""
+        return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
+
+    @property
+    def listed(self) -> tuple[Price, ...]:
+        """The best layouts, at most ``top`` of them; all if ``top`` is None."""
+        return self.layouts[: self.top]
+
+    @property
+    def best(self) -> Price:
+        """The price of the best layout, whose ``layout`` can be passed to ``parallelize``.
+
+        If none that was priced fits the memory limit, it is the nearest: of the least memory, and not much slower.
+        """
+        return self.layouts[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the listed prices and the summary of the search as plain data for JSON."""
+        rest = self.layouts[1:]
+        return {
+            "cluster": str(self.cluster), "num_parameters": self.num_parameters,
+            "layouts": [self.row(each) for each in self.listed],
+            "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
+            "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
+            "simulated": self.found.priced or len(self.layouts),
+            "unpriced": self.found.unpriced,
+            "fit": len(self.found.fit) if self.found.searched else sum(map(self.fits, self.layouts)),
+            "rejected": self.rejected(), "ways_out": list(self.ways_out),
+            "seconds": dict(self.seconds), "baseline_step_s": self.baseline_s(self.best),
+            "constants": self.constants(), "warnings": self.warnings(),
+            "notes": [f"{name}: {said}" for name, said in self.notes()],
+        }  # fmt: skip
+
+    def rejected(self) -> list[dict[str, Any]]:
+        """Returns why layouts were left out, the most frequent reason first.
+
+        Each entry has the ``reason``, the ``count`` of layouts and, as ``nearest``, the first layout left out for it;
+        ``detail`` says what the constraint is for that layout, or is "".
+        """
+        found = self.found
+        return [
+            {"reason": why, "count": n, "nearest": found.nearest[why], "detail": found.details.get(why, "")}
+            for why, n in found.rejected.most_common()
+        ]
+
+    def fits(self, price: Price) -> bool:
+        """Returns whether a layout fits the memory of a device, and what it offloads the memory of a node's host.
+
+        What it offloads fits a host whose memory is not known.
+        """
+        return price.fits(self.cluster.device.memory_bytes, self.memory_limit) and self.host_fits(price) is not False
+
+    def host_fits(self, price: Price) -> bool | None:
+        """Returns whether a node's host has the memory for what its ranks offload to it; None if that is not known."""
+        return host_fits(price, self.cluster)
+
+    def baseline_s(self, price: Price) -> float:
+        """Returns the seconds of a step at 40 % of the device's peak FLOP/s, as a baseline."""
+        return price.flops / (self.cluster.device.peak(price.layout.precision) * UTILISATION)
+
+    def utilisation(self, price: Price) -> float:
+        """Returns the model FLOPs utilization: the share of the device's peak FLOP/s that the expected step reaches.
+
+        Recomputed FLOPs are not counted.
+        """
+        return price.flops / (self.cluster.device.peak(price.layout.precision) * self.expected_s(price.step_s))
+
+    def row(self, price: Price) -> dict[str, Any]:
+        """Returns one layout's price as plain data for JSON: seconds by part, memory, traffic, and whether it fits."""
+        heaviest = max(price.memory, key=lambda each: each.num_bytes)
+        stage = price.memory.index(heaviest)
+        axes = [axis for axis in layout_axes() if axis in price.waterfall]
+        low, high = self.interval(price.step_s)
+        expected_s = self.expected_s(price.step_s)
+        return {
+            "layout": str(price.layout), "step_s": price.step_s, "step_s_expected": expected_s, "step_s_low": low,
+            "step_s_high": high, "tokens_per_s": self.tokens / expected_s,
+            "utilisation": self.utilisation(price), "memory_bytes": price.memory_bytes,
+            "memory_rank": price.layout.mesh.first_rank(mesh_axes("stages"), stage),
+            "memory_by_kind": {**heaviest.by_kind, "beside tensors": heaviest.beside},
+            "memory_by_stage": [each.num_bytes for each in price.memory],
+            "offloaded_bytes": offloaded_bytes(price.records),
+            "host_bytes": host_bytes(price.records, self.cluster.nodes.ranks_per_node),
+            "traffic_bytes": sum(price.traffic_by_axis.values()), "traffic_by_axis": dict(price.traffic_by_axis),
+            "exposed_s_by_axis": {axis: price.waterfall[axis] for axis in axes}, "bubble": price.bubble,
+            "waterfall": dict(price.waterfall), "limit": self.limit(price), "fits": self.fits(price),
+            "why": self.why(price), "rehearsals": price.records.num_rehearsals,
+        }  # fmt: skip
+
+    def compare(self, price: Price) -> PriceDifference:
+        """Returns the comparison of a layout with the best one, which says why it is slower or does not fit.
+
+        ``price`` may come from another call, such as ``plan_layouts(..., layout=LINE).best``.
+        """
+        return PriceDifference(self.best, price, self.cluster.device.memory_bytes * self.memory_limit)
+
+    def limit(self, price: Price) -> str:
+        """Returns the name of the longest part of a layout's step, such as "matmul", or "memory" if it does not fit.
+
+        "memory" is also the name of a part: the operators limited by memory bandwidth.
+        """
+        if not self.fits(price):
+            return "memory"
+        return max(price.waterfall, key=lambda name: price.waterfall[name])
+
+    def why(self, price: Price) -> str:
+        """Returns one sentence about a layout: the expected step with its range, memory, and share of the peak FLOP/s.
+
+        The sentence ends with where the constants come from, and begins with "does not fit" if the layout does not.
+        """
+        low, high = self.interval(price.step_s)
+        known = (
+            "some constants measured or from your runs"
+            if self.is_measured
+            else f"its parts add up to {price.step_s:.3g} s, by the datasheet and guesses, which published runs on "
+            f"{self.published.runs_on} exceeded; never measured on {self.cluster.device.name} with this library"
+        )
+        nothing = "" if self.fits(price) else "does not fit: "
+        return (
+            f"{nothing}{price.layout}: expect {self.expected_s(price.step_s):.3g} s a step ({low:.3g} to {high:.3g}), "
+            f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
+            f"{self.utilisation(price):.0%} of peak; {known}"
+        )
+
+    def constants(self) -> list[dict[str, Any]]:
+        """Returns every constant behind the prices as a row: its name, value, unit, meaning and source.
+
+        The peaks, memory and bandwidths of the device's profile come first, with the datasheet as their meaning.
+        Factors from anchors other than 1 come last.
+        """
+        device = self.cluster.device
+        figures = [(f"peak_{name}", peak, "FLOP/s") for name, peak in device.peaks]
+        figures += [("memory", device.memory_bytes, "B"), ("memory_bandwidth", device.memory_bytes_per_s, "B/s"),
+                    ("in_node", device.in_node_bytes_per_s, "B/s"),
+                    ("between_nodes", device.between_nodes_bytes_per_s, "B/s"),
+                    ("host", device.host_bytes_per_s, "B/s")]  # fmt: skip
+        sources = {"between_nodes": "guess"} if device.assumes_network else {}
+        sources |= self.cluster.calibration.sources
+        rows = [{"name": n, "value": v, "unit": u, "meaning": device.source, "source": sources.get(n, "datasheet")}
+                for n, v, u in figures]  # fmt: skip
+        scale = [{"name": f"anchored_{name}", "value": value, "unit": "times", "meaning": "from runs given as anchors",
+                  "source": "fitted"}
+                 for name, value in (("operators", self.scale.operators), ("messages", self.scale.messages))
+                 if value != 1.0]  # fmt: skip
+        return [*rows, *self.cluster.constants.rows(), *scale]
+
+    def warnings(self) -> list[str]:
+        """Returns what to know before trusting the prices, as sentences; see :func:`~.plan_text.warnings_of`."""
+        return warnings_of(self)
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Returns what to know of the prices, each as a word and a text; see :func:`~.plan_text.notes_of`."""
+        return notes_of(self)
+
+    def text(self) -> str:
+        """Returns the prices as text for a terminal; see :func:`~.plan_text.text_of`."""
+        return text_of(self)

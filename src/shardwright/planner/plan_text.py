@@ -1,0 +1,212 @@
+"""Prints what ``plan`` has found: the best layout's seconds and memory, a table of others, notes and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardwright.cost.calibration import MOST_SPREAD
+from shardwright.cost.constants import SLOW_START_S
+from shardwright.devices import HOST
+from shardwright.formatting import format_decimal_bytes, format_duration
+from shardwright.layout import Layout
+from shardwright.planner.anchors import MOST_ANCHORED
+from shardwright.planner.explain import TIED, how_much_slower, name_of_part, waterfall_lines, where_it_loses
+from shardwright.planner.memory import host_bytes, offloaded_bytes
+from shardwright.planner.price import UTILISATION
+from shardwright.planner.search import TOO_LONG
+
+if TYPE_CHECKING:
+    from shardwright.planner.plan_results import Plans
+
+GUESSED = ("matmul_efficiency", "memory_efficiency", "overlap_cost")
+"""Constants that text names where they are guesses; data have all."""
+
+NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
+"""Constants of which the least and the largest value are as likely as others, so that they are not warned of."""
+
+
+def warnings_of(plans: Plans) -> list[str]:
+    """Returns what to know before trusting the prices, as sentences.
+
+    The warnings are about unlikely figures of the device, layouts priced without extrapolation from few blocks,
+    stages with several chunks, and activations that are offloaded, of which the time is not priced.
+    """
+    whole: dict[str, list[Layout]] = {}
+    for each in plans.layouts:
+        if each.records.note:
+            whole.setdefault(each.records.note, []).append(each.layout)
+    notes = [f"{', '.join(map(str, layouts))}: {said}" for said, layouts in whole.items()]
+    chunked = [e.layout for e in plans.layouts if e.records.schedule.num_chunks > e.records.schedule.num_stages]
+    offloading = [e.layout for e in plans.layouts if (e.layout.recompute or "").startswith("offload")]
+    for layouts, said in (
+        (chunked, "memory of several chunks on a stage is 3 % off at most where it was compared"),
+        (offloading, "copies of offloaded activations are not priced; the step may take longer"),
+    ):
+        notes += [f"{', '.join(map(str, layouts))}: {said}"] * bool(layouts)
+    notes += [
+        f"the constant {row['name']} is at its bound of {row['value']:g} {row['unit']}: what was measured or "
+        "fitted is not what it stands for"
+        for row in plans.cluster.constants.rows()
+        if row["source"] in ("measured", "fitted")
+        and row["value"] in row["bounds"]
+        and row["name"] not in NATURAL_BOUNDS
+    ]
+    if max(plans.scale.operators, plans.scale.messages) > MOST_ANCHORED:
+        notes.append(
+            f"runs given as anchors took {max(plans.scale.operators, plans.scale.messages):.3g} times as long as "
+            "predicted: give the seconds "
+            "of one step, of this model and batch, on this cluster"
+        )
+    notes += [f"{name} of the cluster file were measured with a spread of {spread:.0%}: measure again at rest"
+              for name, spread in plans.cluster.calibration.spread.items() if spread > MOST_SPREAD]  # fmt: skip
+    return [*plans.cluster.device.warnings, *plans.cluster.calibration.notes, *dict.fromkeys(notes)]
+
+
+def text_of(plans: Plans) -> str:
+    """Returns the prices as text for a terminal.
+
+    The text has a sentence about the best layout, a table of the listed ones, the best one's seconds by part,
+    memory, traffic and baseline, the runner-up, what was left out, and warnings.
+    """
+    best = plans.best
+    nearest = f"nothing that was priced fits {plans.memory_limit:.0%} of the memory; the nearest is"
+    lines = [
+        *([] if plans.fits(best) else [nearest]),
+        *plans.why(best).replace("; ", ";\n  ", 1).splitlines(),
+        f"model             {plans.num_parameters:,} parameters; a step has {plans.batch:,} samples"
+        + f", {plans.tokens:,} tokens" * (plans.tokens > plans.batch),
+        *(f"what would fit    {each}" for each in _ways_out(plans)),
+        *_table(plans),
+        "",
+        *waterfall_lines(best.waterfall, best.step_s),
+    ]
+    if not plans.is_measured:
+        expected, times = plans.expected_s(best.step_s), plans.published.median
+        lines.append(f"  {'expected':20} {expected:>7.3g} s  {times:.2f} times that, the median of published runs")
+    lines.append("")
+    stages = ", ".join(f"{each.num_bytes / 1e9:.3g}" for each in best.memory)
+    limit = plans.cluster.device.memory_bytes * plans.memory_limit / 1e9
+    lines.append(f"memory by stage   {stages} GB; limit {limit:.3g}")
+    heaviest = max(best.memory, key=lambda each: each.num_bytes)
+    kinds = ", ".join(f"{kind} {format_decimal_bytes(size)}" for kind, size in heaviest.by_kind.items() if size)
+    lines.append(f"  the most        {kinds}, beside tensors {format_decimal_bytes(heaviest.beside)}")
+    sent = ", ".join(f"{axis} {format_decimal_bytes(size)}" for axis, size in best.traffic_by_axis.items())
+    lines.append(f"traffic by axis   {sent or 'nothing'}")
+    lines.append(f"baseline          {format_duration(plans.baseline_s(best))} at {UTILISATION:.0%} of peak")
+    lines += [*(f"{name:17} {said}" for name, said in notes_of(plans)), *_rest(plans)]
+    lines += [f"warning: {each}" for each in warnings_of(plans)]
+    return "\n".join(lines)
+
+
+def _ways_out(plans: Plans) -> tuple[str, ...]:
+    alone = not plans.found.searched and not plans.fits(plans.best)
+    return ("without --layout a search looks for a layout that fits",) if alone else plans.ways_out
+
+
+def _table(plans: Plans) -> list[str]:
+    if len(plans.listed) < 2:
+        return []
+    width = max(len(str(each.layout)) for each in plans.listed)
+    rows = [f"  {'layout':{width}}  {'expected':>8}    {'memory':>9}  peak"]
+    for each in plans.listed:
+        said = f"mostly {name_of_part(plans.limit(each))}" if plans.fits(each) else "does not fit"
+        rows.append(
+            f"  {each.layout!s:{width}}  {plans.expected_s(each.step_s):>8.3g} s  "
+            f"{each.memory_bytes / 1e9:>6.3g} GB  {plans.utilisation(each):>4.0%}  {said}"
+        )
+    return ["", *rows]
+
+
+def _offloaded(plans: Plans) -> Iterator[str]:
+    """Yields what the best layout offloads, and whether a node's host has the memory for it."""
+    each_rank, in_node = offloaded_bytes(plans.best.records), plans.cluster.nodes.ranks_per_node
+    of_node = host_bytes(plans.best.records, in_node)
+    if each_rank and not of_node:
+        yield f"{format_decimal_bytes(each_rank)} on disk for each rank"
+    if not of_node:
+        return
+    has = plans.cluster.device.host_memory_bytes
+    known = "whether it has as much is not known: host_memory_GB of a cluster file says it"
+    if has is not None:
+        known = f"{'not ' * bool(plans.host_fits(plans.best))}more than the {format_decimal_bytes(has)} that it has"
+    held, of_all = format_decimal_bytes(each_rank), format_decimal_bytes(of_node)
+    yield f"{held} of host memory for each rank, {of_all} on a node of {in_node}; {known}"
+
+
+def _assumed_network(plans: Plans) -> Iterator[str]:
+    """Yields that the bandwidth between nodes is an assumption, if there are several and nobody has given it."""
+    device, sources = plans.cluster.device, plans.cluster.calibration.sources
+    if plans.cluster.nodes.num_nodes > 1 and device.assumes_network and sources.get("between_nodes") != "measured":
+        yield (
+            f"{device.between_nodes_bytes_per_s / 1e9:g} GB/s of each accelerator to other nodes are assumed: no "
+            "datasheet has it; between_nodes_GB_per_s of a cluster file gives that of yours, and calibrate measures it"
+        )
+
+
+def notes_of(plans: Plans) -> list[tuple[str, str]]:
+    """Returns what to know of the prices, each as a word and a text.
+
+    They say what the best layout offloads and where to, where the interval comes from, which constants are guesses,
+    that the network is assumed, how long a slow host would take, in which dtypes the weights are if that is narrow,
+    and under which layouts gradients are summed in other dtypes.
+    """
+    found = [("offloaded", each) for each in _offloaded(plans)]
+    if plans.found.unpriced:
+        found.append((
+            "not priced", f"{plans.found.unpriced:,} that might be better: if their estimates were "
+            f"{TOO_LONG - 1:.0%} too long, as those of a GPT of 13 B were at most, they would be faster than the "
+            f"best price; --most-priced {2 * plans.found.priced} prices more of them",
+        ))  # fmt: skip
+    if not plans.is_measured:
+        times = plans.published
+        found.append((
+            "interval", f"published runs of another library on {times.runs_on} took longer than predicted: "
+            f"nine in ten {times.low:.2f} to {times.high:.2f} times as long, half over {times.median:.2f} times; "
+            "all were of eight in one node, under dp8/zero3",
+        ))  # fmt: skip
+        guessed = [row for row in plans.cluster.constants.rows() if row["name"] in GUESSED]
+        said = ", ".join(f"{row['name']} {row['value']:g}" for row in guessed)
+        found.append(("guesses", f"{said}, the same for every accelerator"))
+    found += [("network", each) for each in _assumed_network(plans)]
+    if plans.cluster.device.type not in HOST:
+        found.append((
+            "memory", "of tensors is counted in a rehearsed step, and was within 1% of what runs of small models held "
+            "on CPUs and on one H100; what lies beside tensors is an estimate, and several cards were never compared",
+        ))  # fmt: skip
+    host_s = SLOW_START_S * plans.best.starts
+    if host_s > plans.best.step_s and not plans.knows_starts:
+        found.append((
+            "host", f"it starts {plans.best.starts:,.0f} operators a step: {format_duration(host_s)} where Python "
+            f"starts one in {SLOW_START_S * 1e6:.0f} us, as beside an H100 that was measured, and the step is no "
+            "shorter there; larger microbatches start fewer, and calibrate measures the host",
+        ))  # fmt: skip
+    if plans.narrow:
+        found.append((
+            "weights", f"the parameters of the model that was given are {plans.narrow}, so AdamW updates them in it, "
+            "without master weights in float32; of a model built in float32 the layout's precision makes both",
+        ))  # fmt: skip
+    narrow = [each.layout for each in plans.listed if each.records.has_narrow_sums]
+    if narrow:
+        dtypes = " or ".join(sorted({layout.precision for layout in narrow}))
+        others = ", in fp32 or not at all under the others listed" * (len(narrow) < len(plans.listed))
+        found.append((
+            "gradients", f"of microbatches are summed in {dtypes} under {', '.join(map(str, narrow))}{others}; "
+            "with the option fp32-sums, as dp2/zero1/fp32-sums, in fp32 too",
+        ))  # fmt: skip
+    return found
+
+
+def _rest(plans: Plans) -> list[str]:
+    """Returns lines about the runner-up, and what was left out and why."""
+    lines = []
+    if len(plans.layouts) > 1 and plans.fits(plans.layouts[1]):
+        second = plans.layouts[1]
+        off = second.step_s / plans.best.step_s - 1
+        tie = f"; a difference under {TIED:.0%} says nothing about which is faster" if 0 < abs(off) < TIED else ""
+        lines.append(f"runner-up         {second.layout}: {how_much_slower(plans.best, second)}, "
+                     f"{where_it_loses(plans.best, second)}{tie}")  # fmt: skip
+    for each in plans.rejected():
+        detail = f" ({each['detail']})" * bool(each["detail"])
+        lines.append(f"left out          {each['count']:,}: {each['reason']}, such as {each['nearest']}{detail}")
+    return lines
