@@ -31,7 +31,7 @@ NAMES = [
 PARAMETERS = {
     "Accelerator": "layout world mixed_precision= gradient_accumulation_steps= seed=",
     "MeanLoss": "function ignore_index",
-    "ModelLoss": "labels shifted= ignore_index=",
+    "ModelLoss": "labels shifted= ignore_index= over=",
     "CrossEntropy": "ignore_index label_smoothing",
     "Layout": "factors num_microbatches precision recompute own_statistics compile",
     "Layout.from_dict": "mapping",

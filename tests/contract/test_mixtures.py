@@ -11,7 +11,9 @@ from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
+from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.strategies.tensor_parallel.on_parts import share_cut
 
 WORDS, TOKENS, WIDTH, NUM_EXPERTS = 23, 3, 16, 6
 
@@ -175,3 +177,36 @@ def test_what_the_models_own_forward_calls_before_it_routes_is_cut():
     plan, _ = make_plan(job_for(RoutedAfterBlocks(), nn.CrossEntropyLoss(), layout, torch.randn(8, 6, 8)), layout)
     cut = {name.split(".")[0] for name, each in plan.compute.items() if each.cut_dims}
     assert cut == {"block"}
+
+
+class LossOfSelectedLabels(nn.Module):
+    """All layers run before the loss selects labels, as the CTC losses of speech models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x, labels):
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(functional.silu(up(x)) * up(x))
+        scores = self.head(x).log_softmax(-1, dtype=torch.float32).transpose(0, 1)
+        kept = labels > 0
+        sizes = torch.full((len(x),), x.shape[1])
+        return {"loss": functional.ctc_loss(scores, labels.masked_select(kept), sizes, kept.sum(-1))}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/2.5d", "tp2/sp", "pp2/1f1b mb2 dp2"])
+def test_a_model_whose_loss_selects_labels_is_cut_and_its_mean_is_over_samples(line):
+    torch.manual_seed(0)
+    model, labels = LossOfSelectedLabels(), torch.randint(1, 8, (7, 4))
+    labels[1::2, 2:] = 0  # samples with fewer labels weigh as much
+    batch = {"x": torch.randn(7, 9, 16), "labels": labels}
+    loss, plans = ModelLoss(over="samples"), []
+    verdict = verify(model, line, [batch], loss=loss, alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert line.startswith("pp") or share_cut(plans[0]) > 0.9
+    if line.startswith("pp"):
+        assert not verify(model, line, [batch], loss=ModelLoss(shifted=False, ignore_index=0)).equal

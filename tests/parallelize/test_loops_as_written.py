@@ -177,6 +177,13 @@ def test_labels_of_sequences_are_refused_where_the_model_does_not_say_whether_it
     assert steps(sw.ModelLoss(shifted=False))[0] != pytest.approx(expected, abs=1e-4)
 
 
+def test_a_mean_over_samples_has_no_labels_that_are_shifted():
+    assert 'write loss=sw.ModelLoss(over="samples")' in refused(lambda: sw.ModelLoss(over="samples", shifted=True))
+    assert "over='rows'" in refused(lambda: sw.ModelLoss(over="rows"))
+    loss_sum, count = sw.ModelLoss(over="samples")({"loss": torch.tensor(2.0)}, torch.full((3, 4), -100))
+    assert (loss_sum.item(), count.item()) == (6.0, 3)
+
+
 def test_a_batch_without_labels_and_an_output_without_a_loss_are_refused():
     batch = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
 

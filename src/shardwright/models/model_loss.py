@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,13 @@ class ModelLoss(nn.Module):
     conditional generation are of both kinds: Llava shifts, and T5 does not. A mean whose targets are counted wrongly
     would weigh ranks with fewer targets wrongly, so a model that does not say is an error for labels of sequences.
 
+    ``over="samples"`` says that the loss is a mean over samples, however many labels each has, as the CTC loss of
+    speech models with ``ctc_loss_reduction="mean"`` is.
+
     Layouts that cut the tokens of a sequence (``/seq``) need a loss on the logits instead: a shift would cross ranks.
 
-    Raises: PlanError, in a step: a batch is no mapping with these labels, the model returns no loss, or whether it
-        shifts the labels is not known.
+    Raises: PlanError: ``shifted`` is given beside ``over="samples"``. In a step: a batch is no mapping with these
+        labels, the model returns no loss, or whether it shifts the labels is not known.
 
     >>> import shardwright as sw
     >>> class Regression(nn.Module):
@@ -60,9 +63,19 @@ class ModelLoss(nn.Module):
     (True, True)
     """
 
-    def __init__(self, labels: str = "labels", *, shifted: bool | None = None, ignore_index: int = IGNORED) -> None:
+    def __init__(
+        self, labels: str = "labels", *, shifted: bool | None = None, ignore_index: int = IGNORED,
+        over: Literal["labels", "samples"] = "labels",
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.labels, self.shifted, self.ignore_index = labels, shifted, ignore_index
+        if over not in ("labels", "samples") or (over == "samples" and shifted is not None):
+            raise PlanError(
+                "a mean is over labels, which a model may shift, or over samples",
+                given=f"over={over!r}" + f", shifted={shifted}" * (shifted is not None),
+                allowed='over="labels" (the default), with shifted=True or False, or over="samples" alone',
+                fix='write loss=sw.ModelLoss(over="samples")',
+            )
+        self.labels, self.shifted, self.ignore_index, self.over = labels, shifted, ignore_index, over
 
     def for_model(self, model: nn.Module) -> ModelLoss:
         """Returns this loss for ``model``; if ``shifted`` is None, the model's ``loss_type`` decides it where it can.
@@ -71,7 +84,7 @@ class ModelLoss(nn.Module):
         transformers there, the loss of causal language models.
         """
         kind = getattr(model, "loss_type", None)
-        if self.shifted is not None:
+        if self.shifted is not None or self.over == "samples":
             return self
         shifted = _SHIFTED.get(kind) if isinstance(kind, str) else True if _takes_default(model) else None
         return ModelLoss(self.labels, shifted=shifted, ignore_index=self.ignore_index)
@@ -93,7 +106,12 @@ class ModelLoss(nn.Module):
         )
 
     def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the loss that the model computed, and the number of labels that it did not ignore."""
+        """Returns the sum of the loss that the model computed, and the number of labels that it did not ignore.
+
+        With ``over="samples"`` the number is that of samples.
+        """
+        if self.over == "samples":
+            return sum_of_mean(_loss_of(output), torch.empty(len(targets), device="meta"))
         return sum_of_mean(_loss_of(output), self._counted(targets), self.ignore_index)
 
     def _counted(self, targets: Any) -> Any:
@@ -103,7 +121,8 @@ class ModelLoss(nn.Module):
             raise PlanError(
                 "whether the model predicts the next token is not known, and so not how many labels its loss counts",
                 given=f"labels of {list(targets.shape)}, and a model whose loss_type does not say it",
-                allowed="shifted=True if the first label of each sequence is left out, else shifted=False",
+                allowed="shifted=True if the first label of each sequence is left out, else shifted=False; "
+                'over="samples" if the loss is a mean over samples, as that of CTC may be',
                 fix="write loss=sw.ModelLoss(shifted=True)",
             )
         return targets[:, 1:] if self.shifted else targets

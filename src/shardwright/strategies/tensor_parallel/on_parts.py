@@ -135,7 +135,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     It is None on one rank, if less than the share ``least`` of the parameter bytes would be cut, the forward cannot be
     recorded, the layout cuts tokens or pins roles, the user gave roles to layers, or several axes cut features. If one
     axis cuts features, it is None for a model with backward hooks, or with autograd functions that it calls for some
-    numbers of samples alone. If an axis cuts samples, it is None for a model that selects experts by values.
+    numbers of samples alone. If an axis cuts samples, it is None for a model that reads parameters after it has
+    selected by values, as one that calls experts.
 
     ``known`` is the plan that cuts only layers of known classes. If it would cut a weight that other code reads too,
     such as an embedding table that code uses as the output head, the share :data:`LEAST_SHARE` is enough.
@@ -160,7 +161,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
-    if mode.row_axes and run.recording.selecting:
+    selected = (use for _, call in run.recording.calls_after_selecting() for use in call.operands)
+    if mode.row_axes and any(use.kind == "parameter" for use in selected):
         return None  # ranks whose samples select other experts would gather other weights
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)

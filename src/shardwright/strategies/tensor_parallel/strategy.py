@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.model_graph import RecordedRun
-from shardwright.analysis.structure import has_hooks, is_inside, owners
+from shardwright.analysis.structure import has_hooks, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -164,11 +164,9 @@ class TensorParallel:
         if run is None:
             return {}
         calls, found = run.recording.calls, dict[str, str]()
-        for module, first in run.recording.selecting.items() if mode.row_axes else ():
-            later = {call.module for call in calls[first:]} - {module}
-            found |= dict.fromkeys(
-                sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
-            )
+        if mode.row_axes:
+            later = {call.module for module, call in run.recording.calls_after_selecting() if call.module != module}
+            found |= dict.fromkeys(sorted(later), "activations decide whether it is called")
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
