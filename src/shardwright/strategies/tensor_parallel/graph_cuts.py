@@ -171,7 +171,8 @@ def _dims_of_features(recording: Recording) -> dict[TensorUse, int | None]:
                 continue
             parameter, dims = views[operand]
             if call.name in _TURNS:
-                views.setdefault(call.results[0], (parameter, _TURNS[call.name](dims, *call.args[1:])))
+                turned = _TURNS[call.name](dims, operand.shape, *call.args[1:])
+                views.setdefault(call.results[0], (parameter, turned))
                 continue
             dim = _dim_of_features(call, number)
             own = None if dim is None else dims[dim]
@@ -188,23 +189,33 @@ def _dim_of_features(call: RecordedCall, number: int) -> int | None:
     return _FEATURES.get((call.name, number))
 
 
-def _without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    dim %= len(dims)
-    return dims[:dim] + dims[dim + 1 :]
+def _squeezed(
+    dims: tuple[int, ...], shape: tuple[int, ...], chosen: int | Sequence[int] | None = None
+) -> tuple[int, ...]:
+    of = range(len(dims)) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    gone = {dim % len(dims) for dim in of if shape[dim] == 1}
+    return tuple(each for dim, each in enumerate(dims) if dim not in gone)
 
 
-def _with(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _unsqueezed(dims: tuple[int, ...], shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     dim %= len(dims) + 1
     return (*dims[:dim], -1, *dims[dim:])
 
 
+def _transposed(dims: tuple[int, ...], shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
+    turned = list(dims)
+    turned[one], turned[other] = dims[other], dims[one]
+    return tuple(turned)
+
+
 _TURNS: Mapping[str, Callable[..., tuple[int, ...]]] = {
-    "t": lambda dims: dims[::-1],
-    "squeeze": _without,
-    "unsqueeze": _with,
-    "permute": lambda dims, order: tuple(dims[each] for each in order),
+    "t": lambda dims, _: dims[::-1],
+    "squeeze": _squeezed,
+    "unsqueeze": _unsqueezed,
+    "transpose": _transposed,
+    "permute": lambda dims, _, order: tuple(dims[each] for each in order),
 }
-"""Views of a weight, and the dims of the weight that theirs are, from those of the weight before."""
+"""Views of a weight, and the dims of the weight that theirs are, from those of the weight before and its shape."""
 
 
 def _num_along(leaf: DimAxis, axis: DimAxis) -> int:

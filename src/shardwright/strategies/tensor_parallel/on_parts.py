@@ -156,7 +156,6 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         run = job.graph.run
         functions = {name for each in job.graph.every_run for name in each.recording.functions}
         functions -= run.recording.functions.keys()  # of which nothing is known where samples are many
-        cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     except Exception:  # a forward of the user's model, without values: whatever it raises, the model is not recorded
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
@@ -164,6 +163,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     selected = (use for _, call in run.recording.calls_after_selecting() for use in call.operands)
     if mode.row_axes and any(use.kind == "parameter" for use in selected):
         return None  # ranks whose samples select other experts would gather other weights
+    cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)
         plan = cut_rows(plan, mode)
