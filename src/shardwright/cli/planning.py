@@ -104,10 +104,12 @@ def plan(
     from shardwright.planner.plans import plan_layouts
     from shardwright.planner.records_file import default_folder
 
-    sizes = batches_in(shared.get("batch", ""))
+    sizes, numbers = batches_in(shared.get("batch", "")), ranks_in(ranks)
     if sizes:
         shared = {**shared, "batch": sizes[0]}
-    _check_one(replay is not None and len(sizes) > 1, "a run has one batch", "--replay beside --batch auto:MIN-MAX")
+    _check_beside(
+        len(sizes) > 1, numbers, replays=replay is not None, anchors=bool(anchor), draws=bool(explain or png or html)
+    )
     if replay is not None:
         from shardwright.cli.replaying import replayed
 
@@ -123,7 +125,7 @@ def plan(
             fix="leave out --data",
         )
     layout = Layout.parse(config.layout) if "layout" in shared else None
-    numbers, in_file = ranks_in(ranks), [] if "layout" in shared or config.layout == "single" else [config.layout]
+    in_file = [] if "layout" in shared or config.layout == "single" else [config.layout]
     # before a search, which takes seconds
     given = [Layout.parse(line) for line in (*in_file, *(explain or []))]
     sized = layout or (given[0] if in_file and not numbers else None)
@@ -131,17 +133,6 @@ def plan(
     if "seq" not in with_file(shared, "seq"):
         config = with_longest(config)
     model, loss, batch = model_and_batch(config)
-    _check_one(
-        bool(numbers) and len(sizes) > 1, "one of the two varies", f"--ranks {ranks} beside --batch auto:MIN-MAX"
-    )
-    _check_one(bool(anchor) and len(sizes) > 1, "an anchor is of one batch", "--anchor beside --batch auto:MIN-MAX")
-    if numbers and (explain or png or html):
-        raise PlanError(
-            "a picture, a page and an explanation are of one number of ranks",
-            given=f"--ranks {ranks} beside --explain, --png or --html",
-            allowed="one of them",
-            fix=f"write --cluster with {numbers[0]} ranks, and leave out --ranks",
-        )
     price = partial(
         plan_layouts, model, loss=loss, memory_limit=memory_limit, roles=config.roles,
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
@@ -244,9 +235,23 @@ def _explained(
     return compared[-1].text(), compared[-1].to_dict()
 
 
-def _check_one(are_both: bool, what: str, given: str) -> None:
-    if are_both:
-        raise PlanError(what, given=given, allowed="one of them", fix="write --batch with a number")
+def _check_beside(varies: bool, numbers: Sequence[int], *, replays: bool, anchors: bool, draws: bool) -> None:
+    """Raises PlanError for options that are not for several batches (``varies``) or several ``numbers`` of ranks."""
+    for is_given, what, option in (
+        (replays, "a run has one batch", "--replay"),
+        (bool(numbers), "one of the two varies", "--ranks"),
+        (anchors, "an anchor is of one batch", "--anchor"),
+    ):
+        if varies and is_given:
+            given = f"{option} beside --batch auto:MIN-MAX"
+            raise PlanError(what, given=given, allowed="one of them", fix="write --batch with a number")
+    if numbers and draws:
+        raise PlanError(
+            "a picture, a page and an explanation are of one number of ranks",
+            given=f"--ranks {','.join(map(str, numbers))} beside --explain, --png or --html",
+            allowed="one of them",
+            fix=f"write --cluster with {numbers[0]} ranks, and leave out --ranks",
+        )
 
 
 def batches_in(text: str) -> tuple[int, ...]:

@@ -362,7 +362,8 @@ def check_structure(structure: Iterable[Held]) -> None:
                 f"'{name}' of the run's model was replaced or removed since the model was laid out",
                 given=f"a {type(value).__name__}, in whose place is {type(held.get(name)).__name__}",
                 allowed="changes of the plain model before sw.parallelize: pruning, weight_norm, adapters, new layers",
-                fix="change the plain model, then call sw.parallelize, and sw.load for a checkpoint",
+                fix="change the plain model, by one forward if that is what changes it, then call sw.parallelize, and "
+                "sw.load for a checkpoint",
             )
 
 
