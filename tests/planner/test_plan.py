@@ -459,6 +459,20 @@ def test_messages_between_stages_take_the_link_that_their_ranks_have():
     assert inside.step_s < two.step_s < between.step_s
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "result"),
+    [((12, 4), (3, 4, 8), (12, 8)), ((4, 12), (12, 8), (3, 4, 8)), ((3, 4, 5), (3, 5, 8), (3, 4, 8))],
+    ids=["rows", "gradient of weights", "batches"],
+)
+def test_a_grouped_product_of_experts_counts_the_flops_of_its_rows(first, second, result):
+    offsets = () if len(first) == 3 else (torch.tensor([2, 6, 12]),)
+    args = torch.empty(first), torch.empty(second), *offsets
+    record = operator_record(torch.ops.aten._grouped_mm.default, args, {}, torch.empty(result))
+    assert record.part == "matmul"
+    assert record.dims == (3, 4, 8, 5 if len(first) == 3 else 4)
+    assert record.flops == 2 * 3 * 4 * 8 * record.dims[3]
+
+
 def test_products_in_place_count_the_flops_of_those_that_are_not():
     c, a, b = (torch.empty(size, device="meta") for size in ((4, 8), (4, 2), (2, 8)))
     records = [

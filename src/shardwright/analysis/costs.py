@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from shardwright import devices
 from shardwright.analysis.alike import likeness
@@ -25,6 +24,7 @@ from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, ChunkedModel, prepare, run, sites
 from shardwright.analysis.device_moves import OnMeta
+from shardwright.analysis.flops import flop_formula
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues, ValueReadError
 from shardwright.analysis.module_calls import call_model
@@ -73,7 +73,7 @@ class CostCounting(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         results = tensors_of(out)
-        flops = flop_registry.get(func._overloadpacket)
+        flops = flop_formula(func._overloadpacket)
         if flops is not None:
             self.work += flops(*args, **(kwargs or {}), out_val=out)
         elif not func.is_view:
@@ -105,10 +105,7 @@ def flops_of(call: RecordedCall) -> int:
     if call.function is functional.scaled_dot_product_attention:
         query, key, value = shapes[:3]
         return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if call.name == "_grouped_mm":  # the groups of rows together are the rows
-        each = shapes[0][0] if len(shapes[0]) == len(shapes[1]) == 3 else 1
-        return 2 * each * prod(shapes[0][-2:]) * shapes[1][-1]
-    flops = flop_registry.get(getattr(call.function, "overloadpacket", None))
+    flops = flop_formula(getattr(call.function, "overloadpacket", None))
     if flops is None:
         return 0
     args, named = tree_map_only(TensorUse, lambda use: torch.Size(use.shape), (call.args, call.named))

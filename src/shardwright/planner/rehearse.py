@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
+from shardwright.analysis.flops import flop_formula
 from shardwright.analysis.operator_results import run_on_meta, tensors_of
 from shardwright.comm.axis import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
@@ -212,11 +212,13 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     attention, name, precision = _ATTENTION.get(packet), packet._qualified_op_name, _precision(operands)
     if attention is not None:
         return OperatorRecord("attention", attention(*args, **named), num_bytes, precision, name=name)
-    count = flop_registry.get(packet) or flop_registry.get(_not_in_place(packet))
+    count = flop_formula(packet) or flop_formula(_not_in_place(packet))
     if count is None:
         return OperatorRecord("memory", 0, num_bytes, precision, name=name) if num_bytes else None
     flops = int(count(*args, **named, out_val=out))
-    return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops), name=name)
+    offsets = (*args, None, None)[2] if packet is _aten._grouped_mm else None
+    groups = 1 if offsets is None else len(offsets)
+    return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops, groups), name=name)
 
 
 def _written(schema: Any, args: Any, named: Mapping[str, Any]) -> list[Tensor]:
@@ -232,9 +234,14 @@ def _not_in_place(packet: Any) -> Any:
     return getattr(_aten, name.removesuffix("_"), None)
 
 
-def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int) -> tuple[int, int, int, int]:
-    """The dims (batch, m, n, k) of a product; of a convolution, those of the product that it is."""
+def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int, groups: int) -> tuple[int, int, int, int]:
+    """The dims (batch, m, n, k) of a product; of a convolution, those of the product that it is.
+
+    ``groups`` are those of a grouped product, each of which is taken to have as many rows as the others.
+    """
     shape = results[0].shape
+    if groups > 1 and len(shape) == 2:  # of rows times the weights of their group
+        shape = torch.Size((groups, -(-shape[0] // groups), shape[1]))
     *batch, m, n = shape if len(shape) in (2, 3) else (1, shape[0] * shape[2:].numel(), shape[1])
     size = max(1, m * n * (batch[0] if batch else 1))
     return (batch[0] if batch else 1, m, n, max(1, flops // (2 * size)))

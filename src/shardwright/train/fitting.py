@@ -111,7 +111,7 @@ def failure_on_meta(
     if failure is None or not guesses:
         return failure
     with on_meta(model, guess=True):
-        return None if _failure(model, loss, on_meta_device) is None else failure
+        return _failure(model, loss, on_meta_device)
 
 
 def _failure_on_none(model: nn.Module, loss: nn.Module, batch: tuple[Any, Any]) -> Exception | None:
