@@ -210,3 +210,37 @@ def test_a_model_whose_loss_selects_labels_is_cut_and_its_mean_is_over_samples(l
     assert line.startswith("pp") or share_cut(plans[0]) > 0.9
     if line.startswith("pp"):
         assert not verify(model, line, [batch], loss=ModelLoss(shifted=False, ignore_index=0)).equal
+
+
+class SplitBySizes(nn.Module):
+    """Rows that are sorted by expert and split by numbers that the code reads from the router's choice."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, 24, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 24) / 4)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weight, chosen = self.gate(rows).softmax(-1).max(-1)
+        sizes = functional.one_hot(chosen, NUM_EXPERTS).sum(0).tolist()
+        order = chosen.argsort(stable=True)
+        parts = rows[order].split(sizes)
+        found = [
+            functional.linear(functional.silu(functional.linear(part, self.up[number])), self.down[number])
+            for number, part in enumerate(parts)
+        ]
+        mixed = torch.zeros_like(rows).index_copy(0, order, torch.cat(found))
+        return x + (mixed * weight[:, None]).view(x.shape)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "tp2/sp", "pp2/1f1b mb2", "pp2/1f1b mb2 dp2/zero1 tp2"])
+def test_experts_whose_rows_are_split_by_numbers_that_the_code_reads_train_as_on_one_device(line):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *(SplitBySizes() for _ in range(3)), nn.Linear(WIDTH, WORDS))
+    batch, plans = (torch.randint(WORDS, (8, TOKENS)), torch.randint(WORDS, (8, TOKENS))), []
+    verdict = verify(model, line, [batch], alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert line != "tp2" or share_cut(plans[0]) > 0.9

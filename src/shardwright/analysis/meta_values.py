@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.analysis.operator_results import check_ends, map_tensors, run_on_meta, tensors_of
 from shardwright.dispatch_mode import DispatchMode
+from shardwright.mesh import balanced
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
 MOST_ELEMENTS = 2**22
@@ -40,6 +41,9 @@ _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_s
 
 Key = tuple[Any, ...]
 
+
+MOST_NUMBERS = 2**16
+"""The most numbers that one call may read of a tensor whose values only a real run has."""
 
 _KEPT = "_values_kept"
 
@@ -169,7 +173,8 @@ class MetaValues(DispatchMode):
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.
 
-        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known, and ``tolist``.
+        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known, and ``tolist``, which
+        gives ones for numbers that only a real run has, while ``selects_all`` is set.
         A list of numbers that is a range becomes the copy of a slice, of which more is known. A scalar that is too
         large becomes the last index once everything was selected: a loop over the experts of a mixture may then come
         to one more than there are, since a mask may have a row that no sample chooses (as DBRX's has).
@@ -179,9 +184,7 @@ class MetaValues(DispatchMode):
         if function is Tensor.tolist and args[0].is_meta:  # torch reads its memory, which no dispatch mode sees
             self.num_reads += 1
             values = self.values(args[0])
-            if values is None:
-                raise ValueReadError("the code reads a value that only a real run has")
-            return function, (values,)
+            return function, (self._unknown_numbers(args[0]) if values is None else values,)
         if function is not Tensor.__getitem__ or not args[0].is_meta:
             return function, args
         x, index = args
@@ -193,6 +196,17 @@ class MetaValues(DispatchMode):
         if value is None or value.dtype is torch.bool or not x.dim() or int(value) < x.shape[0]:
             return function, args
         return function, (x, x.shape[0] - 1)
+
+    def _unknown_numbers(self, tensor: Tensor) -> Tensor:
+        """Returns ones in place of the numbers of ``tensor``, or true values, which only a real run has."""
+        self.read(tensor)
+        if not self.selects_all or tensor.numel() > MOST_NUMBERS:
+            raise ValueReadError("the code reads a value that only a real run has")
+        self.num_selected += 1
+        check_ends(self.num_selected)
+        self.selected()
+        self.num_numbers += tensor.numel() * (tensor.dtype is not torch.bool)
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -251,6 +265,8 @@ class MetaValues(DispatchMode):
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
         if named.get("device") is not None:
             named = {**named, "device": torch.device("meta")}
+        if name == "split_with_sizes" and self.num_numbers:
+            args = _fitting(*args)
         on_cpu = (self._on_cpu(args), self._on_cpu(named)) if known else None  # found by shapes, which func may change
         results = self._run(func, name, args, named)
         if written and not known:
@@ -316,6 +332,16 @@ class MetaValues(DispatchMode):
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return tree_map(found, tree)
+
+
+def _fitting(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, Sequence[int], int]:
+    """Returns the arguments of ``split_with_sizes`` with even sizes in place of some that are not those of ``x``.
+
+    Such sizes are numbers that only a real run has, as the rows of each expert.
+    """
+    if sum(sizes) != x.shape[dim]:
+        sizes = [stop - start for start, stop in pairwise(balanced(x.shape[dim], len(sizes)))]
+    return x, sizes, dim
 
 
 def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor]) -> Any:
