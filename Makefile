@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures pictures bench bench-smallest tables format dist clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-sweep zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures pictures bench bench-smallest tables format dist clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -103,9 +103,12 @@ chaos: $(READY)  ## kills ranks, launchers, fork servers and whole groups of a r
 zoo: $(ZOO_READY) ## models of others under every layout, and docs/models.md; ZOO_OPTIONS="--only llama --layouts tp2" for a part
 	PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m zoo $(ZOO_OPTIONS)
 
+zoo-sweep: $(ZOO_READY) ## every class of transformers of four kinds under three layouts, and docs/models.md (an hour)
+	PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m zoo.sweep $(ZOO_OPTIONS)
+
 zoo-contract: $(ZOO_READY) ## the models of others that make contract leaves out where their packages are missing
 	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py tests/contract/test_the_llama_example.py \
-	  tests/weights/test_transformers.py tests/zoo/test_loops.py tests/site/test_tutorials.py tests/site/test_moving.py
+	  tests/weights/test_transformers.py tests/zoo/test_loops.py tests/zoo/test_sweep.py tests/site/test_tutorials.py tests/site/test_moving.py
 
 zoo-page: $(READY) ## docs/models.md, rebuilt from the rows that were measured
 	PYTHONPATH=src:tests $(BIN)/python -m zoo.page

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from zoo.models import MODELS, ZooModel
-from zoo.page import PAGE, ROWS, page_of
+from zoo.page import PAGE, ROWS, SWEEP, page_of
 from zoo.trying import EQUAL, ERROR, LAYOUTS, TIMEOUT, Row, library_digest, tried
 
 Key = tuple[str, str, str]
@@ -45,7 +45,7 @@ def main() -> None:
                 flush=True,
             )
         write_rows(kept)
-    PAGE.write_text(page_of(json.loads(ROWS.read_text())))
+    PAGE.write_text(page_of(json.loads(ROWS.read_text()), json.loads(SWEEP.read_text())))
 
 
 def is_due(kept: dict[Key, dict], key: Key, library: str) -> bool:
@@ -73,14 +73,24 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def measured(model: ZooModel, layouts: Sequence[str], mode: str, limit_s: float, library: str) -> Iterator[Row]:
-    """Each layout's row; a process that ends or takes too long is replaced by one for the layouts that are left."""
+def measured(
+    model: ZooModel,
+    layouts: Sequence[str],
+    mode: str,
+    limit_s: float,
+    library: str,
+    left_out: Callable[[str], object] = lambda why: print(f"left out: {why}", flush=True),
+) -> Iterator[Row]:
+    """Each layout's row; a process that ends or takes too long is replaced by one for the layouts that are left.
+
+    ``left_out`` is called with the reason of a model that cannot be built here.
+    """
     same = {"package": model.package, "family": model.family, "mode": mode, "library": library}
     waiting = list(layouts)
     context = multiprocessing.get_context("fork")  # what main imported need not be imported again
     while waiting:
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(model.name, waiting, mode, library, send))
+        process = context.Process(target=work, args=(model, waiting, mode, library, send))
         process.start()
         send.close()
         while waiting:
@@ -92,7 +102,7 @@ def measured(model: ZooModel, layouts: Sequence[str], mode: str, limit_s: float,
                 yield Row(model=model.name, layout=waiting.pop(0), result=ERROR, why=why, **same)
                 break
             if isinstance(row, str):
-                print(f"{model.name} is left out: {row}", flush=True)
+                left_out(row)
                 waiting.clear()
             elif row is None:
                 yield Row(model=model.name, layout=waiting.pop(0), result=TIMEOUT, why=f"over {limit_s:.0f} s", **same)
@@ -104,14 +114,14 @@ def measured(model: ZooModel, layouts: Sequence[str], mode: str, limit_s: float,
         process.join()
 
 
-def work(name: str, layouts: Sequence[str], mode: str, library: str, send: Connection) -> None:
+def work(model: ZooModel, layouts: Sequence[str], mode: str, library: str, send: Connection) -> None:
     """Sends one row for each layout, or a text if the model cannot be built here."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         for layout in layouts:
             try:
-                send.send(tried(MODELS[name], layout, mode, library))
+                send.send(tried(model, layout, mode, library))
             except ModuleNotFoundError as missing:
                 send.send(str(missing))
                 return

@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE, ROWS = ROOT / "docs" / "models.md", Path(__file__).with_name("rows.json")
+SWEEP = Path(__file__).with_name("sweep.json")
 
 ENOUGH_CUT, ENOUGH_EVEN = 0.5, 1.25
 """The share of block parameters that tensor parallelism should cut, and the largest stage's share times stages."""
@@ -48,8 +49,49 @@ different layers, and the cut weighs both. A percentage in brackets is the least
 it differs."""
 
 
-def page_of(data: Mapping[str, Any]) -> str:
-    """The whole page."""
+SWEPT = """\
+## Every class of transformers
+
+All {classes} classes of transformers {version} that predict the next token, a masked token, another sequence or the
+class of a picture, each in a config that is made small by the names of its settings alone
+([`tests/zoo/shrinking.py`](../tests/zoo/shrinking.py)), with an attention mask, labels and the loss that the model
+computes. {left_out} are left out, whose config does not fit together in that way, or whose forward plain torch does not
+run. Nobody has looked at a class before it was tried; `make zoo-sweep` tries them again.
+"""
+
+
+def swept(data: Mapping[str, Any]) -> str:
+    """The totals of the sweep over all classes of transformers, and what was not equal or cuts little."""
+    rows: Sequence[Row] = data["rows"]
+    tried_rows = [row for row in rows if row["result"] != "left out"]
+    names, tried_names = {row["model"] for row in rows}, {row["model"] for row in tried_rows}
+    lines = [
+        SWEPT.format(classes=len(names), version=data["transformers"], left_out=len(names - tried_names)),
+        "| layout | predicts | classes | equal | equal and at least half cut | NOT equal | refused | error | timeout |",
+        "|---" * 9 + "|",
+    ]
+    for layout in data["layouts"]:
+        for family in dict.fromkeys(row["family"] for row in tried_rows):
+            here = [row for row in tried_rows if (row["layout"], row["family"]) == (layout, family)]
+            count = Counter(row["result"] for row in here)
+            has_tp = layout.startswith("tp")
+            cut = sum(row["result"] == "equal" and row.get("cut_in_blocks", 0) >= ENOUGH_CUT for row in here)
+            others = " | ".join(str(count[name]) for name in ("NOT equal", "refused", "error", "timeout"))
+            equal = part(count["equal"], here)
+            lines.append(
+                f"| `{layout}` | {family} | {len(here)} | {equal} | {part(cut, here) if has_tp else ''} | {others} |"
+            )
+    lines += ["", "What was not equal, or cuts less than half under `tp2`:", ""]
+    for row in tried_rows:
+        little = row["result"] == "equal" and row["layout"].startswith("tp") and row["cut_in_blocks"] < ENOUGH_CUT
+        if row["result"] != "equal" or little:
+            said = f"cuts {row['cut_in_blocks']:.0%} of its blocks" if little else plain(row.get("why", ""))
+            lines.append(f"- {row['model']} under `{row['layout']}`: {row['result']}, {said}")
+    return "\n".join(lines)
+
+
+def page_of(data: Mapping[str, Any], sweep: Mapping[str, Any] | None = None) -> str:
+    """The whole page; ``sweep`` has the rows of all classes of transformers."""
     rows: Sequence[Row] = data["rows"]
     layouts = [each for each in data["layouts"] if any(row["layout"] == each for row in rows)]
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -71,6 +113,8 @@ def page_of(data: Mapping[str, Any]) -> str:
             lines.append(f"| {name}{' (float32)' if narrow else ''} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     parts.append(reasons.text())
+    if sweep is not None:
+        parts.append(swept(sweep))
     return "\n\n".join(parts) + "\n"
 
 
@@ -169,7 +213,7 @@ def result(row: Row, reasons: Reasons) -> str:
 
 
 def main() -> None:
-    new = page_of(json.loads(ROWS.read_text()))
+    new = page_of(json.loads(ROWS.read_text()), json.loads(SWEEP.read_text()))
     if "--check" not in sys.argv:
         PAGE.write_text(new)
     elif not PAGE.exists() or PAGE.read_text() != new:
