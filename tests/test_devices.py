@@ -105,7 +105,7 @@ def ticks(monkeypatch):
         return float(len(found))
 
     monkeypatch.setattr(devices, "moment", moment)
-    monkeypatch.setattr(import_module("shardwright.parallelize.run"), "moment", moment)
+    monkeypatch.setattr(import_module("shardwright.parallelize.measured_timeline"), "moment", moment)
     return found
 
 

@@ -25,6 +25,7 @@ from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.step_checker import StepChecker
 from shardwright.train import loop
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import SampleOrder, open_data
@@ -111,7 +112,7 @@ def test_a_batch_smaller_than_dp_leaves_ranks_without_samples_and_changes_nothin
 @pytest.mark.parametrize(("every", "compared"), [(0, []), (2, [0, 2, 4]), (100, [0])])
 def test_ranks_are_compared_as_often_as_the_run_is_told_to(tmp_path, monkeypatch, every, compared):
     found = []
-    monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", lambda *given: found.append(given[5]))
+    monkeypatch.setattr(sys.modules[StepChecker.__module__], "check_ranks", lambda *given: found.append(given[5]))
     train(config(layout="dp2", steps=5, check_every=every), tmp_path / "run", ranks="threads")
     assert sorted(found) == sorted(2 * compared)
 

@@ -36,6 +36,7 @@ from shardwright.errors import (
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.step import TrainStep
+from shardwright.parallelize.step_checker import StepChecker
 from shardwright.runtime.executor import Executor
 from shardwright.train import emergency, loop, progress
 from shardwright.train.config import TrainConfig
@@ -404,7 +405,7 @@ def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatc
         if given[5] == 3:
             raise RankDifferenceError("they differ", given="", allowed="", fix="")
 
-    monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", differ)
+    monkeypatch.setattr(sys.modules[StepChecker.__module__], "check_ranks", differ)
     with pytest.raises(RankDifferenceError, match="they differ"):
         train(config(layout="dp2", save_every=2, check_every=1), tmp_path / "run", ranks="threads")
     assert saved_in(tmp_path / "run") == [2]

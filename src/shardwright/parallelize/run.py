@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,27 +15,26 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from shardwright.axes import mesh_axes
-from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
-from shardwright.devices import HOST, moment, seconds_between
-from shardwright.errors import LayoutError, PlanError
-from shardwright.models.model_loss import ModelLoss
+from shardwright.errors import PlanError
 from shardwright.parallelize.averages import Averages, RunAverages
-from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs, checked_number, pairs
-from shardwright.parallelize.checks import check_own, with_hooks, without_dropout
+from shardwright.parallelize.batch_parts import BatchParts
+from shardwright.parallelize.batches import Targets, as_tensors, check_part, check_takes_inputs
+from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
+from shardwright.parallelize.measured_timeline import busy_seconds, measured_timeline
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
-from shardwright.parallelize.planning import num_rows, on_device, rows
-from shardwright.parallelize.rank_check import bit_sums, check_ranks, is_compared, some_elements
+from shardwright.parallelize.planning import on_device
 from shardwright.parallelize.rank_state import RankState
+from shardwright.parallelize.run_misuse import is_fixed, refuse_call, refuse_missing, refuse_new
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
+from shardwright.parallelize.step_checker import StepChecker
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import (
     clear_both,
@@ -47,50 +44,20 @@ from shardwright.parallelize.whole_state import (
     refuse_parts,
     whole_state,
 )
-from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
-from shardwright.plan.schedule import Action
 from shardwright.rng import RngTracker
 from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.compiled_blocks import step_uncompiled
-from shardwright.runtime.copy_stream import CopyStream, made_ahead
 from shardwright.runtime.executor import Executor, Microbatch
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.mixed_precision import LossScale
-from shardwright.runtime.timeline import Span, Timeline
+from shardwright.runtime.timeline import Timeline
 from shardwright.strategies.pipeline.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from shardwright.global_tensor.placement import Placement
     from shardwright.global_tensor.sbp import Sbp
     from shardwright.global_tensor.tensor import GlobalTensor
-
-
-LOG = logging.getLogger("shardwright")
-
-_WRITTEN_INSTEAD = {
-    "train": "run.step trains in the mode that the model has: write run.model.train() for one that from_pretrained "
-    "loaded, in eval mode; run.evaluate and run.predict are in eval mode by themselves",
-    "eval": "run.evaluate and run.predict are in eval mode by themselves",
-    "to": "the model is on the rank's device already, and run.shard moves batches there",
-    "backward": "run.step(batch) runs forward and backward, and its loss is only a number",
-    "forward": "write run.predict(inputs), or run.step(batch) to train",
-    "zero_grad": "each run.step begins with gradients of zero; to add up several batches write run.accumulate(batches)",
-    "save": "write sw.save(folder, run, optimizer)",
-    "load": "write sw.load(folder, run, optimizer)",
-    "clip_grad_norm": "write run.clip_grad_norm_(max_norm)",
-    "module": "write run.model",
-    "named_parameters": "write run.parameters.items()",
-}
-"""What to write in place of attributes that modules and wrappers of other libraries have."""
-
-_FIXED = {
-    "loss": "write sw.parallelize(model, layout, world, loss=...)",
-    "model": "change the plain model, and write sw.parallelize(model, layout, world)",
-    "parameters": "write to their tensors, then run.changed(), or write run.load_state_dict(state)",
-    **dict.fromkeys(("plan", "world", "axes", "coord"), "write sw.parallelize(model, layout, world)"),
-}
-"""Attributes of a run that its steps do not read again, so that they are not set, with what to write instead."""
 
 
 def check_run(run: Any, line: str) -> None:
@@ -127,18 +94,18 @@ class Run(RankState):
         self.rng: RngTracker = executor.rng
         self.averages = RunAverages()
         self.weights_read: list[Path] = []
-        self._shard, self._everyone = executor.batch_shard, axes["world"]
+        self._everyone = axes["world"]
+        compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
+        self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
             NoSampleChecker(plain, plan),
         )  # fmt: skip
-        self._check_every, self._is_new = check_every, True
-        self._watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
-        self._copies: CopyStream | None = None  # made when batches are first read ahead
-        self._compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         models = [self.model] if plain is None else [self.model, plain]
         are_compared = bool(check_every) and world.size > 1
         self._guard = StepGuard(plan, self.parameters, models, WeakMethod(self._watch), are_compared=are_compared)
+        watches_loss = world.rank == 0 and plan.layout.precision != "fp16" and not stop_at_nan
+        self._checker = StepChecker(self._guard, applied, check_every, watches_loss=watches_loss)
         clear_both(self.model, self.parameters)
         refuse_loads(self.model, plan, self.parameters)
         refuse_parts(self.model, plan, self.coord)
@@ -146,20 +113,15 @@ class Run(RankState):
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name in _FIXED and name in vars(self):
-                given, allowed = f"run.{name} = a {type(value).__name__}", "what sw.parallelize was given"
-                raise PlanError(
-                    f"no step would read the new '{name}' of a run", given=given, allowed=allowed, fix=_FIXED[name]
-                )
+            if is_fixed(name) and name in vars(self):
+                refuse_new(name, value)
             object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
-            line = _WRITTEN_INSTEAD.get(name)
-            more = f"; {line}" if line else ""
-            raise AttributeError(f"a run has no '{name}'{more}", name=name, obj=self)
+            refuse_missing(self, name)
 
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # noqa: D102  # it only raises
-            raise TypeError(f"a run is not called like a model; {_WRITTEN_INSTEAD['forward']}")
+            refuse_call()
 
     @property
     def draws(self) -> RngTracker:
@@ -170,7 +132,7 @@ class Run(RankState):
 
     def share(self, num_samples: int) -> range:
         """Returns the range of this rank's samples in a global batch of ``num_samples``. Only these need be loaded."""
-        return self._shard.local_samples(num_samples)
+        return self._parts.share(num_samples)
 
     def shard(self, batches: Iterable[Any], targets: Targets = None) -> Iterator[Microbatch]:
         """Yields this rank's part of each global batch, ready for :meth:`step`.
@@ -200,21 +162,7 @@ class Run(RankState):
         >>> sw.launch(work, 1, ranks="threads")
         [[['input']]]
         """
-        if targets is None and isinstance(self.loss, ModelLoss):
-            targets = self.loss.pair
-        found = pairs(batches, targets, self.model)
-        if self.world.device.type in HOST:
-            return map(self._from_global, found)
-        if self._copies is None:
-            self._copies = CopyStream(self.world.device)
-        return made_ahead(found, partial(self._from_global, copies=self._copies), self._copies)
-
-    def _from_global(self, batch: tuple[Any, Any], copies: CopyStream | None = None) -> Microbatch:
-        num_global = num_rows(batch)
-        samples = self.share(num_global)
-        inputs, targets = rows(batch, samples.start, samples.stop)
-        part = self._from_samples(inputs, targets, num_global, copies)
-        return replace(part, of_global=some_elements(batch)) if self._compares_batches else part
+        return self._parts.of_batches(batches, targets)
 
     def part(self, inputs: Any, targets: Any = None, num_global: int | None = None) -> Microbatch:
         """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global`` samples.
@@ -229,29 +177,7 @@ class Run(RankState):
             are too short, or a value is an array or an object with tensors instead of a tensor, or contains a tensor
             without dims.
         """
-        num_global = checked_number(num_global, inputs, targets)
-        inputs, targets, share = as_tensors(inputs), as_tensors(targets), self.share(num_global)
-        given = num_rows((inputs, targets))
-        if given != len(share):
-            raise LayoutError(
-                "a part of a batch has another number of samples than this rank's share",
-                given=f"{given} samples of {num_global}, on rank {self.world.rank}",
-                allowed=f"{len(share)} samples: those of {share} in the batch",
-                fix="give only the samples of run.share(num_global), or the whole batches to run.shard",
-            )
-        return self._from_samples(inputs, targets, num_global, None)
-
-    def _from_samples(self, inputs: Any, targets: Any, num_global: int, copies: CopyStream | None) -> Microbatch:
-        num_tokens = 0
-        if self.plan.token_axes:
-            num_tokens = num_tokens_of(inputs, targets)
-            self._shard.check_num_tokens(num_tokens)
-        inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        device = self.world.device
-        held = torch.device("cpu") if device.type == "meta" and self.plan.reads_values else device  # a rehearsal
-        inputs = on_device(inputs_in(inputs, self.plan), held, copies)
-        targets = on_device(targets, device, copies)
-        return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
+        return self._parts.of_samples(inputs, targets, num_global)
 
     # ---- steps
 
@@ -319,40 +245,11 @@ class Run(RankState):
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
-        if torch.is_inference_mode_enabled():
-            raise PlanError(
-                "a step inside of torch.inference_mode() has no backward",
-                given="run.step or run.accumulate under inference mode",
-                allowed="steps outside of it; run.evaluate and run.predict need no mode",
-                fix="take the step out of the block",
-            )
-        if self._is_new and self.world.rank == 0:
-            for warning in filter(None, (without_dropout(self.model), with_hooks(self.model, self.plan))):
-                LOG.warning("%s", warning)
-        self._is_new = False
-        earlier, compares = self._guard.count_samples(batch.num_global), is_compared(self.num_steps, self._check_every)
-        if compares:
-            self._compare_ranks(batch, earlier)
-        if self._watches_loss:
-            self._watches_loss = not self._guard.warns_of_loss(self.num_steps, may_wait=compares)
+        self._checker.before_step(self, batch)
         found = self._step.take(batch, update, self.num_steps)
         self._guard.last_loss = found[0], self._guard.num_updates
         self.num_steps += 1
         return found
-
-    def _compare_ranks(self, batch: Microbatch, earlier: str) -> None:
-        """Raises PlanError if ranks differ; warns if nothing has trained. ``earlier`` digests the samples' numbers."""
-        if self.world.device.type == "meta":
-            return
-        for each in self._applied:
-            each.check(True)
-        values = bit_sums({name: p for name, p in self.parameters.items() if name not in self.plan.offloaded})
-        trained = (name for name, p in self.parameters.items() if p.requires_grad and p.numel() and name in values)
-        if self.world.size > 1:
-            updates = self._guard.updates.lines(), self._guard.updates_of_all.lines()
-            check_ranks(self.plan, self.axes, self.parameters, values, batch, self.num_steps, earlier, updates)
-        # after the comparison, in which all ranks take part: the warning may be an error, of one rank alone
-        self._guard.warn_if_unchanged({name: values[name] for name in trained})
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -502,20 +399,9 @@ class Run(RankState):
         >>> sw.launch(work, 2, ranks="threads")[0]
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
         """
-        stages = next((self.axes[name].for_strategy("core") for name in mesh_axes("stages") if name in self.axes), None)
-        if stages is not None:
-            stages.barrier()
-        self._executor.clock = lambda: moment(self.world.device)
-        start = self._executor.clock()
-        try:
-            self.step(batch)
-        finally:
-            del self._executor.clock
+        timeline = measured_timeline(self, self._executor, partial(self.step, batch))
         self._guard.num_waiting = 0  # a step for its times alone, unless an optimizer comes next
-        own = [(*s.action, *(seconds_between(start, each) for each in s[1:])) for s in self._executor.spans]
-        found = [own] if stages is None else gather_json(stages, own)
-        spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
-        return Timeline(f"{self.plan.layout}, measured", tuple(spans))
+        return timeline
 
     @contextmanager
     def profile(self, path: str | Path) -> Iterator[None]:
@@ -538,12 +424,7 @@ class Run(RankState):
 
         Both are seconds of the host's clock, and 0 before the first step. Traffic: none.
         """
-        spans = self._executor.spans
-        if not spans:
-            return 0.0, 0.0
-        return sum(seconds_between(s.start_s, s.end_s) for s in spans), seconds_between(
-            spans[0].start_s, spans[-1].end_s
-        )
+        return busy_seconds(self._executor.spans)
 
     def explain(self, path: str) -> str:
         """Returns text on how one module is parallelized and why, with its parameters, forward stack and traffic.

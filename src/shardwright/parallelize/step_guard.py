@@ -216,7 +216,7 @@ class StepGuard:
                 allowed="finite losses: of any other, the parameters are not finite afterwards, as in plain torch",
                 fix="write sw.parallelize(..., stop_at_nan=True), which raises in such a step and names a parameter",
             ),
-            stacklevel=4,
+            stacklevel=5,
         )
         return True
 
