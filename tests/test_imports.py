@@ -30,7 +30,6 @@ INSIDE = {
     ("__init__.py", "global_tensor"): DTENSOR,
     ("__init__.py", "checkpoint"): DTENSOR,
     ("parallelize/run.py", "parallelize"): DTENSOR,
-    ("planner/kept_values.py", "planner"): CYCLE,
     ("cli/main.py", "train"): VERBS,
     ("cli/main.py", "report"): VERBS,
     ("cli/main.py", "cli"): VERBS,

@@ -21,10 +21,11 @@ from shardwright.layout import Layout, Option
 from shardwright.ledger.account import measure_memory
 from shardwright.models import GPT, GPTConfig
 from shardwright.models.losses import CrossEntropy
-from shardwright.planner.estimate import Estimator, declared_options, schedule_cost
+from shardwright.planner.estimate import Estimator, declared_options
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
+from shardwright.planner.schedule_cost import schedule_cost
 from shardwright.planner.search import (
     RECOMPUTE,
     SearchConstraints,

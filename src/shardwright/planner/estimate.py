@@ -8,40 +8,28 @@ a toy model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from itertools import accumulate
+from functools import partial
 from math import prod
 from typing import NamedTuple
-
-import torch
-from torch import nn
 
 from shardwright.axes import layout_axes
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
-from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.auto import num_shares
-from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.schedule import Action, Schedule
-from shardwright.planner.extended import extended
-from shardwright.planner.memory import PassMemory, beside_bytes, held_at_rest, pass_memory
-from shardwright.planner.price import PassTimes, Pricing
+from shardwright.planner.pass_cost import OperatorsAlone, PassCost, PassShares
+from shardwright.planner.price import Pricing
 from shardwright.planner.records import FEW_MICROBATCHES, LayoutRecords
 from shardwright.planner.records_file import RecordsFile
+from shardwright.planner.schedule_cost import EVEN, TOY_STAGES, ScheduleCost, schedule_cost
+from shardwright.planner.state_shares import STATE_KINDS, StateShares, state_of
 from shardwright.strategies import STRATEGIES
-from shardwright.strategies.pipeline.simulate import ChunkTimes, ends_of
 
-MOMENTS_BYTES = 8
-"""The bytes of optimizer state that estimates count for each trained element: two moments in fp32."""
-
-FEW_RANKS, TOY_STAGES, TOY_MICROBATCHES, TOY_TRANSFER_S = (2, 4), (2, 4), (8, 16), 0.03
-"""The sizes from which estimates are extrapolated: two numbers of ranks for shares of state, and the stages, numbers of
-microbatches and seconds of a transfer of the toy model whose schedules are simulated. On each stage of that model, a
-microbatch's forward and backward take a second."""
+FEW_RANKS = (2, 4)
+"""Two numbers of ranks, of whose shares of state those of other numbers are extrapolated."""
 
 FEW_SAMPLES = (1, 8)
 """Two sizes of a microbatch, in samples: each way to cut the operators is priced at both, and prices of other sizes are
@@ -73,115 +61,6 @@ def longer_over(step_s: float, memory_bytes: float, limit: float) -> float:
     return step_s * max(1.0, memory_bytes / max(limit, 1.0)) ** 3
 
 
-class StateShares(NamedTuple):
-    """The training state that one rank stores, updates, gathers and offloads under options such as a ZeRO stage.
-
-    The values are shares of the state without options, for which the defaults stand. In the result of
-    :func:`state_of` they are bytes, and a number of elements for ``updated``. ``parameters``, ``gradients`` and
-    ``optimizer`` are stored on the device.
-    """
-
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
-    updated: float = 1.0
-    """The elements that the optimizer updates."""
-    gathered: float = 0.0
-    """The parameters that are gathered at each use."""
-    moved: float = 0.0
-    """The optimizer state that is offloaded to the host or to disk."""
-    computed: float = 1.0
-    """The gradients as the backward computes them, whole and in the dtype of the step."""
-    repeated: float = 0.0
-    """The bytes of gradient sums that each microbatch after the first adds, as a share of those of the first."""
-
-    @property
-    def summed(self) -> float:
-        """The gradients that are held from one microbatch to the next: whole until they are summed over the copies."""
-        return self.gradients if self.repeated or self.gradients >= 1 else self.computed
-
-
-class ScheduleCost(NamedTuple):
-    """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
-
-    A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. A step waits for
-    ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages. The others are coefficients of
-    1, p and m.
-    """
-
-    idle: float = 1.0
-    of_held: tuple[float, float, float] = (0.0, 1.0, 0.0)
-    """The microbatches of which the fullest stage holds activations."""
-    of_late: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The microbatches on a stage whose gradients of inputs are computed and not those of weights."""
-    of_last: tuple[float, float, float] = (1.0, 0.0, 0.0)
-    """The microbatches of which the stage of the last chunk holds activations."""
-    waits_by_stage: float = 2.0
-    """The transfers between stages that a step waits for, for each stage but one."""
-    waits_by_microbatch: float = 0.0
-    chunks: int = 1
-    """The chunks of the model on each stage."""
-    returns: bool = False
-    """Whether the last chunk is on the stage of the first."""
-    scatters: bool = False
-    """Whether ranks that hold alike what crosses between stages each send a part of it."""
-    splits: float = 0.0
-    """The share of backwards of which the gradients of inputs and of weights are computed in actions of their own."""
-
-    def held(self, num_stages: int, num_microbatches: int) -> float:
-        """Returns the number of microbatches whose activations the fullest stage holds at once: 1 on a single stage."""
-        return _of_stage(self.of_held, num_stages, num_microbatches)
-
-    def held_last(self, num_stages: int, num_microbatches: int) -> float:
-        """Returns the same of the stage that has the last chunk."""
-        return _of_stage(self.of_last, num_stages, num_microbatches)
-
-    def late(self, num_stages: int, num_microbatches: int) -> float:
-        """Returns the most microbatches on a stage of which only the gradients of weights are still to be computed.
-
-        What they need, the inputs of layers and the gradients of outputs, takes as much as the activations before. A
-        stage has computed them by then even if it recomputes its blocks.
-        """
-        late = _at(self.of_late, num_stages, num_microbatches)
-        return min(late, self.held(num_stages, num_microbatches)) if num_stages > 1 else 0.0
-
-
-def _at(coefficients: tuple[float, float, float], num_stages: int, num_microbatches: int) -> float:
-    always, by_stage, by_microbatch = coefficients
-    return always + by_stage * num_stages + by_microbatch * num_microbatches
-
-
-def _of_stage(coefficients: tuple[float, float, float], num_stages: int, num_microbatches: int) -> float:
-    held = _at(coefficients, num_stages, num_microbatches)
-    return min(num_microbatches, max(1.0, held)) if num_stages > 1 else 1.0
-
-
-def state_of(plan: Plan) -> StateShares:
-    """Returns the bytes of training state that the first rank of a plan stores, all-gathers at each use, and offloads.
-
-    The state is parameters, frozen ones included, gradients, and the two fp32 moments of an optimizer such as Adam. Of
-    parameters whose state is offloaded, ``moved`` has the moments, and the gradients are not counted. ``updated`` is
-    the number of elements that the optimizer updates. ``repeated`` is left at 0.
-
-    >>> job = job_for(nn.Linear(4, 4, bias=False), CrossEntropy(), Layout.parse("dp2"))
-    >>> state_of(make_plan(job, Layout.parse("dp2"))[0])[:3]
-    (64, 64, 128)
-    """
-    coord = dict.fromkeys(plan.mesh.axes, 0)
-    trained = {name: each for name, each in plan.state.items() if name not in plan.frozen}
-    here = {name: each for name, each in trained.items() if name not in plan.offloaded}
-    updated = {name: each.optimizer.num_elements(coord) for name, each in trained.items()}
-    return StateShares(
-        sum(plan.parameter_bytes(name, coord) for name in plan.state),
-        sum(each.gradient.num_elements(coord) * plan.stored_dtypes[name].itemsize for name, each in here.items()),
-        sum(updated[name] * MOMENTS_BYTES for name in here),
-        sum(updated.values()),
-        sum(plan.compute[n].num_elements(coord) * plan.compute_dtypes[n].itemsize for n in plan.unsharded_on_use),
-        sum(updated[name] * MOMENTS_BYTES for name in trained if name not in here),
-        sum(plan.compute[n].num_elements(coord) * plan.compute_dtypes[n].itemsize for n in trained),
-    )
-
-
 def declared_options(axis: str) -> tuple[Option, ...]:
     """Returns the options of an axis that strategies declare and that a search tries.
 
@@ -192,186 +71,6 @@ def declared_options(axis: str) -> tuple[Option, ...]:
         for name, option in strategy.options.items() if strategy.axis == axis else ():
             found += [Option(*text.split(":", 1)) for text in option.tried(name)]
     return tuple(found)
-
-
-class _Alone(NamedTuple):
-    """What estimates read of the records of a layout of one stage, such as ``tp2``, on microbatches of one size.
-
-    ``rest`` has the same of the model without its repeated blocks, and is empty if these cannot be told from the rest.
-    """
-
-    times: PassTimes
-    memory: PassMemory
-    at_rest: Mapping[str, int]
-    beside: int
-    rest: tuple[_Alone, ...] = ()
-
-    @classmethod
-    def of(cls, pricing: Pricing, records: LayoutRecords) -> _Alone:
-        """Returns what is read of records, extended to all blocks."""
-        found = cls(
-            pricing.pass_times(records), pass_memory(records, 0), held_at_rest(records, 0), beside_bytes(records, 0)
-        )
-        if records.note or not records.num_blocks[0]:
-            return found
-        none = replace(records, num_blocks=tuple((0,) * len(each) for each in records.num_blocks))
-        return found._replace(rest=(cls.of(pricing, replace(none, note="without blocks")),))
-
-
-class PassShares(NamedTuple):
-    """The fractions of a microbatch's compute time for forward, input gradient and weight gradient; they sum to 1."""
-
-    forward: float = 1 / 3
-    inputs: float = 1 / 3
-    weights: float = 1 / 3
-
-
-EVEN = PassShares()
-_STATE = "parameters", "gradients", "optimizer"
-
-
-@dataclass(frozen=True)
-class _PassCost:
-    """The seconds and bytes of one microbatch of all blocks on one stage, under operators cut in one way."""
-
-    operators: tuple[Factor, ...]
-    recompute: str | None
-    forward_s: float
-    backward_s: float
-    shares: PassShares
-    rest_s: float
-    """The seconds of the passes of what is in no block; 0 if that is not known."""
-    has_rest: bool
-    rest_flops: float
-    """The share of FLOPs that is in no block."""
-    hidden_s: float
-    """The seconds of messages that are under way while gradients of weights are computed."""
-    adds_s: float
-    """The seconds in which gradients are added to those of microbatches before."""
-    update_s: float
-    block_bytes: float
-    """The bytes that the forward of a block keeps for the backward."""
-    plain_bytes: float
-    """The same without recomputation."""
-    most_bytes: float
-    """The most bytes of the passes at once, but for gradients."""
-    at_rest: Mapping[str, float]
-    of_block: Mapping[str, float]
-    of_rest: Mapping[str, float]
-    update_bytes: float
-    beside: float
-
-    @classmethod
-    def of(
-        cls, operators: tuple[Factor, ...], recompute: str | None, samples: int, num_blocks: int,
-        sizes: Sequence[int], known: Sequence[_Alone],
-    ) -> _PassCost:  # fmt: skip
-        """Returns what ``samples`` do, from records of few samples, the same recomputed, and if there are of more."""
-        few, own, *more = known
-        blocks, has_rest = max(1, num_blocks), bool(few.rest)
-
-        def scaled(read: Callable[[_Alone], float]) -> float:
-            if more:
-                (found,) = extended(samples, [read(few)], [read(more[0])], *sizes)
-                return found
-            return read(few) * samples / sizes[0]
-
-        def at_blocks(read: Callable[[_Alone], float]) -> Callable[[_Alone], float]:
-            return lambda each: (read(each) - (read(each.rest[0]) if each.rest else 0.0)) / blocks
-
-        def with_own(read: Callable[[_Alone], float]) -> float:
-            """The same with recomputation, of which the difference grows with the samples."""
-            return scaled(read) + (read(own) - read((more or [few])[0])) * samples / sizes[len(more)]
-
-        forward_s, backward_s = scaled(lambda e: e.times.forward_s), with_own(lambda e: e.times.backward_s)
-        weights_s = scaled(lambda e: e.times.weights_s)
-        whole_s = forward_s + backward_s
-        parts = [round(each / whole_s, 2) for each in (forward_s, weights_s)]
-        kept = at_blocks(lambda e: e.memory.kept)
-        rest = few.rest[0] if has_rest else few
-        of_block = {kind: (few.at_rest[kind] - rest.at_rest[kind] * has_rest) / blocks for kind in _STATE}
-        rest_s = rest_flops = 0.0
-        if has_rest:
-            rest_s = scaled(lambda e: e.rest[0].times.forward_s + e.rest[0].times.backward_s)
-            rest_flops = rest.times.flops / (few.times.flops or 1)
-        return cls(
-            operators, recompute, forward_s, backward_s,
-            PassShares(parts[0], round(1 - sum(parts), 2), parts[1]), rest_s, has_rest, rest_flops,
-            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept),
-            with_own(lambda e: e.memory.most), few.at_rest, of_block,
-            {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in _STATE}, few.memory.update, few.beside,
-        )  # fmt: skip
-
-
-@cache
-def _toys(axis: str, options: tuple[Option, ...], stages: int) -> tuple[tuple[Schedule, bool], ...]:
-    """Returns the schedules of the toy model with few and with more microbatches, and whether parts are sent.
-
-    Raises: LayoutError, PlanError: the toy model cannot have the schedule.
-    """
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(stages * 8)))
-    found = []
-    for number in TOY_MICROBATCHES:
-        layout = Layout((Factor(axis, (stages,), options),), number)
-        plan, _ = make_plan(job_for(model, CrossEntropy(), layout), layout)
-        assert plan.schedule is not None, "of stages"
-        found.append((plan.schedule, plan.scatters))
-    return tuple(found)
-
-
-def schedule_cost(axis: str, options: tuple[Option, ...], shares: PassShares = EVEN) -> ScheduleCost | None:
-    """Returns the cost of the pipeline schedule that ``options`` choose on ``axis``, simulated for toy models.
-
-    ``shares`` are those of each chunk's passes. It is None if the toy models cannot have the schedule.
-
-    >>> found = schedule_cost("pp", (Option("1f1b"),)), schedule_cost("pp", (Option("gpipe"),))
-    >>> [(each.idle, each.held(4, 32)) for each in found if each is not None]
-    [(1.0, 4.0), (1.0, 32)]
-    """
-    try:
-        toys = [_toys(axis, options, stages) for stages in TOY_STAGES]
-    except (LayoutError, PlanError):
-        return None
-    (few, more), (few_stages, stages) = TOY_MICROBATCHES, TOY_STAGES
-
-    def held(number: int) -> tuple[float, float, float]:
-        of_few, of_more = (_most_held(schedule)[number] for schedule, _ in toys[1])
-        by_microbatch = (of_more - of_few) / (more - few)
-        by_stage = (of_few - _most_held(toys[0][0][0])[number]) / (stages - few_stages)
-        return of_few - by_stage * stages - by_microbatch * few, by_stage, by_microbatch
-
-    took, longer = list[float](), list[float]()
-    for number, (schedule, _) in zip(TOY_MICROBATCHES, toys[-1], strict=True):
-        part = stages / schedule.num_chunks
-        times = ChunkTimes.equal(schedule.num_chunks, *(part * each for each in shares))
-        ends = ends_of(schedule, times, replace(times, transfer_s=TOY_TRANSFER_S))
-        first_s, second_s = (max(each.ends_s) for each in ends)
-        took.append((first_s - number) / (stages - 1))
-        longer.append((second_s - first_s) / TOY_TRANSFER_S)
-    waits = (longer[1] - longer[0]) / (more - few)
-    schedule, scatters = toys[-1][-1]
-    kinds = [action.kind for actions in schedule.actions for action in actions]
-    return ScheduleCost(
-        round(took[-1], 12), held(0), held(1), held(2), (longer[0] - waits * few) / (stages - 1), waits,
-        schedule.num_chunks // stages, schedule.stage_of[-1] == schedule.stage_of[0], scatters,
-        kinds.count("I") / (kinds.count("I") + kinds.count("B")),
-    )  # fmt: skip
-
-
-def _most_held(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the most microbatches of which a stage holds anything, and of which only W is left to compute.
-
-    The third is the most of which the stage of the last chunk holds anything. A chunk's is a part of a microbatch.
-    """
-    held, late = {"F": 1, "B": -1, "W": -1}, {"I": 1, "W": -1}
-
-    def most(counted: Mapping[str, int], stages: Sequence[Sequence[Action]]) -> float:
-        found = max(max(accumulate(counted.get(action.kind, 0) for action in actions)) for actions in stages)
-        return found * schedule.num_stages / schedule.num_chunks
-
-    last = schedule.actions[schedule.stage_of[-1]]
-    return most(held, schedule.actions), most(late, schedule.actions), most(held, [last])
 
 
 @dataclass
@@ -405,12 +104,12 @@ class Estimator:
     kept: RecordsFile = field(default_factory=RecordsFile)
     ends: Callable[[str], tuple[float, float]] = lambda _: (1.0, 1.0)
     _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
-    _alone: dict[tuple[Layout, int], _Alone | None] = field(default_factory=dict)
+    _alone: dict[tuple[Layout, int], OperatorsAlone | None] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _states: dict[Layout, StateShares | None] = field(default_factory=dict)
     _shares: dict[tuple[str, tuple[Option, ...]], tuple[StateShares, ...] | None] = field(default_factory=dict)
     _schedules: dict[tuple[object, ...], ScheduleCost | None] = field(default_factory=dict)
-    _of_passes: dict[tuple[object, ...], _PassCost | None] = field(default_factory=dict)
+    _of_passes: dict[tuple[object, ...], PassCost | None] = field(default_factory=dict)
     _copies: dict[tuple[Factor, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     _at_ends: dict[str, tuple[float, float]] = field(default_factory=dict)
     _alike: dict[tuple[Factor, ...], int] = field(default_factory=dict)
@@ -491,7 +190,7 @@ class Estimator:
         return [each for each, share in shares if share is not None and sum(share[:3]) < 3 - 1e-9]
 
     def _put_together(
-        self, layout: Layout, passes: _PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
+        self, layout: Layout, passes: PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
     ) -> Estimate:
         stages, number = prod(f.size for f in factors), layout.num_microbatches
         copies, samples = num_shares(layout) // number, self._samples(layout)
@@ -535,7 +234,7 @@ class Estimator:
         )
         return Estimate(layout, step_s, memory)
 
-    def _copied(self, passes: _PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
+    def _copied(self, passes: PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
         """Returns the seconds that an option of model copies, such as ``zero3``, adds to each microbatch.
 
         They are those of its forward, of its backward, and of adding its gradients to those of microbatches before.
@@ -559,7 +258,7 @@ class Estimator:
         return seconds[0] * part, seconds[1] * part, seconds[2] * part * share.summed
 
     def _held(
-        self, passes: _PassCost, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
+        self, passes: PassCost, share: StateShares, factors: tuple[Factor, ...], schedule: ScheduleCost,
         blocks: float, last_blocks: float,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Returns the bytes by kind between steps of the first and the last stage, before what ``share`` saves."""
@@ -569,7 +268,7 @@ class Estimator:
         if schedule.returns:
             first, last = min(1.0, first + last), 0.0
         return [
-            {kind: number * passes.of_block[kind] + part * passes.of_rest[kind] for kind in _STATE}
+            {kind: number * passes.of_block[kind] + part * passes.of_rest[kind] for kind in STATE_KINDS}
             for number, part in ((blocks, first), (last_blocks, last))
         ]
 
@@ -579,7 +278,7 @@ class Estimator:
         return self._at_ends[axis]
 
     def _activations(
-        self, layout: Layout, passes: _PassCost, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
+        self, layout: Layout, passes: PassCost, schedule: ScheduleCost, stages: int, blocks: float, last_blocks: float
     ) -> list[float]:
         """Returns the most bytes of activations, and of what backwards need for a moment, on the two end stages."""
         number = layout.num_microbatches
@@ -593,7 +292,7 @@ class Estimator:
         return [first + of_end, last] if schedule.returns else [first, last + of_end]
 
     def _peak(
-        self, passes: _PassCost, share: StateShares, at_rest: Mapping[str, float], active: float, number: int
+        self, passes: PassCost, share: StateShares, at_rest: Mapping[str, float], active: float, number: int
     ) -> float:
         """Returns the most bytes of a stage: in the backward of a microbatch, or at the optimizer's step."""
         kept = at_rest["parameters"] * share.parameters + at_rest["optimizer"] * share.optimizer + passes.beside
@@ -628,7 +327,7 @@ class Estimator:
         link = cluster.device.host_bytes_per_s * cluster.constants.host_link_efficiency
         return moments_bytes / link + 4.5 * moments_bytes / cluster.constants.host_update_bytes_per_s
 
-    def _cut(self, passes: _PassCost, stages: int, chunks: int) -> tuple[float, float, float]:
+    def _cut(self, passes: PassCost, stages: int, chunks: int) -> tuple[float, float, float]:
         """Returns how many times the mean the slowest stage takes, and the blocks of a stage and of the last one.
 
         Stages have whole blocks only. What is not of a block, such as the head, is taken to be in the last chunk, which
@@ -655,7 +354,7 @@ class Estimator:
     def _samples(self, layout: Layout) -> int:
         return -(-self.batch // num_shares(layout))
 
-    def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> _PassCost | None:
+    def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> PassCost | None:
         """Returns what a microbatch of so many samples does, from few and from more samples; None if it is refused.
 
         Operators with options, which few layouts have, are rehearsed with as many samples as are asked for. Blocks that
@@ -670,18 +369,18 @@ class Estimator:
             self._of_passes[key] = (
                 None
                 if any(each is None for each in known)
-                else _PassCost.of(
+                else PassCost.of(
                     operators, recompute, samples, self.num_blocks, sizes, [each for each in known if each]
                 )
             )
         return self._of_passes[key]
 
-    def _read(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> _Alone | None:
+    def _read(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> OperatorsAlone | None:
         """Reads the records of microbatches of so many samples: the second one adds gradients to those of the first."""
         key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute), samples
         if key not in self._alone:
             records = self.alone(key[0], num_shares(key[0]) * samples)
-            self._alone[key] = None if records is None else _Alone.of(self.pricing, records)
+            self._alone[key] = None if records is None else OperatorsAlone.of(self.pricing, records)
         return self._alone[key]
 
     def _schedule(self, factors: tuple[Factor, ...], shares: PassShares = EVEN) -> ScheduleCost | None:

@@ -21,6 +21,8 @@ from shardwright.plan.schedule import Action, Schedule
 from shardwright.planner.places import ActionClass
 from shardwright.planner.records import ActionShape, LayoutRecords, StageRecord, StageRecords
 from shardwright.planner.rehearse import MessageRecord, WaitRecord
+from shardwright.planner.schedule_cost import ScheduleCost
+from shardwright.planner.state_shares import StateShares
 
 _ERRORS: Mapping[str, type[ExplainedError]] = {
     each.__name__: each for each in (LayoutError, GridError, PlanError, NoValuesError)
@@ -106,8 +108,6 @@ def _parts(value: Any) -> Iterable[Any]:
 @cache
 def _classes() -> tuple[type, ...]:
     """Returns the classes whose values are kept, beside plain data."""
-    from shardwright.planner.estimate import ScheduleCost, StateShares  # it keeps values itself
-
     return (
         Action, ActionClass, ActionShape, Factor, Layout, LayoutRecords, MessageRecord, OperatorRecord, Option,
         Schedule, ScheduleCost, StageRecord, StageRecords, StateShares, StoredMisfit, WaitRecord,
