@@ -21,20 +21,15 @@ from shardwright.layout import Layout, Option
 from shardwright.ledger.account import measure_memory
 from shardwright.models import GPT, GPTConfig
 from shardwright.models.losses import CrossEntropy
+from shardwright.planner.candidate_layouts import _layouts, divisions, options_beside
 from shardwright.planner.estimate import Estimator, declared_options
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing
 from shardwright.planner.schedule_cost import schedule_cost
-from shardwright.planner.search import (
-    RECOMPUTE,
-    SearchConstraints,
-    SearchResult,
-    _layouts,
-    divisions,
-    options_beside,
-    search,
-)
+from shardwright.planner.search import search
+from shardwright.planner.search_constraints import RECOMPUTE, SearchConstraints
+from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
 from shardwright.strategies import registered
 

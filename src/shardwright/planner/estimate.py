@@ -35,6 +35,10 @@ FEW_SAMPLES = (1, 8)
 """Two sizes of a microbatch, in samples: each way to cut the operators is priced at both, and prices of other sizes are
 extrapolated from the two."""
 
+TOO_LONG, TOO_MUCH = 1.06, 1.11
+"""How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
+in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
+
 
 class Estimate(NamedTuple):
     """The estimated step time of a layout in seconds, and the estimated bytes that a rank of the layout holds."""

@@ -14,7 +14,8 @@ from shardwright.planner.explain import PriceDifference
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.plan_text import notes_of, text_of, warnings_of
 from shardwright.planner.price import LEFT, UTILISATION, Price
-from shardwright.planner.search import SearchResult, host_fits
+from shardwright.planner.search import host_fits
+from shardwright.planner.search_result import SearchResult
 
 
 @dataclass(frozen=True, repr=False)

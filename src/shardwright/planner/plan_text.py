@@ -11,10 +11,10 @@ from shardwright.devices import HOST
 from shardwright.formatting import format_decimal_bytes, format_duration
 from shardwright.layout import Layout
 from shardwright.planner.anchors import MOST_ANCHORED
+from shardwright.planner.estimate import TOO_LONG
 from shardwright.planner.explain import TIED, how_much_slower, name_of_part, waterfall_lines, where_it_loses
 from shardwright.planner.memory import host_bytes, offloaded_bytes
 from shardwright.planner.price import UTILISATION
-from shardwright.planner.search import TOO_LONG
 
 if TYPE_CHECKING:
     from shardwright.planner.plan_results import Plans

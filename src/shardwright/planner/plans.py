@@ -35,16 +35,9 @@ from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import LEFT, Price, Pricing
 from shardwright.planner.records import LayoutRecords, first_rows, record_layout
 from shardwright.planner.records_file import RecordsFile
-from shardwright.planner.search import (
-    MOST_PRICED,
-    Recorder,
-    SearchConstraints,
-    SearchResult,
-    host_fits,
-    nearness,
-    precision_of,
-    search,
-)
+from shardwright.planner.search import Recorder, host_fits, nearness, precision_of, search
+from shardwright.planner.search_constraints import MOST_PRICED, SearchConstraints
+from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
 from shardwright.planner.ways_out import ways_out
 from shardwright.strategies import STRATEGIES

@@ -11,159 +11,29 @@ take less are priced too.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from heapq import nsmallest
-from itertools import chain, product, zip_longest
-from math import inf, isinf, prod
+from collections.abc import Callable
+from itertools import chain
+from math import inf, isinf
 
 from shardwright.axes import layout_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError
-from shardwright.layout import Factor, Layout, Option, Precision
+from shardwright.layout import Factor, Layout, Precision
 from shardwright.parallelize.auto import num_shares
-from shardwright.plan.recompute import OFFLOADS, WORDS
-from shardwright.planner.estimate import Estimate, Estimator, declared_options, longer_over
+from shardwright.planner.candidate_layouts import FEWEST, first_estimates, options_beside
+from shardwright.planner.estimate import TOO_LONG, TOO_MUCH, Estimate, Estimator, longer_over
 from shardwright.planner.memory import host_bytes
 from shardwright.planner.price import Price, Pricing
 from shardwright.planner.records import LayoutRecords
+from shardwright.planner.search_constraints import SearchConstraints
+from shardwright.planner.search_result import SearchResult
 from shardwright.planner.short import ShortModel
-from shardwright.strategies import STRATEGIES, choose
 
 LOG = logging.getLogger("shardwright.planner")
 """Where a search says what it has priced, at level INFO, since it may take minutes."""
 
-MOST_PRICED = 4
-"""The layouts that a search prices by default; each takes seconds of rehearsals."""
-
-LARGEST_MICROBATCH = 8
-
-MOST_SCHEDULED = 24
-"""The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
-
-TOO_LONG, TOO_MUCH = 1.06, 1.11
-"""How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
-in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
-
-FEWEST = 3
-"""How many layouts are to be the best of all: prices end where no estimate left may be better than all but so few."""
-
-MOST_TO_FIT = 8
-"""The most further layouts that are priced where none of those priced fits the memory, until one does."""
-
-MOST_NODES = 1
-"""The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
-
-RECOMPUTE = (None, *(word for word in WORDS if word not in OFFLOADS))
-
 Recorder = Callable[[Layout, int], LayoutRecords]
 """A function that returns the records of a layout on a global batch of a number of samples."""
-
-
-@dataclass
-class SearchResult:
-    """What a search has found: prices that fit the memory, prices that do not, and why other layouts were left out.
-
-    ``searched`` is the number of layouts that were looked at. ``rejected`` counts layouts by the reason why they were
-    left out, misfits included, and ``nearest`` has the first layout line for each reason.
-    """
-
-    fit: list[Price] = field(default_factory=list)
-    misfits: list[Price] = field(default_factory=list)
-    searched: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    nearest: dict[str, str] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)
-    """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
-    unpriced: int = 0
-    """The layouts that might be better than the best, by their estimates, and were not priced."""
-    failure: PlanError | None = None
-    """The first error of the model itself, such as code that cannot be rehearsed; None if there was none."""
-
-    @property
-    def priced(self) -> int:
-        """The number of layouts that were priced."""
-        return len(self.fit) + len(self.misfits)
-
-    def reject(self, reason: str, layout: Layout | str, detail: str = "") -> None:
-        """Counts a layout as left out for ``reason``, and keeps the first layout for each reason as an example.
-
-        ``detail`` says what the constraint is for this layout. Layouts that are nearest to being allowed come first.
-        """
-        self.rejected[reason] += 1
-        if self.nearest.setdefault(reason, str(layout)) == str(layout) and detail:
-            self.details.setdefault(reason, detail)
-
-    def refused(self, error: LayoutError | PlanError, layout: Layout | str) -> None:
-        """Counts a layout as left out because of ``error``."""
-        self.reject(error.what, layout)
-        if isinstance(error, PlanError) and self.failure is None:
-            self.failure = error
-
-
-@dataclass(frozen=True)
-class SearchConstraints:
-    """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
-
-    ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
-    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has
-    the words, which name axes or options. ``limit_bytes`` is the memory that a rank may take, and ``most`` the most
-    layouts to price.
-    """
-
-    fix: str = ""
-    without: tuple[str, ...] = ()
-    precision: Precision = "bf16"
-    limit_bytes: float = 0.0
-    most: int = MOST_PRICED
-    most_stages: int = 0
-    """The most stages that the model has whole blocks for. 0: unknown."""
-    most_to_fit: int = MOST_TO_FIT
-    """The most further layouts to price where none fits."""
-
-    def allows(self, layout: Layout) -> bool:
-        """Returns whether a layout has all parts that must be there, and none of the words that must not."""
-        return not self.is_left_out(layout) and not self.lacking(layout)
-
-    def is_left_out(self, layout: Layout) -> bool:
-        """Returns whether a layout has one of the words that it must not have."""
-        items = str(layout).split()
-        words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
-        words |= {word.partition(":")[0] for word in words}
-        return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
-
-    def lacking(self, layout: Layout) -> str:
-        """Returns the first part that the layout must have and has not; "" if it has all."""
-        items = str(layout).split()
-        words = {f"mb{layout.num_microbatches}", layout.precision, f"recompute:{layout.recompute}"}
-        missing = (part for part in self.fix.split() if part not in words)
-        return next((part for part in missing if not any(_has(item, part) for item in items)), "")
-
-    @property
-    def num_microbatches(self) -> int | None:
-        """The number of microbatches that is fixed, as by "mb8"; None if any may be."""
-        found = (part.removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
-        return next((int(number) for number in found if number.isdecimal() and int(number)), None)
-
-    @property
-    def recomputed(self) -> tuple[str | None, ...]:
-        """The ways to recompute activations that are tried: the one that is fixed, or all that a search tries."""
-        head = "recompute:"
-        found = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
-        return found[:1] or RECOMPUTE
-
-
-def _has(item: str, part: str) -> bool:
-    """Whether an item of a line has all that a part asks for: its axis with the size, and its options.
-
-    >>> _has("dp8/zero1", "dp8"), _has("dp8/zero1", "dp/zero1"), _has("dp8", "dp4"), _has("tp8", "tp/sp")
-    (True, True, False, False)
-    """
-    head, *options = part.split("/")
-    own, *others = item.split("/")
-    return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
 
 
 def search(
@@ -202,7 +72,7 @@ class _Search:
 
     def __init__(self, estimator: Estimator, record: Recorder, wanted: SearchConstraints, found: SearchResult) -> None:
         self.estimator, self.record, self.wanted, self.found = estimator, record, wanted, found
-        self.estimates = {str(each.layout): each for each in _estimates(estimator, wanted, found)}
+        self.estimates = {str(each.layout): each for each in first_estimates(estimator, wanted, found)}
         LOG.info("estimated %s layouts; the best are rehearsed and priced", f"{len(self.estimates):,}")
         self.tried: set[str] = set()
         self.done: set[tuple[object, ...]] = set()
@@ -377,229 +247,6 @@ def _best(found: SearchResult) -> Price:
     if found.fit:
         return min(found.fit, key=lambda each: each.step_s)
     return min(found.misfits, key=lambda each: each.memory_bytes)
-
-
-def options_beside(layout: Layout) -> Iterator[Layout]:
-    """Yields the layouts that differ from ``layout`` in recomputation, the number of microbatches, or one option.
-
-    An option is added to those of an axis, or replaces one of them; one option of each axis is tried before the next.
-
-    >>> list(map(str, options_beside(Layout.parse("dp2"))))[:3]
-    ['dp2 recompute:full', 'dp2 recompute:selective', 'mb2 dp2']
-    """
-    for recompute in RECOMPUTE:
-        if recompute != layout.recompute:
-            yield replace(layout, recompute=recompute)
-    for number in (2 * layout.num_microbatches, layout.num_microbatches // 2):
-        if number:
-            with suppress(LayoutError):
-                yield replace(layout, num_microbatches=number)
-    turns = zip_longest(*(_with_options(layout, place) for place in range(len(layout.factors))))
-    yield from (found for turn in turns for found in turn if found is not None)
-
-
-def _with_options(layout: Layout, place: int) -> Iterator[Layout]:
-    factor = layout.factors[place]
-    for option in declared_options(factor.axis):
-        kept = [(*factor.options, option), *_replaced(factor.options, option)]
-        for options in kept if option.name not in {each.name for each in factor.options} else ():
-            with suppress(LayoutError):
-                changed = Factor(factor.axis, factor.sizes, options)
-                factors = (*layout.factors[:place], changed, *layout.factors[place + 1 :])
-                found = replace(layout, factors=factors)
-                choose(found)
-                yield found
-
-
-def _replaced(options: tuple[Option, ...], option: Option) -> Iterator[tuple[Option, ...]]:
-    for place in range(len(options)):
-        yield (*options[:place], option, *options[place + 1 :])
-
-
-def divisions(num_ranks: int, kinds: Mapping[str, str]) -> Iterator[dict[str, int]]:
-    """Yields every way to divide ranks over axes, as the size of each axis; the sizes multiply to ``num_ranks``.
-
-    ``kinds`` has the names of the axes as its keys.
-
-    >>> [each for each in divisions(4, {"dp": "copies", "tp": "operators"})]
-    [{'dp': 1, 'tp': 4}, {'dp': 2, 'tp': 2}, {'dp': 4, 'tp': 1}]
-    """
-    axes = list(kinds)
-    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    for sizes in product(divisors, repeat=len(axes)):
-        if prod(sizes) == num_ranks:
-            yield dict(zip(axes, sizes, strict=True))
-
-
-def _estimates(estimator: Estimator, wanted: SearchConstraints, found: SearchResult) -> list[Estimate]:
-    """Returns the estimates of every division of the ranks that the words of the search allow.
-
-    Each is estimated with every option of copies that saves memory, the best then with every schedule of stages.
-    """
-    built = {each.axis for each in STRATEGIES.values() if each.default}
-    kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in built}
-    cluster, saving = estimator.pricing.cluster, dict[str, list[Option]]()
-    estimates: list[Estimate] = []
-    for sizes in divisions(cluster.num_ranks, kinds):
-        for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node):
-            first = estimator.estimate(layout)
-            if first is None:  # refused for its operators or its schedule, whatever the microbatches
-                why = estimator.refusal(layout)
-                if why:
-                    found.reject(why, layout)
-                break
-            estimates.append(first)
-            for place, factor in enumerate(layout.factors):
-                if kinds[factor.axis] == "copies" and not factor.options:
-                    if factor.axis not in saving:
-                        saving[factor.axis] = estimator.saving_options(factor.axis)
-                    estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted, found)
-    estimates += _scheduled(estimator, estimates, wanted, found, kinds)
-    for recompute in wanted.recomputed[1:]:
-        again = _recomputed(estimator, estimates, recompute, wanted, found)
-        estimates += [*again, *_scheduled(estimator, again, wanted, found, kinds)]
-    allowed = []
-    for estimate in (_named(estimator, each, kinds) for each in estimates):
-        if wanted.is_left_out(estimate.layout):
-            found.reject("--without", estimate.layout)
-        elif lacking := wanted.lacking(estimate.layout):
-            found.reject(f"--fix: not {lacking}", estimate.layout)
-        else:
-            allowed.append(estimate)
-    return allowed
-
-
-def _scheduled(
-    estimator: Estimator, estimates: Iterable[Estimate], wanted: SearchConstraints, found: SearchResult,
-    kinds: Mapping[str, str],
-) -> list[Estimate]:  # fmt: skip
-    """Returns the best of the estimates with every other schedule of stages."""
-    best = sorted(estimates, key=lambda each: each.over(wanted.limit_bytes))
-    return [
-        scheduled
-        for each in (best[:MOST_SCHEDULED] if estimator.plan is not None else ())
-        for place, factor in enumerate(each.layout.factors)
-        if kinds[factor.axis] == "stages" and not factor.options
-        for scheduled in _with_each(estimator, each.layout, place, estimator.schedules(factor.axis), wanted, found)
-    ]
-
-
-def _recomputed(
-    estimator: Estimator, estimates: Iterable[Estimate], recompute: str | None, wanted: SearchConstraints,
-    found: SearchResult,
-) -> list[Estimate]:  # fmt: skip
-    """Returns the estimates with activations recomputed, where that may be better than the best of them.
-
-    Recomputation takes longer and less memory: it is no better where all fits, or where the layout without it is slower
-    already than others that fit.
-    """
-    limit = wanted.limit_bytes
-    plain = [each for each in estimates if each.layout.recompute == wanted.recomputed[0]]
-    fit = [each.step_s for each in estimates if each.memory_bytes * TOO_MUCH <= limit]
-    again, longer = list[Estimate](), inf  # how many times as long a step takes with recomputation, at least
-    for each in sorted(plain, key=lambda each: each.step_s):
-        layout = replace(each.layout, recompute=recompute)
-        if each.memory_bytes * TOO_MUCH <= limit:
-            found.reject("recomputation where all fits without it", layout)
-        elif len(fit) >= FEWEST and each.step_s * (longer if again else 1.0) > nsmallest(FEWEST, fit)[-1] * TOO_LONG:
-            found.reject("recomputation that takes longer than others do without it", layout)
-        elif (estimate := estimator.estimate(layout)) is not None:
-            again.append(estimate)
-            longer = min(longer, estimate.step_s / each.step_s)
-            if estimate.memory_bytes * TOO_MUCH <= limit:
-                fit.append(estimate.step_s)
-        elif why := estimator.refusal(layout):
-            found.reject(why, layout)
-    return again
-
-
-def _named(estimator: Estimator, estimate: Estimate, kinds: Mapping[str, str]) -> Estimate:
-    """Returns an estimate of a layout that names the schedule of its stages."""
-    factors = tuple(
-        replace(f, options=f.options or estimator.default_schedule(f.axis)) if kinds[f.axis] == "stages" else f
-        for f in estimate.layout.factors
-    )
-    return estimate._replace(layout=replace(estimate.layout, factors=factors))
-
-
-def _with_each(
-    estimator: Estimator,
-    layout: Layout,
-    place: int,
-    options: Iterable[Option],
-    wanted: SearchConstraints,
-    found: SearchResult,
-) -> Iterator[Estimate]:
-    """Yields the estimates of a layout with each of the options of one factor."""
-    for option in options:
-        factor = replace(layout.factors[place], options=(option,))
-        tried = replace(layout, factors=(*layout.factors[:place], factor, *layout.factors[place + 1 :]))
-        if wanted.is_left_out(tried):
-            found.reject("--without", tried)
-            continue
-        estimate = estimator.estimate(tried)
-        if estimate is not None:
-            yield estimate
-        elif why := estimator.refusal(tried):
-            found.reject(why, tried)
-
-
-def _layouts(
-    sizes: Mapping[str, int],
-    kinds: Mapping[str, str],
-    batch: int,
-    wanted: SearchConstraints,
-    found: SearchResult,
-    in_node: int,
-) -> Iterator[Layout]:
-    """Yields the layouts of one division of the ranks: each size of a microbatch."""
-    factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
-    copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
-    stages = prod(size for axis, size in sizes.items() if kinds[axis] == "stages")
-    together = prod(size for axis, size in sizes.items() if kinds[axis] == "operators")
-    if together > MOST_NODES * in_node:
-        found.reject(f"operators cut over more than {MOST_NODES} node", Layout(factors))
-        return
-    if 0 < wanted.most_stages < stages:
-        found.reject("more stages than alike blocks", Layout(factors))
-        return
-    if copies > batch:
-        found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
-        return
-    local, most, fixed = batch // copies, -(-batch // copies), wanted.num_microbatches
-    sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
-    # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
-    for number in [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]:
-        layout = Layout(factors, number, wanted.precision, wanted.recomputed[0])
-        if number > local:
-            found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
-                         f"{local} samples")  # fmt: skip
-        elif number < stages:
-            found.reject("fewer microbatches than stages", layout, f"{number} of {stages}")
-        elif wanted.is_left_out(layout):
-            found.reject("--without", layout)
-        elif (lacking := wanted.lacking(layout)) and not _is_option(lacking):
-            found.reject(f"--fix: not {lacking}", layout)
-        else:
-            yield layout
-
-
-def _is_option(part: str) -> bool:
-    """Returns whether a fixed part names options, which layouts are given later: a schedule, or a stage of ZeRO."""
-    return "/" in part
-
-
-def _fixed(factor: Factor, wanted: SearchConstraints) -> Factor:
-    """Returns the factor with the options that must hold for its axis."""
-    for part in wanted.fix.split():
-        head, *options = part.split("/")
-        sizes = head.removeprefix(factor.axis)
-        if options and head.rstrip("0123456789x") == factor.axis:
-            given = tuple(map(int, sizes.split("x"))) if all(map(str.isdecimal, sizes.split("x"))) else factor.sizes
-            with suppress(LayoutError):
-                chosen = tuple(Option(*each.split(":", 1)) for each in options)
-                return Factor(factor.axis, given if prod(given) == factor.size else factor.sizes, chosen)
-    return factor
 
 
 def precision_of(cluster: Cluster) -> Precision:

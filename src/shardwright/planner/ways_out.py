@@ -17,7 +17,7 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import num_rows
 from shardwright.planner.memory import held_at_rest
 from shardwright.planner.price import Price
-from shardwright.planner.search import SearchResult
+from shardwright.planner.search_result import SearchResult
 
 _STATE = ("parameters", "optimizer")
 MOST_TIMES, SHORTEST = 4, 128

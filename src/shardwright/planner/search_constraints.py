@@ -1,0 +1,79 @@
+"""``SearchConstraints``: what a search may try: the words of ``--fix`` and ``--without``, the precision, the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.layout import Layout, Precision
+from shardwright.plan.recompute import OFFLOADS, WORDS
+
+MOST_PRICED = 4
+"""The layouts that a search prices by default; each takes seconds of rehearsals."""
+
+MOST_TO_FIT = 8
+"""The most further layouts that are priced where none of those priced fits the memory, until one does."""
+
+RECOMPUTE = (None, *(word for word in WORDS if word not in OFFLOADS))
+
+
+@dataclass(frozen=True)
+class SearchConstraints:
+    """The constraints of a search: parts that a layout line must have, words that it must not, precision and memory.
+
+    ``fix`` has the parts, separated by spaces, such as "tp8 dp/zero1 mb32": each names an axis, with or without its
+    size, and options that it must have, or is another word of a line: "mb32", "bf16", "recompute:full". ``without`` has
+    the words, which name axes or options. ``limit_bytes`` is the memory that a rank may take, and ``most`` the most
+    layouts to price.
+    """
+
+    fix: str = ""
+    without: tuple[str, ...] = ()
+    precision: Precision = "bf16"
+    limit_bytes: float = 0.0
+    most: int = MOST_PRICED
+    most_stages: int = 0
+    """The most stages that the model has whole blocks for. 0: unknown."""
+    most_to_fit: int = MOST_TO_FIT
+    """The most further layouts to price where none fits."""
+
+    def allows(self, layout: Layout) -> bool:
+        """Returns whether a layout has all parts that must be there, and none of the words that must not."""
+        return not self.is_left_out(layout) and not self.lacking(layout)
+
+    def is_left_out(self, layout: Layout) -> bool:
+        """Returns whether a layout has one of the words that it must not have."""
+        items = str(layout).split()
+        words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
+        words |= {word.partition(":")[0] for word in words}
+        return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
+
+    def lacking(self, layout: Layout) -> str:
+        """Returns the first part that the layout must have and has not; "" if it has all."""
+        items = str(layout).split()
+        words = {f"mb{layout.num_microbatches}", layout.precision, f"recompute:{layout.recompute}"}
+        missing = (part for part in self.fix.split() if part not in words)
+        return next((part for part in missing if not any(_has(item, part) for item in items)), "")
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of microbatches that is fixed, as by "mb8"; None if any may be."""
+        found = (part.removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
+        return next((int(number) for number in found if number.isdecimal() and int(number)), None)
+
+    @property
+    def recomputed(self) -> tuple[str | None, ...]:
+        """The ways to recompute activations that are tried: the one that is fixed, or all that a search tries."""
+        head = "recompute:"
+        found = tuple(part.removeprefix(head) for part in self.fix.split() if part.startswith(head))
+        return found[:1] or RECOMPUTE
+
+
+def _has(item: str, part: str) -> bool:
+    """Whether an item of a line has all that a part asks for: its axis with the size, and its options.
+
+    >>> _has("dp8/zero1", "dp8"), _has("dp8/zero1", "dp/zero1"), _has("dp8", "dp4"), _has("tp8", "tp/sp")
+    (True, True, False, False)
+    """
+    head, *options = part.split("/")
+    own, *others = item.split("/")
+    return (own == head or own.rstrip("0123456789x") == head) and set(options) <= set(others)
