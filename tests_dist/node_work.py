@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.comm.axis import CollectiveCall, Pending
 from shardwright.comm.backends.two_level import TwoLevels
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 
 
 def plain() -> nn.Module:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.comm.axis import Pending
+from shardwright.comm.pending import Pending
 from shardwright.comm.wait_watchdog import WaitWatchdog, _error_of, _Note
 from shardwright.errors import CommunicationError
 

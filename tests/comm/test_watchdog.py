@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.comm.axis import CollectiveCall
 from shardwright.comm.backends import watchdog as module
 from shardwright.comm.backends.watchdog import Watchdog
+from shardwright.comm.collective_call import CollectiveCall
 
 CALL = CollectiveCall("all_gather", "dp", "zero", (8, 2), torch.bfloat16)
 

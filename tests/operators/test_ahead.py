@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contract.cases import NUM_SAMPLES, Case, check_traffic
 from shardwright import verify
-from shardwright.comm.axis import Pending
+from shardwright.comm.pending import Pending
 from shardwright.models.losses import MeanSquaredError
 from shardwright.operators.linear import GridProduct, WeightFetch, WeightPrefetch
 

@@ -29,7 +29,8 @@ from shardwright.checkpoint.locking import MOST_WAIT_S, one_save
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
 from shardwright.checkpoint.survivors import NOTES, Meeting, SavedDecision, within
 from shardwright.comm.agreement import gather_json
-from shardwright.comm.axis import Axis, Pending
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError
 

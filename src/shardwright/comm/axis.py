@@ -18,172 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright import devices
+from shardwright.comm.channel import Channel, Message
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending, done
 from shardwright.comm.wait_times import waits
-from shardwright.errors import CommunicationError, aligned
-
-Result = TypeVar("Result")
-
-
-class CollectiveCall(NamedTuple):
-    """The description of one collective call or message, by which ranks notice that they make different calls.
-
-    ``kind`` is the collective, such as "all_reduce"; ``axis`` the name of the axis; ``shape`` and ``dtype`` are those
-    of its tensor (several tensors count as one flat tensor, and an all-to-all has the shape ``()``); and ``details`` is
-    text on what else must agree, such as the reduction. ``source``, the strategy that makes the call, is for records
-    and error texts.
-    """
-
-    kind: str
-    axis: str
-    source: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    details: str = ""
-
-    def agrees(self, other: CollectiveCall) -> bool:
-        """Returns whether the calls of two ranks are the same in all but ``source``."""
-        return (self.kind, self.axis, self.shape, self.dtype, self.details) == (
-            (other.kind, other.axis, other.shape, other.dtype, other.details)
-        )
-
-    def __str__(self) -> str:
-        what = f"{self.kind} of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-        return f"{what} {self.details} over axis '{self.axis}' for {self.source}".replace("  ", " ")
-
-
-SAME_CALLS = "the same calls in the same order on every rank of an axis"
-FIX_CALLS = (
-    "look for code that depends on the rank: a branch, such as `if world.rank == 0` around a save (call it on every "
-    "rank: it writes files once) or a hook, a loop, the size of a batch"
-)
-DEBUG = "sw.launch(..., debug=True), or --debug of the command,"
-FIX_LOST = (
-    "see why the other rank stopped, or which call it made instead; sw.save or a method of a run: call it on every "
-    f"rank, never below `if world.rank == 0`; {DEBUG} names ranks that make different calls"
-)
-"""Texts for errors about ranks that make different calls: what is allowed (``SAME_CALLS``), where to look for the cause
-(``FIX_CALLS``), what names both calls (``DEBUG``), and where to look if another rank has not come (``FIX_LOST``).
-"""
-
-
-def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> CommunicationError:
-    """Returns the error for two ranks that make different collective calls over one axis; it names both calls."""
-    (a, first), (b, second) = sorted([(rank, str(call)), (other, str(others_call))])
-    return CommunicationError(
-        f"ranks {a} and {b} disagree on a call over axis '{axis}'",
-        given=aligned([f"rank {a}: {first}", f"rank {b}: {second}"]),
-        allowed=SAME_CALLS,
-        fix=FIX_CALLS,
-    )
-
-
-class Pending(Generic[Result]):
-    """A collective or message under way, whose result ``wait`` returns.
-
-    Until then, the caller must not read or change the call's tensors. ``finish`` is the function that waits and returns
-    the result; the first ``wait`` calls it.
-    """
-
-    def __init__(self, finish: Callable[[], Result]) -> None:
-        self._finish: Callable[[], Result] | None = finish
-        self._result: Result
-        self._axis = waits.axis
-
-    def wait(self) -> Result:
-        """Waits until the result of the collective or message can be used, and returns it, at each call the same.
-
-        Over NCCL, the device's current stream waits, and not the host. The ``wait`` of a send does not wait for the
-        receiver.
-
-        Raises: CommunicationError: another rank has ended, is too late or makes a different call, where the backend
-            can find that out.
-        """
-        if self._finish is not None:
-            self._result = self._finish() if waits.seconds is None else waits.timed(self._axis, self._finish)
-            self._finish = None
-        return self._result
-
-
-def done(result: Result) -> Pending[Result]:
-    """Returns a :class:`Pending` whose ``wait`` returns ``result`` at once, for a call that need not send anything."""
-    return Pending(lambda: result)
-
-
-class Message(NamedTuple):
-    """One of several p2p messages: its call, the tensor to send or to fill, and the other rank's index in the group."""
-
-    call: CollectiveCall
-    tensor: Tensor
-    member: int
-
-
-class Channel(Protocol):
-    """One rank's end of a process group on one backend: collectives and p2p messages, all asynchronous.
-
-    A member is a rank of the group, numbered from 0. A channel records what it sends, and raises CommunicationError if
-    it finds that ranks make different calls. It is called through :class:`Axis`, which passes contiguous, detached
-    tensors. All members make the same collective calls, in the same order.
-    """
-
-    def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """All-reduces ``tensors``, all of one dtype, in place and as one message, by sum or maximum (``op``)."""
-
-    def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """All-gathers: fills ``parts[i]`` with the part of member i; ``parts[index]`` holds this member's own."""
-
-    def reduce_scatter(
-        self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
-    ) -> Pending[Tensor]:
-        """Reduce-scatters (sums) ``tensors``, flat and joined end to end: ``out`` gets this member's part of the sum.
-
-        ``sizes`` are the numbers of elements of all members' parts. ``wait`` returns ``out``.
-        """
-
-    def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with the tensor that member i sends.
-
-        ``wait`` returns ``outs``.
-        """
-
-    def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Broadcasts: overwrites ``tensor`` with the tensor of member ``source``; ``wait`` returns ``tensor``."""
-
-    def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Sends ``tensor`` to member ``to`` without waiting for the receiver; ``tensor`` may be changed at once."""
-
-    def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Starts to fill ``tensor`` with the next message from member ``source``; ``wait`` returns ``tensor``."""
-
-    def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Returns a new channel over the members ``indices`` of this group; these all call it, and no others."""
-
-    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Creates the connections for p2p messages between pairs of members, if the backend needs that.
-
-        All members call it, with the same pairs, before the first :meth:`send` or :meth:`receive`.
-        """
-        del pairs  # nothing, unless the backend says more
-
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Starts several p2p messages to and from other members at once, so that no message waits for another.
-
-        ``wait`` returns when the tensors of ``receives`` are filled.
-        """
-        for call, tensor, to in sends:
-            self.send(call, tensor, to)
-        pending = [self.receive(call, tensor, source) for call, tensor, source in receives]
-
-        def finish() -> None:
-            for each in pending:
-                each.wait()
-
-        return Pending(finish)
+from shardwright.errors import CommunicationError
 
 
 def _in_place(tensor: Tensor, start: Callable[[Tensor], Pending[Any]]) -> Pending[Tensor]:

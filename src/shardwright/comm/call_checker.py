@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from shardwright.comm.axis import FIX_CALLS, SAME_CALLS, CollectiveCall, disagreement
+from shardwright.comm.collective_call import FIX_CALLS, SAME_CALLS, CollectiveCall, disagreement
 from shardwright.errors import CommunicationError, aligned
 
 _RECHECK_S = 0.5

@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from shardwright.comm.axis import Channel, CollectiveCall
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import CollectiveCall
 
 
 class Record(NamedTuple):

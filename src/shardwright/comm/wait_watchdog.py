@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from shardwright.comm.axis import SAME_CALLS, Pending
+from shardwright.comm.collective_call import SAME_CALLS
+from shardwright.comm.pending import Pending
 from shardwright.comm.user_calls import place_of_user
 from shardwright.errors import CommunicationError, aligned
 from shardwright.formatting import numbered

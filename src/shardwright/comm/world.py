@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwright.comm.axis import Axis, Channel, Pending
+from shardwright.comm.axis import Axis
 from shardwright.comm.backends.block_sizes import Blocks
+from shardwright.comm.channel import Channel
+from shardwright.comm.pending import Pending
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.stop import Stop
 from shardwright.mesh import Mesh

@@ -49,6 +49,7 @@ _BACKENDS = (
     "message_blocks",
 )
 _TRANSPORTS = (*(f"{_OURS}comm.backends.{name}" for name in _BACKENDS), f"{_OURS}comm.call_checker")
+_MESSAGES = f"{_OURS}comm.axis", f"{_OURS}comm.pending"
 
 
 class MemorySnapshot(NamedTuple):
@@ -213,7 +214,7 @@ class Tracker(TorchDispatchMode):
         caller = _calling_module()
         if caller in _TRANSPORTS:
             return ""
-        if caller == f"{_OURS}comm.axis":
+        if caller in _MESSAGES:
             return "messages"
         if self._forced_kind is not None:
             return self._forced_kind

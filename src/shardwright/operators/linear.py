@@ -29,7 +29,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from shardwright.comm.autograd import once
-from shardwright.comm.axis import Axis, Pending, done
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending, done
 from shardwright.operators.operand_moves import (
     MoveStep,
     OperandMove,

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwright.comm.autograd import once, partial_to_whole, sum_gradient
-from shardwright.comm.axis import Axis, Pending, done
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending, done
 from shardwright.errors import PlanError
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
-from shardwright.comm.axis import CollectiveCall, Pending
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 from shardwright.comm.recorder import Recorder
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, stack_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.flops import flop_formula
 from shardwright.analysis.operator_results import run_on_meta, tensors_of
-from shardwright.comm.axis import CollectiveCall
+from shardwright.comm.collective_call import CollectiveCall
 from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST
 from shardwright.dispatch_mode import DispatchMode

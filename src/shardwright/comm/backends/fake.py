@@ -14,8 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending, done
 from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending, done
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 
@@ -74,7 +76,7 @@ class _BlockReaders:
 class FakeChannel(Channel):
     """A process group of which only this rank exists: calls send nothing, but are recorded as real calls are.
 
-    See :class:`~shardwright.comm.axis.Channel` for the methods.
+    See :class:`~shardwright.comm.channel.Channel` for the methods.
     """
 
     readers: _BlockReaders

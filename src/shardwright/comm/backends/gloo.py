@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.axis import CollectiveCall, Pending
 from shardwright.comm.backends.group_channel import REDUCTIONS, GroupChannel
 from shardwright.comm.backends.shared_sums import parts_of
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 
 
 class GlooChannel(GroupChannel):
-    """One process group over gloo, with its collectives and p2p. See :class:`~shardwright.comm.axis.Channel`."""
+    """One process group over gloo, with its collectives and p2p. See :class:`~shardwright.comm.channel.Channel`."""
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
         """All-reduces ``tensors`` in place by torch's all-reduce; several tensors are first joined in a copy."""

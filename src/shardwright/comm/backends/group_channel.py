@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.axis import FIX_LOST, Channel, CollectiveCall, Pending
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import FIX_LOST, CollectiveCall
 from shardwright.comm.failures import LostPartnerError
+from shardwright.comm.pending import Pending
 from shardwright.formatting import first_line
 
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class GroupTransport(Protocol):
 
 
 class GroupChannel(Channel):
-    """The methods of :class:`~shardwright.comm.axis.Channel` that are the same for gloo and NCCL.
+    """The methods of :class:`~shardwright.comm.channel.Channel` that are the same for gloo and NCCL.
 
     A subclass for each of torch's backends adds the other collectives.
     """

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.axis import CollectiveCall, Message, Pending
 from shardwright.comm.backends.group_channel import REDUCTIONS, GroupChannel, GroupTransport
+from shardwright.comm.channel import Message
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 from shardwright.errors import CommunicationError
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ _WITHOUT_TYPE = (torch.int16, torch.uint16)
 
 
 class NcclChannel(GroupChannel):
-    """One process group over NCCL, with its collectives and p2p. See :class:`~shardwright.comm.axis.Channel`."""
+    """One process group over NCCL, with its collectives and p2p. See :class:`~shardwright.comm.channel.Channel`."""
 
     def __init__(
         self, transport: GroupTransport, ranks: tuple[int, ...], begin: Callable[..., int], device: torch.device

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.axis import Channel, CollectiveCall
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.gloo import GlooChannel
 from shardwright.comm.backends.message_blocks import Link, MessageExchange, folder_for_sockets
@@ -34,6 +33,8 @@ from shardwright.comm.backends.through_host import ChannelThroughHost
 from shardwright.comm.backends.two_level import TwoLevelChannel, TwoLevels, has_two_levels
 from shardwright.comm.backends.watchdog import Report, Watchdog, WatchedCall, end_with
 from shardwright.comm.call_checker import CallChecker
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import CollectiveCall
 from shardwright.comm.recorder import Recorder
 from shardwright.devices import NATIVE
 from shardwright.errors import CommunicationError, PlanError

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import DEBUG, FIX_LOST, Channel, CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
 from shardwright.comm.backends.message_blocks import (
     POST,
@@ -32,7 +31,10 @@ from shardwright.comm.backends.message_blocks import (
     ReceivedMessage,
 )
 from shardwright.comm.backends.shared_sums import SharedAllReduce, combine, parts_of, scatter_back
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import DEBUG, FIX_LOST, CollectiveCall
 from shardwright.comm.failures import LostPartnerError
+from shardwright.comm.pending import Pending
 from shardwright.errors import CommunicationError
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ Begin = Callable[..., int]
 
 
 class SharedChannel(Channel):
-    """One process group in shared memory, with its collectives and p2p. See :class:`~shardwright.comm.axis.Channel`."""
+    """One process group in shared memory, with collectives and p2p. See :class:`~shardwright.comm.channel.Channel`."""
 
     def __init__(
         self, exchange: MessageExchange, ranks: tuple[int, ...], number: int, begin: Begin, subset: Callable[..., Any]

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import FIX_CALLS, SAME_CALLS, Channel, CollectiveCall, Pending, disagreement
 from shardwright.comm.backends.block_sizes import Blocks
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import FIX_CALLS, SAME_CALLS, CollectiveCall, disagreement
+from shardwright.comm.pending import Pending
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.user_calls import call_of_user
 from shardwright.errors import CommunicationError, aligned
@@ -226,7 +228,7 @@ class ThreadTransport:
 
 
 class ThreadChannel(Channel):
-    """One process group of ranks that are threads. See :class:`~shardwright.comm.axis.Channel`."""
+    """One process group of ranks that are threads. See :class:`~shardwright.comm.channel.Channel`."""
 
     def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...], key: object) -> None:
         self.transport, self.ranks, self.key = transport, ranks, key

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 
 T = TypeVar("T")
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 class ChannelThroughHost(Channel):
     """A process group that copies accelerator tensors to host memory and sends these copies through ``channel``.
 
-    See :class:`~shardwright.comm.axis.Channel` for the methods.
+    See :class:`~shardwright.comm.channel.Channel` for the methods.
     """
 
     channel: Channel

@@ -28,12 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
 from shardwright.comm.backends.group_channel import GroupChannel, lost_partner
 from shardwright.comm.backends.message_blocks import MessageExchange
 from shardwright.comm.backends.shared_memory import SharedChannel
 from shardwright.comm.backends.shared_sums import scatter_back
+from shardwright.comm.channel import Channel
+from shardwright.comm.collective_call import CollectiveCall
+from shardwright.comm.pending import Pending
 from shardwright.mesh import balanced
 
 
@@ -113,7 +115,7 @@ class TwoLevels:
 class TwoLevelChannel(Channel):
     """A process group over several nodes: large sums are all-reduced in two levels, other calls go over gloo.
 
-    See :class:`~shardwright.comm.axis.Channel` for the methods.
+    See :class:`~shardwright.comm.channel.Channel` for the methods.
     """
 
     def __init__(self, sockets: GroupChannel, levels: TwoLevels, begin: Callable[..., int]) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from shardwright import devices
-from shardwright.comm.axis import CollectiveCall
 from shardwright.comm.backends.group_channel import lost_partner
+from shardwright.comm.collective_call import CollectiveCall
 from shardwright.errors import CommunicationError
 
 Report = Callable[[CommunicationError], None]

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwright.comm.axis import Axis, Pending, done
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending, done
 from shardwright.devices import HOST
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.sharding.tensor_part import part_of, tag, tagged

@@ -19,7 +19,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.axis import Axis, Pending
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending
 from shardwright.errors import PlanError
 from shardwright.mesh import balanced
 from shardwright.runtime.gradient_sync import UNREACHED, is_reached, mark_reached

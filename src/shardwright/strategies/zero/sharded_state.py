@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import Difference, PendingDifference, compare_async
-from shardwright.comm.axis import Axis, Pending
+from shardwright.comm.axis import Axis
+from shardwright.comm.pending import Pending
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, record, wrap
 from shardwright.mesh import balanced
