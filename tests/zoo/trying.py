@@ -120,10 +120,11 @@ def runs_in(model: ZooModel) -> torch.dtype:
         Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch
     )
     try:
-        loss(call_model(module.double(), inputs), targets)[0].backward()
+        found = loss(call_model(module.double(), inputs), targets)[0]
+        found.backward()
     except (RuntimeError, TypeError, ValueError):
         return torch.float32
-    return torch.float64
+    return torch.float64 if found.isfinite() else torch.float32
 
 
 def turned(batch: Batch) -> Batch:
