@@ -148,6 +148,18 @@ def stack_of(module: nn.Module) -> ForwardStack:
     return ForwardStack(forward, () if stack is None else tuple(e for e in stack.wrappers if e.rung in NO_FORWARD))
 
 
+def own_forward(module: nn.Module) -> Forward:
+    """Returns a module's own forward, without the wrappers around it: its class's, or one that the user has assigned.
+
+    >>> layer = nn.ReLU()
+    >>> wrap(layer, Rung.OPERATOR, "doubled", by="toy", around=lambda inner: lambda x: 2 * inner(x))
+    >>> own_forward(layer) == layer.forward, own_forward(layer).__func__ is nn.ReLU.forward
+    (False, True)
+    """
+    original = stack_of(module)._original
+    return module.forward if original is None else original
+
+
 def wrap(
     module: nn.Module, rung: Rung, name: str, *, by: str, around: Callable[[Forward], Forward], replaces: bool = False
 ) -> None:

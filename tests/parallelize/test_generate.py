@@ -53,9 +53,15 @@ def of(kind):
     return model, torch.randint(WORDS, (4, 5))
 
 
+def laid_out(model, line, world):
+    """A run; without an example, no forward is recorded, and layers of known classes are cut."""
+    example = None if isinstance(model, WrapsKnown) else torch.zeros(8, 5, dtype=torch.int64)
+    return parallelize(model, line, world, example=example)
+
+
 def generated(model, line, inputs, **options):
     def work(world):
-        run = parallelize(model, line, world, example=torch.zeros(8, 5, dtype=torch.int64))
+        run = laid_out(model, line, world)
         return run.generate(inputs[world.rank] if isinstance(inputs, list) else inputs, **options), run.model.training
 
     return launch(work, Layout.parse(line).num_ranks, ranks="threads")
@@ -174,3 +180,145 @@ def test_a_generate_that_raises_leaves_the_model_as_it_was():
     for is_training, found in launch(work, 2, ranks="threads"):
         assert is_training
         assert torch.allclose(found, expected)
+
+
+# ---- a generate that calls a module inside
+
+
+class Gated(nn.Module):
+    """A block of no known layers: it is cut by its record."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.out = nn.Parameter(torch.empty(WIDTH, 64)), nn.Parameter(torch.empty(32, WIDTH))
+
+    def forward(self, x):
+        gate, up = (x @ self.fused).split(32, dim=-1)
+        return (torch.sigmoid(gate) * up) @ self.out
+
+
+class Recorded(Continues):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+
+class Wraps(nn.Module):
+    """Holds the model, as adapters do, and generates with it; its forward passes everything on."""
+
+    def __init__(self, kind=Continues):
+        super().__init__()
+        self.inner = nn.ModuleDict({"lm": kind()})
+
+    def forward(self, *args, **named):
+        return self.inner["lm"](*args, **named)
+
+    def generate(self, ids):
+        return self.inner["lm"].generate(ids)
+
+
+class WrapsKnown(nn.Module):
+    """Holds a model of known layers, whose classes the loss takes cut."""
+
+    def __init__(self):
+        super().__init__()
+        mlp = nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)
+        self.lm = nn.Sequential(nn.Embedding(WORDS, WIDTH), *mlp, nn.Linear(WIDTH, WORDS))
+
+    def forward(self, ids):
+        return self.lm(ids)
+
+    def generate(self, ids):
+        for number in range(4):
+            ids = torch.cat((ids, (self.lm(ids)[:, -1:].argmax(-1) + number) % WORDS), 1)
+        return ids
+
+
+class WrapsRecorded(Wraps):
+    def __init__(self):
+        super().__init__(Recorded)
+
+
+class WrapsWrapper(nn.Module):
+    """Takes fewer arguments than the model inside, and gives it one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrapped = WrapsRecorded()
+
+    def forward(self, ids, mask=None):
+        return self.wrapped(ids)
+
+    def generate(self, ids):
+        return self.wrapped.generate(ids)
+
+
+@pytest.mark.parametrize(
+    "line", ["dp2/zero3", "tp2", "tp2 dp2", "tp2/sp", "tp4/2d", "pp2/1f1b mb2", "pp2/zb-v mb4 dp2"]
+)
+@pytest.mark.parametrize("kind", [Wraps, WrapsKnown, WrapsRecorded, WrapsWrapper])
+def test_a_generate_that_calls_the_model_inside_gives_what_one_device_gives(kind, line):
+    model, ids = of(kind)
+    expected = model.eval().generate(ids)
+    assert (expected[:, 5:] != expected[:, 5:6]).any()
+    for found, _ in generated(model, line, ids):
+        assert torch.equal(found, expected)
+
+
+def test_a_part_of_the_model_called_by_hand_gives_its_whole_output_under_tp():
+    model, ids = of(WrapsRecorded)
+    x = torch.randn(3, WIDTH).double()
+
+    def outputs(model):
+        lm = model.eval().inner["lm"]
+        with torch.no_grad():
+            return lm(ids), lm.embedding(ids), lm.head(x), lm.blocks[0](x)
+
+    def work(world):
+        run = laid_out(model, "tp2", world)
+        assert run.plan.notes[""].parts, "it is cut by its record"
+        return outputs(run.model)
+
+    expected = outputs(model)
+    for found in launch(work, 2, ranks="threads"):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class Twice(Wraps):
+    def forward(self, ids):
+        return self.inner["lm"](ids) + self.inner["lm"](ids)
+
+
+class Names(Wraps):
+    def forward(self, ids):
+        return {"logits": self.inner["lm"](ids)}
+
+
+class Scales(Wraps):
+    def forward(self, ids):
+        return self.inner["lm"](ids) * 2
+
+
+class Shifts(Wraps):
+    def forward(self, ids):
+        return self.inner["lm"]((ids + 1) % WORDS)
+
+
+class Hooked(Wraps):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [(Twice, "pp2 mb2"), (Names, "pp2 mb2"), (Scales, "pp2 mb2"), (Shifts, "pp2 mb2"), (Hooked, "tp2/sp")],
+)
+def test_a_wrapper_that_does_more_than_pass_on_is_refused_where_a_rank_does_not_hold_the_model(kind, line):
+    model, ids = of(kind)
+    with pytest.raises(PlanError, match=r"a generate that calls 'inner.lm' by itself"):
+        generated(model, line, ids)
+    expected = model.eval().generate(ids)
+    for found, _ in generated(model, "tp2", ids):
+        assert torch.equal(found, expected)

@@ -141,6 +141,38 @@ def test_the_folder_of_an_adapter_is_what_peft_loads_and_a_wrapped_model_is_no_f
     assert {file.name for file in saved.files} == {"adapter_model.safetensors", "adapter_config.json"}
 
 
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "tp4/2d", "pp2 mb2", "dp2/zero3", "tp2 dp2"])
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_a_model_with_lora_generates_as_on_one_device(line, task):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
+        settings = transformers.LlamaConfig(**TINY, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+        torch.manual_seed(0)
+        plain = transformers.LlamaForCausalLM(settings)
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)  # large enough that one token is not the likeliest for ever
+        return peft.get_peft_model(plain, config).eval()
+
+    batch = dict(collate(encodings(4)))
+    ids, options = {"input_ids": batch["input_ids"]}, {"max_new_tokens": 5, "do_sample": False}
+    model = adapted()
+    expected = model.generate(**ids, **options), model.generate(**ids, **options, num_beams=2)
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(**ids, **options), expected[0])
+
+    def work(world):
+        run = sw.parallelize(model, line, world, loss=sw.ModelLoss(), example=batch)
+        found = run.generate(ids, **options), run.generate(ids, **options, num_beams=2)
+        return found, run.model.get_base_model().generation_config.use_cache
+
+    for found, uses_cache in sw.launch(work, line, ranks="threads"):
+        assert uses_cache
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def script(accelerator, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW amplifies rounding near zero
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 6)

@@ -82,6 +82,18 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
     return any(getattr(each, name) for each in (module.modules() if inside else (module,)) for name in HOOKS)
 
 
+def has_hooks_of_user(module: nn.Module) -> bool:
+    """Returns whether a module has a hook other than this library's.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> handle = layer.register_forward_hook(print)
+    >>> has_hooks_of_user(layer)
+    True
+    """
+    hooks = (getattr(hook, "func", hook) for name in HOOKS for hook in getattr(module, name).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("shardwright.") for hook in hooks)
+
+
 GUARDED = "guarded_kind"
 """The attribute in which a class that refuses reads of sharded parameters holds the module's original class."""
 

@@ -4,14 +4,19 @@ A ``generate`` calls its model once for each new token. Under data parallelism, 
 parallelism a rank's model can be called by any code. A pipeline stage, and a rank that holds rows of the batch, cannot:
 there each call of the model becomes one of ``run.predict`` with the same arguments, on all ranks at the same time. What
 an encoder-decoder's encoder makes is taken from one such call, and given to those that follow.
+
+A wrapper's ``generate``, such as peft's, calls the model inside of it. Where the wrapper's forward only passes its
+arguments on, that call is one of the wrapper. Its code is run to find that out, without any module: the one inside
+is replaced by a function that notes what it is given.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,19 +27,23 @@ from torch.overrides import TorchFunctionMode
 from shardwright.analysis.draw_calls import draw_of
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.structure import has_hooks_of_user
 from shardwright.comm.agreement import Difference, check_agreement, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.forward_stack import own_forward
 from shardwright.models.eval_mode import eval_mode
 
 Predict = Callable[[Any], Any]
 
 
 def generate(
-    model: nn.Module, predict: Predict | None, everyone: Axis, inputs: Any, seed: int | None, options: dict[str, Any]
-) -> Any:
+    model: nn.Module, predict: Predict | None, everyone: Axis, inputs: Any, seed: int | None, options: dict[str, Any],
+    *, guarded: bool = False,
+) -> Any:  # fmt: skip
     """Returns what ``model.generate(inputs, **options)`` returns; calls of the model are ``predict``'s unless None.
 
+    ``guarded`` says that modules inside refuse calls from outside of the model's forward.
     Every rank of the axis ``everyone`` calls it. Random numbers are drawn after ``torch.manual_seed(seed)``, and the
     state of the rank's generator is restored. With a seed of None, where ranks share the generator, none may be drawn.
 
@@ -51,13 +60,20 @@ def generate(
         )
     check_agreement(everyone, _lines((inputs, options), f"seed {seed}"), partial(_differ, "ranks would generate from"))
     settings = options.get("generation_config") or getattr(model, "generation_config", None)
-    num_beams = options.get("num_beams") or getattr(settings, "num_beams", None) or 1
-    if settings is not None and (predict is not None or num_beams > 1):
-        # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
+    held = [module for module in model.modules() if getattr(module, "generation_config", None) is not None]
+    asked = [settings] if settings is not None else [each.generation_config for each in held]
+    num_beams = options.get("num_beams") or max((getattr(each, "num_beams", None) or 1 for each in asked), default=1)
+    # the cache of transformers would be kept by one rank; and beams are sorted in it, where parts are not known
+    without_cache = predict is not None or num_beams > 1
+    if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
     alone = _RefusesDraws() if seed is None else _seeded(seed, everyone.device)
-    with alone, eval_mode(model), torch.no_grad(), _calls(model, predict):
+    with ExitStack() as stack:
+        for each in held if without_cache else ():
+            stack.enter_context(_without_cache(each))
+        for context in (alone, eval_mode(model), torch.no_grad(), _calls(model, predict, guarded)):
+            stack.enter_context(context)
         result = own(*args, **named, **options)
     check_agreement(everyone, _lines(result, "results"), partial(_differ, "ranks have generated"))
     return result
@@ -80,6 +96,18 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Returns a context in which a model of transformers, which a wrapper may hold, generates without a cache."""
+    before = module.generation_config
+    module.generation_config = copy(before)
+    module.generation_config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        module.generation_config = before
+
+
 class _RefusesDraws(TorchFunctionMode):
     """A context in which a draw of random numbers raises PlanError, on every rank at the same call."""
 
@@ -97,13 +125,14 @@ class _RefusesDraws(TorchFunctionMode):
 
 
 @contextmanager
-def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
+def _calls(model: nn.Module, predict: Predict | None, guarded: bool) -> Iterator[None]:
     """Returns a context in which calls of the model, but for those that ``predict`` itself makes, are predictions.
 
-    So is a call of the encoder that the model's ``get_encoder`` returns. A call of another module inside raises
-    PlanError: this rank may hold no part of it.
+    So is a call of the encoder that the model's ``get_encoder`` returns, and one of a module to which the model's
+    forward passes the same arguments, and whose output it returns. A call of another module inside raises PlanError:
+    this rank may hold no part of it. Without ``predict`` the model itself is called, and other modules as they are.
     """
-    if predict is None:
+    if predict is None and not guarded:
         yield
         return
     paths = {module: path for path, module in model.named_modules()}
@@ -111,26 +140,41 @@ def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
     encoder: Any = encoder_of() if callable(encoder_of) else None
 
     def enter() -> None:
-        for module, path in paths.items():
-            vars(module)["_call_impl"] = partial(_refuse, path)
-        if encoder in paths:
-            vars(encoder)["_call_impl"] = encode
+        for module in paths:
+            vars(module)["_call_impl"] = partial(call_inside, module)
         vars(model)["_call_impl"] = call
 
     def leave() -> None:
         for module in paths:
             vars(module).pop("_call_impl", None)
 
-    def call(*args: Any, **named: Any) -> Any:
-        given = _by_name(model, args, named) if named else args
+    def natively(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         leave()
         try:
-            return predict(given)
+            return function(*args, **named)
         finally:
             enter()
 
-    def encode(*args: Any, **named: Any) -> Any:
-        return _encoded(model, _by_name(encoder, args, named), call) or _refuse(paths[encoder])
+    def call(*args: Any, **named: Any) -> Any:
+        if predict is None:
+            return natively(model, *args, **named)
+        return natively(predict, _by_name(model, args, named) if named else args)
+
+    def call_inside(module: nn.Module, *args: Any, **named: Any) -> Any:
+        taken = _taken(model, named)
+        try:
+            is_same = _is_passed_on(model, paths, module, (args, taken), (args, named))
+        finally:
+            enter()
+        if is_same:
+            return call(*args, **taken)
+        if predict is None:
+            return natively(module, *args, **named)
+        if module is encoder:
+            owner = model.get_submodule(paths[encoder].rpartition(".")[0])
+            takes = [*_names(model), *(_names(owner) if _takes_all(model) else ())]
+            return _encoded(takes, _by_name(encoder, args, named), call) or _refuse(paths[encoder])
+        return _refuse(paths[module])
 
     enter()
     try:
@@ -139,12 +183,83 @@ def _calls(model: nn.Module, predict: Predict | None) -> Iterator[None]:
         leave()
 
 
-def _encoded(model: nn.Module, given: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _is_passed_on(
+    model: nn.Module, paths: Mapping[nn.Module, str], inner: nn.Module, given: Call, wanted: Call
+) -> bool:
+    """Returns whether the model, called with ``given``, calls ``inner`` once, with ``wanted``, and returns its output.
+
+    The model's own code runs, and that of the modules between the two; no other module is called. An argument that is
+    missing, or has its default, is the same as None. The caller restores the calls of all modules.
+    """
+    found: list[dict[str, Any]] = []
+    output = object()
+
+    def note(*args: Any, **named: Any) -> Any:
+        found.append(_arguments(inner, args, named))
+        return output
+
+    for module, path in paths.items():
+        is_between = path == "" or paths[inner].startswith(f"{path}.")
+        if is_between and has_hooks_of_user(module):
+            return False  # they may change what is given or returned
+        vars(module)["_call_impl"] = own_forward(module) if is_between else partial(_refuse, path)
+    vars(inner)["_call_impl"] = note
+    args, named = given
+    try:
+        returned = model(*args, **named)
+        expected = _arguments(inner, *wanted)
+    except Exception:  # of a user's code that was given no real output: whatever it raises, it does more than pass on
+        return False
+    return returned is output and len(found) == 1 and _are_same(found[0], expected)
+
+
+def _taken(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the named arguments that the model's forward takes: it may pass others on by itself."""
+    return named if _takes_all(model) else {name: value for name, value in named.items() if name in _names(model)}
+
+
+def _names(module: nn.Module) -> Collection[str]:
+    return inspect.signature(module.forward).parameters.keys()
+
+
+def _takes_all(module: nn.Module) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(module.forward).parameters.values())
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a module's call by name, without those that are None or have their default."""
+    signature = inspect.signature(module.forward)
+    given = dict(signature.bind(*args, **named).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+        elif name in given and _is_same(given[name], parameter.default):
+            del given[name]
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _are_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(_is_same(value, second[name]) for name, value in first.items())
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Returns whether two arguments are one object, or equal flags, numbers, texts or tuples of these."""
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return all(map(_is_same, first, second))
+    plain = bool, int, float, str, torch.dtype
+    return first is second or (type(first) is type(second) and isinstance(first, plain) and first == second)
+
+
+def _encoded(takes: Collection[str], given: Mapping[str, Any], call: Callable[..., Any]) -> Any:
     """Returns what an encoder of transformers makes of its arguments, from a call of the whole model on one token.
 
-    It is None if the model takes no ``decoder_input_ids``, or returns no ``encoder_last_hidden_state``.
+    ``takes`` are the names of arguments that the model takes. The result is None if they have no ``decoder_input_ids``,
+    or the model returns no ``encoder_last_hidden_state``.
     """
-    outputs, takes = sys.modules.get("transformers.modeling_outputs"), inspect.signature(model.forward).parameters
+    outputs = sys.modules.get("transformers.modeling_outputs")
     samples = tensors_of(given)
     if outputs is None or "decoder_input_ids" not in takes or not samples:
         return None
@@ -176,9 +291,10 @@ def _refuse(path: str, *_: Any, **__: Any) -> NoReturn:
     raise PlanError(
         "this layout cannot generate with this model",
         given=f"a generate that calls '{path}' by itself, or that calls self.forward",
-        allowed="a generate that calls the whole model, or a layout whose ranks can each run it: dp2, dp2/zero3, tp2",
-        fix="write self(...) for self.forward(...); else export the weights and generate on one device, or write a "
-        "loop over run.predict",
+        allowed="a generate that calls the whole model, or a module of which the model's forward passes on the same "
+        "arguments and the output, unchanged; or a layout whose ranks can each run it: dp2, dp2/zero3, tp2",
+        fix="write self(...) for self.forward(...), and of a wrapper def forward(self, *args, **named): return "
+        f"self.{path}(*args, **named); else export the weights and generate on one device, or loop over run.predict",
     )
 
 

@@ -338,13 +338,14 @@ class Run(RankState):
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
-        (``use_cache=False``). An encoder that ``get_encoder`` returns runs once, in a prediction of one token. Under
-        other layouts each rank runs it on its own part, with its caches.
+        (``use_cache=False``). So is a call of a module inside to which the model's forward passes the same arguments,
+        and whose output it returns, as in models of peft. An encoder that ``get_encoder`` returns runs once, in a
+        prediction of one token. Under other layouts each rank runs it on its own part, with its caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
         Traffic: that of a forward for each new token, and two all-reduces of two numbers.
-        Raises: PlanError: the model has no ``generate``, its ``generate`` calls modules inside (other than such an
-            encoder) where a rank does not hold them, or ranks differ in inputs or results.
+        Raises: PlanError: the model has no ``generate``, its ``generate`` calls other modules inside where a rank does
+            not hold them, or ranks differ in inputs or results.
 
         >>> import torch, shardwright as sw
         >>> class Adds(nn.Linear):
@@ -361,7 +362,8 @@ class Run(RankState):
         given, others = (
             on_device(inputs_in(as_tensors(each), self.plan), self.world.device) for each in (inputs, options)
         )
-        return generate(self.model, predict, self._everyone, given, None if self.world.local else seed, others)
+        seed_of_all, guarded = None if self.world.local else seed, bool(self.plan.allowed_callers)
+        return generate(self.model, predict, self._everyone, given, seed_of_all, others, guarded=guarded)
 
     # ---- observing a step
 

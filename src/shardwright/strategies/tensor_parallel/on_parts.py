@@ -305,11 +305,10 @@ def apply_on_parts(
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         is_norm = kind_of(module) in BATCH_NORMS
-        given = output if path == "" else None
         around = (
-            partial(_norm_on_parts, mode, held)
+            partial(_norm_on_parts, mode, held, output)
             if is_norm and mode
-            else partial(_on_parts, mode, held, path == "", given)
+            else partial(_on_parts, mode, held, path == "", output)
         )
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
@@ -343,22 +342,27 @@ def _on_parts(
         tag_all(tags)
         if not stored and not is_model and (mode is None or mode.depth):
             return forward(*args, **named)
+        is_outermost = mode is not None and not mode.depth
         before = [(each, fetch, each.store[each.name]) for each, fetch in stored]
         for each, fetch, tensor in before:
             each.store[each.name] = fetched = fetch(tensor)
             tag(fetched, each.part)
         try:
-            with nullcontext() if mode is None or mode.depth else mode:
+            with mode if mode is not None and is_outermost else nullcontext():
                 outputs = forward(*args, **named)
         finally:
             for each, _, tensor in before:
                 each.store[each.name] = tensor
-        return outputs if output is None else output.give(outputs)
+        if output is None:
+            return outputs
+        if is_model:
+            return output.give(outputs)
+        return output.give_outside(outputs) if is_outermost else outputs
 
     return on_parts
 
 
-def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) -> Forward:
+def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:
     """Wraps a BatchNorm to run on this rank's channels; statistics are shared only over axes that cut samples."""
     channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
 
@@ -371,7 +375,7 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) 
         tag(output, part)
         return output
 
-    run = _on_parts(mode, held, False, None, forward)
+    run = _on_parts(mode, held, False, output, forward)
     return wraps(forward)(on_parts)
 
 
@@ -452,9 +456,9 @@ def _rehearsed_with(
     output = apply_on_parts(model, loss, world.axes(plan.mesh), note, "rehearsal").output
     checkpoint_activations(Job(model, model), plan)
     model.eval()
-    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess):
-        with nullcontext() if output is None else output.during(Action("F", 0)):
-            outputs = call_model(model, inputs)
+    in_step = nullcontext() if output is None else output.during(Action("F", 0))
+    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess), in_step:
+        outputs = call_model(model, inputs)
         learning = starts_of(loss, outputs)
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
     return Counter((record.kind, record.axis, record.num_bytes) for record in records)

@@ -25,7 +25,7 @@ from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import keep_values
-from shardwright.analysis.structure import HOOKS
+from shardwright.analysis.structure import has_hooks_of_user
 from shardwright.forward_stack import Forward, Rung, rename, wrap
 from shardwright.models.model_loss import ModelLoss
 from shardwright.plan.schedule import Action
@@ -74,11 +74,22 @@ class OutputParts:
             return output
         return tree_map_only(Tensor, self.mode.whole, output)
 
+    def give_outside(self, output: Any) -> Any:
+        """Returns the output of a module that code outside of the model's forward has called: whole outside of a step.
+
+        So a ``generate`` that calls an inner module gets what one device gives. In a step it is a recomputation in the
+        backward, which runs on parts as the forward did.
+
+        Traffic: as :meth:`give`.
+        """
+        return output if self._in_step else tree_map_only(Tensor, self.mode.whole, output)
+
     def _takes_parts(self, output: Any) -> bool:
         parts = _parts_of(output)
         if not parts:
             return False
-        if _has_any_global_hook() or _has_hook_of_user(self.model) or _has_hook_of_user(self.loss):
+        # a user's hook would get shards, or results without marks
+        if _has_any_global_hook() or has_hooks_of_user(self.model) or has_hooks_of_user(self.loss):
             return self._told(False, "a hook of the model, the loss or all modules would see parts")
         key = tuple(part.cuts for part in parts)
         if key not in self._taken:
@@ -115,12 +126,6 @@ def _class_targets(logits: TensorPart) -> Tensor:
 def _parts_of(output: Any) -> list[TensorPart]:
     found = (tagged(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return [part for part in found if part is not None]
-
-
-def _has_hook_of_user(module: nn.Module) -> bool:
-    """Returns whether a module has a hook other than this library's: it would get shards, or results without marks."""
-    hooks = (getattr(hook, "func", hook) for name in HOOKS for hook in getattr(module, name).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("shardwright.") for hook in hooks)
 
 
 def _meta_copy(loss: nn.Module) -> nn.Module:
