@@ -181,6 +181,7 @@ FLAGS = {
         "--data",
         "--config",
         "--prompt",
+        "--tokenizer",
         "--num",
         "--temperature",
         "--seed",

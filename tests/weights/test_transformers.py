@@ -199,9 +199,31 @@ def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_p
     wrong = run("checkpoint", "export", "run", "again", "--format", "transformers", "--model", "tuned_llama:data")
     assert wrong.exit_code == 2
     assert "write --model tuned_llama:build" in wrong.stderr
-    refused = run("sample", "run", *own, "--ranks", "threads")
-    assert refused.exit_code == 2
-    assert "fix:     write shardwright predict, which shows outputs beside targets" in refused.stderr
+    untouched = transformers.AutoModelForCausalLM.from_pretrained("pretrained")
+    tuned = peft.PeftModel.from_pretrained(untouched, "adapter").eval()
+    words = transformers.AutoTokenizer.from_pretrained("pretrained")
+    prompt = torch.tensor([words.encode("a b c")])
+    expected = tuned.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)[0]
+    ids = " ".join(map(str, prompt[0].tolist()))
+    greedy = ("--num", "5", "--temperature", "0", "--ranks", "threads")
+    for layout in ("single", "tp2", "pp2 mb2"):
+        found = run("sample", "run", *own, *greedy, "--layout", layout, "--prompt", ids)
+        assert found.stdout.split() == [str(token) for token in expected.tolist()], found.stderr
+    found = run("sample", "run", *own, *greedy, "--tokenizer", "pretrained", "--prompt", "a b c")
+    assert found.stdout.strip() == words.decode(expected)
+    drawn = [run("sample", "run", *own, "--num", "9", "--seed", seed, "--prompt", ids).stdout for seed in "001"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0].startswith(ids)
+    assert run("sample", "run", *own, "--num", "0", "--prompt", ids).stdout.strip() == ids
+    for given, text in {
+        ("--prompt", "a b c"): 'write --prompt "1 15 27"',
+        ("--prompt", "1 60"): "from 0 to 59",
+        ("--prompt", ids, "--layout", "tp2", "--ranks", "threads"): "write --temperature 0, or --ranks processes",
+        ("--prompt", ids, "--tokenizer", "run"): "the tokenizer cannot be read",
+    }.items():
+        refused = run("sample", "run", *own, "--num", "2", *given)
+        assert refused.exit_code == 2
+        assert text in refused.stderr
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

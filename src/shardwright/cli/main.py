@@ -378,6 +378,7 @@ def show(
     epilog=opt.examples(
         'shardwright sample runs/first --prompt "def "',
         "shardwright sample runs/first --layout tp2 --temperature 0",
+        'shardwright sample runs/tuned --model mine:build --data mine:data --tokenizer pretrained --prompt "Once"',
     )
 )
 @report_errors
@@ -386,14 +387,23 @@ def sample(
     shared: opt.Shared,
     run: Annotated[Path | None, opt.RUN_FOLDER] = None,
     from_: Annotated[Path | None, opt.FROM] = None,
-    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
-    num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
+    prompt: Annotated[
+        str, typer.Option(help="The text to continue; token ids of a model of transformers without a tokenizer.")
+    ] = "def ",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A folder with a tokenizer, for a model of transformers.")
+    ] = None,
+    num: Annotated[int, typer.Option(help="Bytes or tokens to write, or samples to classify.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the most likely token.")] = 0.8,
     averages: Annotated[bool, opt.AVERAGES] = False,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
-    """Generates text with a trained model, or classifies pictures, under any layout."""
+    """Generates text with a trained model, or classifies pictures, under any layout.
+
+    A model of transformers, which --model names, generates with its own settings. The first rank prints the prompt and
+    what follows it: token ids, or text with --tokenizer.
+    """
     from shardwright.cli.run_config import with_file
     from shardwright.train.config import TrainConfig
     from shardwright.train.run_file import read_run
@@ -404,7 +414,7 @@ def sample(
     trained = TrainConfig(**read_run(run, model=shared.get("model"), data=shared.get("data")))
     text = draw(
         trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
-        averages=averages, ranks=opt.ranks_of(ranks),
+        averages=averages, tokenizer=tokenizer, ranks=opt.ranks_of(ranks),
     )  # fmt: skip
     emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
 

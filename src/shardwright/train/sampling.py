@@ -1,12 +1,14 @@
-"""Samples from a trained model under any layout: continues a text, or classifies pictures."""
+"""Samples from a trained model under any layout: continues a text or token ids, or classifies pictures."""
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.launch import launch
 from shardwright.comm.limits import Ranks
@@ -15,6 +17,7 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models.gpt import GPTConfig
 from shardwright.parallelize import parallelize
+from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite, check_seed
 from shardwright.train.data import global_batch, open_data
@@ -32,7 +35,7 @@ MOST_SAMPLES = 2**20
 
 def sample(
     config: TrainConfig, run: Path, layout: Layout, *, prompt: str, num: int, temperature: float, seed: int,
-    averages: bool = False, ranks: Ranks,
+    averages: bool = False, tokenizer: Path | None = None, ranks: Ranks,
 ) -> str:  # fmt: skip
     """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
 
@@ -42,7 +45,12 @@ def sample(
     likeliest byte is taken. For pictures the result has a line for each of the first ``num`` of the eval split: the
     predicted class and, if that is wrong, the true class. Its last line counts the right predictions.
 
-    Raises: PlanError: an argument is out of range, the prompt is empty, or the model's targets are not classes;
+    A model of transformers generates ``num`` tokens by its own ``generate``, or fewer if it ends the text. The prompt
+    and the result are token ids with spaces between, or text with ``tokenizer``, a folder with a tokenizer of
+    transformers. No file is fetched from elsewhere.
+
+    Raises: PlanError: an argument is out of range, the prompt is empty or not of the model's tokens, the tokenizer
+        cannot be read or is of no use, or the model neither generates nor has classes as targets;
         LayoutError: the layout does not fit the model or the ranks; CheckpointError: ``run`` has no checkpoint that
         fits; RankFailedError: a rank failed in another way.
     """
@@ -52,14 +60,72 @@ def sample(
     check_seed(seed)
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
-    return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, averages, ranks=ranks)[0]
+    words = None if tokenizer is None else _tokenizer_of(tokenizer)
+    given: str | list[int] = prompt if words is None else words.encode(prompt, add_special_tokens=False)
+    found = launch(_rank, layout, config, run, layout, given, num, temperature, seed, averages, ranks=ranks)[0]
+    if isinstance(found, str):
+        return found
+    return " ".join(map(str, found)) if words is None else str(words.decode(found))
+
+
+def _tokenizer_of(folder: Path) -> Any:
+    """Returns the tokenizer of transformers in a folder; only files there are read."""
+    try:
+        return import_module("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as failure:  # of a package whose errors are of many kinds
+        raise PlanError(
+            "the tokenizer cannot be read",
+            given=f"--tokenizer {folder}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}",
+            allowed="a folder with a tokenizer that transformers has saved, and the package transformers",
+            fix="name the folder that the weights came from; or leave --tokenizer out, and write token ids in --prompt",
+        ) from None
+
+
+def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
+    """Returns the token ids of a prompt of a model of transformers.
+
+    Raises: PlanError: the prompt has none, or words that are no integers, or an id outside of the model's vocabulary.
+    """
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    allowed = "token ids with spaces between" + (f", from 0 to {size - 1}" if size else "")
+    try:
+        found = [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or (size and max(found) >= size):
+        raise PlanError(
+            "the prompt is not of tokens of this model",
+            given=repr(prompt),
+            allowed=f"{allowed}; or text, with --tokenizer FOLDER",
+            fix='write --prompt "1 15 27", or --tokenizer with the folder that the weights came from',
+        )
+    return found
+
+
+def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, seed: int) -> list[int]:
+    """Returns the token ids of a prompt and of what the model's own ``generate`` adds to them."""
+    tokens, draws = _tokens_of(prompt, run.model), temperature >= LEAST_TEMPERATURE
+    if draws and run.world.local and run.world.size > 1:
+        raise PlanError(
+            "ranks that are threads share torch's generator, and would draw different tokens",
+            given=f"--temperature {temperature:g} on {run.world.size} ranks that are threads",
+            allowed="the likeliest token everywhere, or one rank, or ranks that are processes",
+            fix="write --temperature 0, or --ranks processes",
+        )
+    if num == 0:
+        return tokens
+    ids = torch.tensor([tokens])
+    drawn = {"do_sample": True, "temperature": temperature} if draws else {"do_sample": False}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found: list[int] = run.generate(inputs, seed=seed, max_new_tokens=num, **drawn)[0].tolist()
+    return found
 
 
 def _rank(
-    world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str, num: int, temperature: float,
-    seed: int, averages: bool,
-) -> str:  # fmt: skip
-    """Runs on each rank: loads the checkpoint, then generates text byte by byte or classifies pictures."""
+    world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str | list[int], num: int,
+    temperature: float, seed: int, averages: bool,
+) -> str | list[int]:  # fmt: skip
+    """Runs on each rank: loads the checkpoint, then generates text byte by byte, or tokens, or classifies pictures."""
     with without_values():
         plain, loss, model_config = config.build()
     example, data = config.example(model_config), None
@@ -72,6 +138,15 @@ def _rank(
         example=example,
     )  # fmt: skip
     load_weights(run, run_folder / CHECKPOINTS, averages=averages)
+    if model_config is None and getattr(plain, "generation_config", None) is not None:
+        return _generated(run, prompt, num, temperature, seed)
+    if not isinstance(prompt, str):
+        raise PlanError(
+            "a tokenizer is of no use to this model",
+            given=f"--tokenizer for {config.model}",
+            allowed="models of transformers, which generate",
+            fix="leave --tokenizer out",
+        )
     if isinstance(model_config, GPTConfig):
         generator = torch.Generator().manual_seed(seed)  # the same on every rank, so that all draw the same token
         tokens = torch.tensor([list(os.fsencode(prompt))])  # an argument that is no UTF-8 is taken by its bytes
@@ -90,7 +165,7 @@ def _rank(
         raise PlanError(
             "this model cannot be sampled from",
             given=config.model,
-            allowed="the built-in gpt, which continues a text, and models that classify",
+            allowed="the built-in gpt and models of transformers, which continue a text, and models that classify",
             fix="write shardwright predict, which shows outputs beside targets, or export the weights",
         )
     classes = scores_of(run.predict(inputs)).argmax(-1).cpu()
