@@ -8,6 +8,7 @@ import hashlib
 import json
 import pickle
 import shutil
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -407,6 +408,31 @@ def test_the_newest_steps_are_kept(tmp_path, keep):
     launch(work, 2, ranks="threads")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in range(1, 5)][-keep:]
     assert find(tmp_path).name == "step-00000004"
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_a_save_beside_a_later_step_warns_that_a_load_of_the_folder_takes_that_one(tmp_path, keep):
+    def saved_at(step):
+        def work(world):
+            run, optimizer = start(world, "dp2")
+            go(run, optimizer, step)
+            save(tmp_path, run, optimizer, keep=keep)
+
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            launch(work, 2, ranks="threads")
+        return [str(each.message) for each in found]
+
+    assert saved_at(2) == []
+    found = saved_at(1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    if keep == 1:  # the later one is removed
+        assert (found, names) == ([], ["step-00000001"])
+        return
+    (text,) = found
+    assert "given:   step-00000001 saved beside step-00000002" in text
+    assert str(tmp_path / "step-00000001") in text
+    assert names == ["step-00000001", "step-00000002"]
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
+from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum, steps_in
 from shardwright.checkpoint.survivors import Meeting, SavedDecision, Survivors, SurvivorState, new_token
 from shardwright.checkpoint.writing import flush, prepare_alone, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
@@ -72,6 +72,8 @@ def save(
     kill at any moment leaves the last complete checkpoint as it was. ``extra`` is stored as JSON, the same on every
     rank; ``keep`` > 0 removes all but this checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that
     are not persistent are left out, as in ``state_dict``. Saves of several runs into one folder wait for each other.
+    Where a checkpoint of a later step stays in ``folder``, as of an earlier run, a warning on the first rank says so:
+    ``sw.load(folder, run)`` would load that one.
 
     With ``wait=False`` the call returns once each rank's part is copied to host memory. A thread writes the copy while
     training goes on, and the path exists once the checkpoint is complete. The next save waits for it; so do
@@ -88,6 +90,8 @@ def save(
     if optimizer is not None and run.world.rank == 0:
         _warn_of_others(run, optimizer)
     run.wait_saves()
+    if run.world.rank == 0 and keep != 1:  # which removes all others
+        _warn_of_later(Path(folder), run.num_steps)
     token, owners = agree_on_save(run)
     final = Path(folder) / _name(run.num_steps)
     write, merge, snapshot = _contents(run, optimizer, owners, extra)
@@ -107,6 +111,21 @@ def _warn_of_others(run: Run, optimizer: torch.optim.Optimizer) -> None:
                 given=f"{len(every) - num_own} of {len(every)} tensors, as of a second model",
                 allowed="an optimizer over run.parameters alone, which a checkpoint keeps whole",
                 fix="give the other tensors an optimizer of their own, and keep both in a file of your own",
+            ),
+            stacklevel=3,
+        )
+
+
+def _warn_of_later(folder: Path, step: int) -> None:
+    """Warns of a checkpoint of a later step beside the one to be saved: a load of the folder takes that one."""
+    others, name = steps_in(folder), _name(step)
+    if others and step < int(others[-1].name.removeprefix("step-").removesuffix(".old")):
+        warnings.warn(
+            explain(
+                f"a later checkpoint stays in '{folder}', and is what a load of the folder takes",
+                given=f"{name} saved beside {others[-1].name}",
+                allowed="steps that go on from the latest in the folder, or a folder of its own for each run",
+                fix=f"save into another folder, or remove the later ones; to load this one, name '{folder / name}'",
             ),
             stacklevel=3,
         )
