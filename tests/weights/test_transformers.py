@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.formatting import format_count
 from shardwright.layout import Layout
 
 transformers = pytest.importorskip("transformers")
@@ -186,6 +187,9 @@ def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_p
         "--steps", "3", "--lr", "0.05", "--warmup", "0", "--out", "run",
     )  # fmt: skip
     assert trained.exit_code == 0, trained.stderr
+    of_adapter = 2 * (8 * (16 + 16) + 8 * (16 + 8))  # two layers: q, and v of half as many heads
+    numbers = f"{format_count(base.num_parameters() + of_adapter)} parameters, {of_adapter} of them trained"
+    assert f"3 steps, {numbers}\n" in trained.stdout
     exported = run("checkpoint", "export", "run", "adapter", "--format", "transformers", "--model", "tuned_llama:build")
     assert exported.exit_code == 0, exported.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

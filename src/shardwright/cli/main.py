@@ -199,9 +199,12 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
         unit = "samples" if summary["tokens_per_s_median"] is None else "tokens"
         speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, "
         speed += f"{format_count(summary[f'{unit}_per_s_median'])} {unit}/s"
+    trained = ""
+    if summary["trained_parameters"] != summary["parameters"]:
+        trained = f", {format_count(summary['trained_parameters'])} of them trained"
     return (
         f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
-        f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
+        f"{format_count(summary['parameters'])} parameters{trained}\n  loss        {loss}{speed}\n"
         f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak per rank\n"
         f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n"
         f"  metrics     {out / 'metrics.jsonl'}"

@@ -93,9 +93,9 @@ def train(
 
     A stop signal, or ``stop`` if ranks are threads, ends the run after the current step, with a checkpoint. ``stopped``
     of the summary is then True if ranks are threads; processes raise KeyboardInterrupt instead. The summary is plain
-    data for JSON. It also has the layout, the numbers of ranks, parameters and steps, the first and the last loss of
-    this call, the medians of step time and tokens per second, each rank's peak memory in bytes, and the path of the
-    last checkpoint.
+    data for JSON. It also has the layout, the numbers of ranks, of parameters, of those that are trained, and of steps,
+    the first and the last loss of this call, the medians of step time and tokens per second, each rank's peak memory in
+    bytes, and the path of the last checkpoint.
 
     Raises: before the first step, LayoutError: the layout does not fit the model or the ranks; PlanError: the options
         do not fit, or ``out`` has a run or is in use; CheckpointError: there is nothing to resume. Later,
@@ -500,10 +500,13 @@ class _Training:
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
         medians = {key: series.median(num_first=2) for key, series in self.series.items()}  # the first steps warm up
+        plan = self.run.plan
+        sizes = {name: numpy.prod(layout.shape, dtype=int).item() for name, layout in plan.compute.items()}
         return {
             "layout": self.config.layout,
             "world_size": self.world.size,
-            "parameters": sum(numpy.prod(layout.shape, dtype=int) for layout in self.run.plan.compute.values()).item(),
+            "parameters": sum(sizes.values()),
+            "trained_parameters": sum(size for name, size in sizes.items() if name not in plan.frozen),
             "steps": self.run.num_steps,
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
