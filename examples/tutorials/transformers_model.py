@@ -87,5 +87,5 @@ print(bytes(found[0].tolist()))
 # %% [markdown]
 # - A loss of your own on the model's output takes its place where you want one:
 #   [the guide](../../docs/guide.md) says what a loss returns.
-# - [Models of others](../../docs/models.md) lists 109 models, and what came of each under each layout.
+# - [Models of others](../../docs/models.md) lists models that others wrote, and what came of each under each layout.
 # - [`examples/transformers_llama.py`](../transformers_llama.py) is a program with options that does the same.
