@@ -59,7 +59,7 @@ PARAMETERS = {
 
 METHODS = {
     "accumulate": "batches",
-    "average": "optimizer decay",
+    "average": "optimizer decay from_initial=",
     "busy_seconds": "",
     "changed": "",
     "clip_grad_norm_": "max_norm",

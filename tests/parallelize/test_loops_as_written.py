@@ -284,6 +284,33 @@ def test_averages_are_those_of_torch_on_one_device_and_leave_the_parameters(line
         torch.testing.assert_close(other(X), predicted.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("line", ["dp2/zero1", "tp2 dp2/zero3", "pp2 mb2"])
+def test_averages_start_from_the_initial_values_if_asked(line):
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    averaged = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            averaged[name].lerp_(p.detach(), 0.1)
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        averages = run.average(optimizer, decay=0.9, from_initial=True)
+        assert averages is run.average(optimizer, decay=0.9, from_initial=True)
+        for batch in run.shard(BATCHES):
+            run.step(batch, update=optimizer)
+        with averages.applied():
+            return run.state_dict(), refused(lambda: run.average(optimizer, decay=0.9))
+
+    for found, text in on_ranks(line, work, two_layers()):
+        assert "write run.average(optimizer, 0.9, from_initial=True)" in text
+        for name, value in averaged.items():
+            torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-3)
+
+
 def test_averages_are_saved_with_the_optimizer_and_load_under_another_layout(tmp_path):
     def first(run):
         optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)

@@ -26,9 +26,13 @@ class Averages:
     After the optimizer's first step an average is the parameter, as in torch's ``AveragedModel``; after each later one,
     ``decay`` times itself and ``1 - decay`` times the parameter. A step that fp16 skips does not count. A parameter
     without a gradient so far has no average yet, and stands for it itself. Buffers are not averaged.
+
+    With ``from_initial`` an average starts as the parameter is before its first update, as timm's ``ModelEma`` does.
     """
 
-    def __init__(self, run: RankState, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    def __init__(
+        self, run: RankState, optimizer: torch.optim.Optimizer, decay: float, *, from_initial: bool = False
+    ) -> None:
         check_fraction("decay", decay, 0.999)
         own = {id(parameter): name for name, parameter in run.parameters.items()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]) and own:
@@ -45,7 +49,7 @@ class Averages:
                 allowed="layouts without /offload",
                 fix="leave out /offload, or average the checkpoints of a run",
             )
-        self._run, self.optimizer, self.decay = run, optimizer, decay
+        self._run, self.optimizer, self.decay, self.from_initial = run, optimizer, decay, from_initial
         self._before: dict[nn.Parameter, Tensor] = {}
         self._has_gradients = self.is_applied = False
         optimizer.register_step_pre_hook(self._begin)
@@ -66,7 +70,7 @@ class Averages:
             )
         trained = [p for p in self._parameters() if p.grad is not None]
         self._has_gradients = bool(trained)
-        started = any(KEY in state for state in self.optimizer.state.values())
+        started = self.from_initial or any(KEY in state for state in self.optimizer.state.values())
         self._before = {p: p.clone() for p in trained if started and KEY not in self.optimizer.state.get(p, {})}
 
     @torch.no_grad()
@@ -137,6 +141,10 @@ def _warn_of_lack(path: str, stacklevel: int) -> None:
     )
 
 
+def _written(decay: float, *, from_initial: bool) -> str:
+    return f"run.average(optimizer, {decay}{', from_initial=True' if from_initial else ''})"
+
+
 class RunAverages:
     """The averages that a run has made, one for each optimizer; an optimizer that is let go takes its own along."""
 
@@ -145,22 +153,25 @@ class RunAverages:
         self._lacked: tuple[int, str] | None = None  # a checkpoint without averages: the step it was loaded at
         self._to_keep: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()  # until the first step
 
-    def get(self, run: RankState, optimizer: torch.optim.Optimizer, decay: float) -> Averages:
+    def get(
+        self, run: RankState, optimizer: torch.optim.Optimizer, decay: float, *, from_initial: bool = False
+    ) -> Averages:
         """Returns the averages of ``optimizer``, which are made once: its state has one average of a parameter.
 
-        Raises: PlanError: there are some with another decay; and as :class:`Averages`.
+        Raises: PlanError: there are some with another decay, or another start; and as :class:`Averages`.
         """
         for made in self._made:
             if made.optimizer is optimizer:
-                if made.decay == decay:
+                if (made.decay, made.from_initial) == (decay, from_initial):
                     return made
+                before = _written(made.decay, from_initial=made.from_initial)
                 raise PlanError(
                     "an optimizer has one average of each parameter",
-                    given=f"run.average(optimizer, {decay}) after run.average(optimizer, {made.decay})",
-                    allowed=f"a decay of {made.decay}, or an optimizer without averages",
-                    fix=f"write run.average(optimizer, {made.decay}), or make a new optimizer for another decay",
+                    given=f"{_written(decay, from_initial=from_initial)} after {before}",
+                    allowed="the same decay and start, or an optimizer without averages",
+                    fix=f"write {before}, or make a new optimizer for another decay or start",
                 )
-        made = Averages(run, optimizer, decay)
+        made = Averages(run, optimizer, decay, from_initial=from_initial)
         self._made.add(made)
         if self._lacked is not None and self._lacked[0] == run.num_steps and run.world.rank == 0:
             _warn_of_lack(self._lacked[1], stacklevel=4)

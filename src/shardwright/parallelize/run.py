@@ -506,18 +506,20 @@ class Run(RankState):
         optimizer.register_step_post_hook(lambda *_: self.changed())
         keep_parts_apart(optimizer, self.parameters, self.plan, self.coord)
 
-    def average(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> Averages:
+    def average(
+        self, optimizer: torch.optim.Optimizer, decay: float = 0.999, *, from_initial: bool = False
+    ) -> Averages:
         """Returns exponential moving averages of the parameters, updated after each step of ``optimizer``.
 
         Each rank averages the parameters that it stores, under every layout. An average starts as the parameter is
-        after the first update, as in torch's ``AveragedModel``, not as it was initialized. The averages are part of the
-        optimizer's state, so :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout
-        too. Inside of ``with averages.applied():`` the parameters are the averages, to evaluate, predict or take a
-        ``state_dict``. A second call for the same optimizer, as a cell of a notebook that runs again makes it, returns
-        the same averages.
+        after the first update, as in torch's ``AveragedModel``; with ``from_initial`` as it is before that, as in
+        timm's ``ModelEma``: as it was initialized or loaded. The averages are part of the optimizer's state, so
+        :func:`~shardwright.save` and :func:`~shardwright.load` keep them, under another layout too. Inside of ``with
+        averages.applied():`` the parameters are the averages, to evaluate, predict or take a ``state_dict``. A second
+        call for the same optimizer, as a cell of a notebook that runs again makes it, returns the same averages.
 
-        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1 or not that of the averages that there are,
-        the optimizer is not over the run's parameters, or the layout offloads their state.
+        Traffic: none. Raises: PlanError: ``decay`` is not from 0 to below 1, averages with another decay or start are
+        there, the optimizer is not over the run's parameters, or the layout offloads their state.
 
         >>> import shardwright as sw
         >>> model = nn.Linear(1, 1, bias=False)
@@ -533,7 +535,7 @@ class Run(RankState):
         >>> sw.launch(work, 2, ranks="threads")
         [True, True]
         """
-        return self.averages.get(self, optimizer, decay)
+        return self.averages.get(self, optimizer, decay, from_initial=from_initial)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before.
