@@ -33,6 +33,8 @@ PAGES = sorted(
 OF_SCRIPTS = sorted((ROOT / "examples" / "tutorials").glob("*.ipynb"))
 EXAMPLES_OF_STYLE = "docs/conventions.md"
 """The page whose code shows how code is written; `make check` holds to it what a machine can."""
+RUN_WHOLE = "docs/transformers.md"
+"""The page whose lines tests/site/test_transformers_page.py runs in their order, in one folder."""
 
 
 def name_of(path):
@@ -135,7 +137,7 @@ def test_every_block_of_python_is_a_doctest_or_part_of_an_example():
     squeezed = re.sub(r"\s+", " ", code)
     for path in [*PAGES, *OF_SCRIPTS]:
         for language, text in blocks(path):
-            if language in {"python", "pycon", "py"} and name_of(path) != EXAMPLES_OF_STYLE:
+            if language in {"python", "pycon", "py"} and name_of(path) not in (EXAMPLES_OF_STYLE, RUN_WHOLE):
                 in_example = re.sub(r"\s+", " ", text).strip() in squeezed
                 is_run = text.startswith(">>> ") or in_example
                 assert is_run, f"{name_of(path)}: neither a doctest nor of an example\n{text}"

@@ -29,6 +29,9 @@ NOT_RUN = {
     r"shardwright verify --layout .compile": "compiles: make contract compiles under many layouts",
     r"shardwright --install-completion": "writes into the start file of the user's shell",
     r"shardwright .*(tuned_llama|mine):build": "needs peft: tests/weights/test_transformers.py runs these commands",
+    r"shardwright .*my_llm:build|shardwright checkpoint export runs/tuned exported --format transformers": (
+        "needs transformers: tests/site/test_transformers_page.py runs these commands"
+    ),
     r"shardwright plan --model gpt \.\.\.": "a line that an example prints, without the sizes that it takes",
 }
 """Lines of pages that are only parsed, by a pattern of their beginning, each with the reason."""
