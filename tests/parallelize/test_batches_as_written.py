@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from shardwright import CrossEntropy, launch, parallelize, verify
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.parallelize.planning import rows
 
 
 def plain():
@@ -431,3 +432,15 @@ def test_a_backward_by_hand_is_that_of_torch_on_one_rank():
             torch.testing.assert_close(p.grad, one)
 
     on_ranks("single", work)
+
+
+def test_the_parts_of_a_batch_are_views_and_a_write_to_one_does_not_change_the_version_of_another():
+    batch = {"ids": torch.arange(4), "x": torch.zeros(4, 2)}
+    first, second = rows(batch, 0, 2), rows(batch, 2, 4)
+    first["ids"].add_(1)
+    first["x"].fill_(2.0)
+    assert batch["ids"].tolist() == [1, 2, 2, 3]
+    assert batch["x"][:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert (second["ids"]._version, second["x"]._version) == (0, 0)
+    learns = torch.zeros(4, requires_grad=True)
+    assert rows(learns, 0, 2).requires_grad

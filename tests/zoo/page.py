@@ -56,7 +56,7 @@ All {classes} classes of transformers {version} that predict the next token, a m
 class of a picture, each in a config that is made small by the names of its settings alone
 ([`tests/zoo/shrinking.py`](../tests/zoo/shrinking.py)), with an attention mask, labels and the loss that the model
 computes. {left_out} are left out, whose config does not fit together in that way, or whose forward plain torch does not
-run. Nobody has looked at a class before it was tried; `make zoo-sweep` tries them again.
+run. No class has a setting of its own here; `make zoo-sweep` tries them again.
 """
 
 

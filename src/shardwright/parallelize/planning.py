@@ -212,9 +212,10 @@ def job_for(
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Returns a batch with only the samples ``start`` to ``stop`` - 1 (dim 0) of every tensor, as views.
 
-    Tensors that are marked as whole stay as they are.
+    Tensors that are marked as whole stay as they are. Views of tensors without gradients have versions of their own, so
+    that a forward that writes to its inputs does not change what autograd knows of other samples.
     """
-    return map_samples(tree, lambda tensor: tensor[start:stop])
+    return map_samples(tree, lambda each: each[start:stop] if each.requires_grad else each[start:stop].data)
 
 
 def num_rows(tree: Any) -> int:
