@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS
-from shardwright.strategies.tensor_parallel.on_parts import share_cut
+from shardwright.strategies.tensor_parallel.on_parts import share_cut, work_cut
 
 
 class Squeezed(nn.Module):
@@ -68,3 +68,36 @@ def test_the_dims_of_a_view_are_those_that_its_elements_had(shape, view, args, r
     strides = [None if dim == -1 else tensor.stride(dim) for dim in dims]
     assert len(strides) == turned.dim()
     assert all(stride in (None, seen) for stride, seen in zip(strides, turned.stride(), strict=True))
+
+
+class Places(nn.Embedding):
+    """A table of positions, which no rank shares: a sum over the ranks would save little."""
+
+    def forward(self, x):
+        return super().forward(torch.arange(x.shape[1], device=x.device))
+
+
+class MostlyPlaces(nn.Module):
+    """Few of the parameters do all of the work."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = Places(4096, 16)
+        self.layers = nn.ModuleList(Squeezed(lambda scores: scores.squeeze()) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = x + self.places(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_a_model_that_is_mostly_a_table_of_positions_is_cut_for_its_work():
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(4, 6, 16), torch.randint(4, (4, 6))
+    verdict = verify(MostlyPlaces(), "tp2", [batch], alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) < 0.1
+    assert work_cut(plans[0]) > 0.9

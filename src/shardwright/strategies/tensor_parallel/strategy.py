@@ -132,7 +132,7 @@ class TensorParallel:
             for path in apart.keys() & known.roles.keys() - job.roles.keys():
                 known = known.role(path, mode.name, "copied", f"{apart[path]}: every rank computes it whole")
         except (LayoutError, PlanError):
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE) or _by_work(job, plan, mode, SOME)
             if on_parts is None:
                 raise
             return on_parts
@@ -147,8 +147,7 @@ class TensorParallel:
             return known
         on_parts = place_on_parts(job, plan, mode, least, known)
         if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE, known)
-            on_parts = on_parts if on_parts is not None and work_cut(on_parts) >= ENOUGH else None
+            on_parts = _by_work(job, plan, mode, LEAST_SHARE, known)
         return on_parts or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
@@ -205,6 +204,15 @@ class TensorParallel:
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
         return traffic_cuts(plan)
+
+
+def _by_work(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
+    """Returns the plan to run on parts, as :func:`place_on_parts`, if it cuts half of the FLOPs; else None.
+
+    A model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere.
+    """
+    found = place_on_parts(job, plan, mode, least, known)
+    return found if found is not None and work_cut(found) >= ENOUGH else None
 
 
 def _cuts_little_work(known: Plan, job: Job) -> bool:
