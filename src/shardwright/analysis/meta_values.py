@@ -335,11 +335,11 @@ class MetaValues(DispatchMode):
 
 
 def _fitting(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, Sequence[int], int]:
-    """Returns the arguments of ``split_with_sizes`` with even sizes in place of some that are not those of ``x``.
+    """Returns the arguments of ``split_with_sizes`` with even sizes in place of ones, if these are not those of ``x``.
 
-    Such sizes are numbers that only a real run has, as the rows of each expert.
+    Such ones stand for numbers that only a real run has, as the rows of each expert.
     """
-    if sum(sizes) != x.shape[dim]:
+    if sum(sizes) != x.shape[dim] and set(sizes) == {1}:
         sizes = [stop - start for start, stop in pairwise(balanced(x.shape[dim], len(sizes)))]
     return x, sizes, dim
 
