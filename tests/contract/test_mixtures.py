@@ -244,3 +244,65 @@ def test_experts_whose_rows_are_split_by_numbers_that_the_code_reads_train_as_on
     verdict = verify(model, line, [batch], alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)
     assert line != "tp2" or share_cut(plans[0]) > 0.9
+
+
+class Picks(nn.Module):
+    """A router of its own, which returns the rows of each expert; the model that holds it calls the experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(16, 4)
+
+    def forward(self, rows):
+        chosen = self.scores(rows).argmax(-1)
+        return [(chosen == number).nonzero()[:, 0] for number in range(4)]
+
+
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, rows):
+        return rows @ self.weight
+
+
+class CallsExpertsThatAnotherPicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.picks, self.out = nn.Linear(8, 16), Picks(), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(Times() for _ in range(4))
+
+    def forward(self, x):
+        rows = torch.relu(self.enter(x))
+        mixed = torch.zeros_like(rows)
+        for picked, expert in zip(self.picks(rows), self.experts, strict=True):
+            if len(picked):
+                mixed = mixed.index_add(0, picked, expert(rows[picked]))
+        return self.out(mixed)
+
+
+class TakesAnotherPath(nn.Module):
+    """Calls layers that no record sees where no row is chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave, self.other, self.last = (
+            nn.Linear(*sizes) for sizes in ((8, 32), (32, 4), (4, 8), (8, 4))
+        )
+
+    def forward(self, x):
+        x = self.leave(torch.relu(self.enter(x)))
+        picked = (x[:, 0] > 0).nonzero()[:, 0]
+        if len(picked) == 0:
+            return self.last(torch.relu(self.other(x)))
+        return x.index_add(0, picked, x[picked])
+
+
+@pytest.mark.parametrize("kind", [CallsExpertsThatAnotherPicks, TakesAnotherPath])
+@pytest.mark.parametrize("line", ["tp2/sp", "tp2x2/2d"])
+def test_weights_stay_whole_that_values_may_decide_to_read_wherever_the_code_picks_rows(kind, line):
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 8), torch.randint(4, (4,))) for _ in range(6)]
+    with pytest.raises(LayoutError, match="no layer of the model can be cut"):
+        verify(kind(), line, batches)

@@ -442,5 +442,10 @@ def test_the_parts_of_a_batch_are_views_and_a_write_to_one_does_not_change_the_v
     assert batch["ids"].tolist() == [1, 2, 2, 3]
     assert batch["x"][:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
     assert (second["ids"]._version, second["x"]._version) == (0, 0)
+    ids = torch.arange(8).view(4, 2)
+    twice = rows({"ids": ids, "labels": ids, "first": ids[:, 0]}, 1, 3)
+    twice["labels"].add_(1)  # autograd must see that the other entries have changed as well
+    assert twice["ids"]._version == twice["first"]._version == 1
+    assert (twice["ids"].tolist(), twice["first"].tolist()) == ([[3, 4], [5, 6]], [3, 5])
     learns = torch.zeros(4, requires_grad=True)
     assert rows(learns, 0, 2).requires_grad

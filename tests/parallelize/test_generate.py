@@ -305,6 +305,40 @@ class Shifts(Wraps):
         return self.inner["lm"]((ids + 1) % WORDS)
 
 
+class Narrow(Wraps):
+    """Calls the model under autocast, which no argument tells."""
+
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner["lm"](ids)
+
+
+class Overwrites(Wraps):
+    """Writes to what it is given before it passes it on."""
+
+    def forward(self, ids):
+        ids.add_(1).remainder_(WORDS)
+        return self.inner["lm"](ids)
+
+
+class Scaled(Continues):
+    """Has an argument whose default is not None."""
+
+    def forward(self, ids, scale=3.0):
+        found = super().forward(ids)
+        return found if scale is None else found.flip(-1)
+
+
+class GivesNone(Wraps):
+    """Passes on None where the model inside has another default."""
+
+    def __init__(self):
+        super().__init__(Scaled)
+
+    def forward(self, ids, scale=None):
+        return self.inner["lm"](ids, scale=scale)
+
+
 class Hooked(Wraps):
     def __init__(self):
         super().__init__()
@@ -313,12 +347,25 @@ class Hooked(Wraps):
 
 @pytest.mark.parametrize(
     ("kind", "line"),
-    [(Twice, "pp2 mb2"), (Names, "pp2 mb2"), (Scales, "pp2 mb2"), (Shifts, "pp2 mb2"), (Hooked, "tp2/sp")],
+    [
+        (Twice, "pp2 mb2"),
+        (Names, "pp2 mb2"),
+        (Scales, "pp2 mb2"),
+        (Shifts, "pp2 mb2"),
+        (Hooked, "tp2/sp"),
+        (Narrow, "pp2 mb2"),
+        (Narrow, "tp2/sp"),
+        (Overwrites, "pp2 mb2"),
+        (Overwrites, "tp2/sp"),
+        (GivesNone, "pp2 mb2"),
+    ],
 )
 def test_a_wrapper_that_does_more_than_pass_on_is_refused_where_a_rank_does_not_hold_the_model(kind, line):
     model, ids = of(kind)
+    before = ids.clone()
     with pytest.raises(PlanError, match=r"a generate that calls 'inner.lm' by itself"):
         generated(model, line, ids)
+    assert torch.equal(ids, before)
     expected = model.eval().generate(ids)
     for found, _ in generated(model, "tp2", ids):
         assert torch.equal(found, expected)

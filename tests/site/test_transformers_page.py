@@ -23,9 +23,12 @@ LETTERS = "abcdefgh"
 def write_pretrained():
     """What the page says that a reader has: a folder of a model with its tokenizer, and two texts."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = {letter: number for number, letter in enumerate(f"?{LETTERS}")}
+    words = {letter: number for number, letter in enumerate(("?", *LETTERS, "<s>"))}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words["<s>"])]
+    )
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained("pretrained")
     config = transformers.LlamaConfig(
         vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -65,7 +68,7 @@ def test_the_page_runs_from_a_pretrained_folder_to_the_same_text_by_both_librari
             printed.setdefault(words[0], []).append(found.stdout)
     by_transformers = capsys.readouterr().out.strip().split("\n")[-1]
     assert printed["sample"][0].strip() == by_transformers
-    assert by_transformers == "a b c d e f g h a b c"  # it has learned the order of the letters
+    assert by_transformers == "<s> a b c d e f g h a b c"  # it has learned the order of the letters
     assert "equal to one device" in printed["verify"][0]
     assert "tp2 dp2 on 4 ranks: 10 steps" in printed["train"][0].replace("dp2 tp2", "tp2 dp2")
     assert "pp2 mb2 on 2 ranks: 20 steps" in printed["train"][1]

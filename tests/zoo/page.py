@@ -54,9 +54,12 @@ SWEPT = """\
 
 All {classes} classes of transformers {version} that predict the next token, a masked token, another sequence or the
 class of a picture, each in a config that is made small by the names of its settings alone
-([`tests/zoo/shrinking.py`](../tests/zoo/shrinking.py)), with an attention mask, labels and the loss that the model
-computes. {left_out} are left out, whose config does not fit together in that way, or whose forward plain torch does not
-run. No class has a setting of its own here; `make zoo-sweep` tries them again.
+([`tests/zoo/shrinking.py`](../tests/zoo/shrinking.py)), on token ids with an attention mask of ones, or on pictures,
+with labels and the loss that the model computes. No class has a setting of its own here. {left_out} are left out:
+{large} have over 20 million parameters even so; of the others the small config does not fit together, a package is
+missing, or plain torch does not train on such a batch. Each row of
+[`tests/zoo/sweep.json`](../tests/zoo/sweep.json) names the source that it was measured on, most of them one that is
+older than the last; `make zoo-sweep` measures all again.
 """
 
 
@@ -65,8 +68,9 @@ def swept(data: Mapping[str, Any]) -> str:
     rows: Sequence[Row] = data["rows"]
     tried_rows = [row for row in rows if row["result"] != "left out"]
     names, tried_names = {row["model"] for row in rows}, {row["model"] for row in tried_rows}
+    large = len({row["model"] for row in rows if "elements of parameters" in row.get("why", "")} - tried_names)
     lines = [
-        SWEPT.format(classes=len(names), version=data["transformers"], left_out=len(names - tried_names)),
+        SWEPT.format(classes=len(names), version=data["transformers"], left_out=len(names - tried_names), large=large),
         "| layout | predicts | classes | equal | equal and at least half cut | NOT equal | refused | error | timeout |",
         "|---" * 9 + "|",
     ]
@@ -83,7 +87,9 @@ def swept(data: Mapping[str, Any]) -> str:
             )
     lines += ["", "What was not equal, or cuts less than half under `tp2`:", ""]
     for row in tried_rows:
-        little = row["result"] == "equal" and row["layout"].startswith("tp") and row["cut_in_blocks"] < ENOUGH_CUT
+        little = (
+            row["result"] == "equal" and row["layout"].startswith("tp") and row.get("cut_in_blocks", 0) < ENOUGH_CUT
+        )
         if row["result"] != "equal" or little:
             said = f"cuts {row['cut_in_blocks']:.0%} of its blocks" if little else plain(row.get("why", ""))
             lines.append(f"- {row['model']} under `{row['layout']}`: {row['result']}, {said}")

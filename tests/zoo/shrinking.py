@@ -109,7 +109,7 @@ def built(name: str, task: str) -> Built:
             output = model(**inputs)
             (output["loss"] if "loss" in output else output[0]).backward()
         except Exception as failure:  # any code of transformers runs here
-            said = said or f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+            said = said or " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
             continue
         return kind(config), (inputs, inputs["labels"])  # one that has kept nothing of the forward
     raise LeftOutError(said)

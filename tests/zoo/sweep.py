@@ -52,22 +52,26 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=120.0, help="the most seconds of one model and layout")
     options = parser.parse_args()
     every, library, kept = models(), library_digest(), read_rows()
+    version = importlib.metadata.version("transformers")
     chosen = options.only.split(",") if options.only else list(every)
     for number, name in enumerate(chosen, 1):
         lines = [
             line
             for line in options.layouts.split(",")
-            if options.again or kept.get((name, line), {}).get("library") != library
+            if options.again
+            or (kept.get((name, line), {}).get("library"), kept.get((name, line), {}).get("transformers"))
+            != (library, version)
         ]
         said = list[str]()
         for row in measured(every[name], lines, "train", options.limit_s, library, said.append):
-            kept[name, row.layout] = row.to_dict()
+            kept[name, row.layout] = {**row.to_dict(), "transformers": version}
             print(
                 f"{number}/{len(chosen)} {name} | {row.layout} | {row.result} {row.why} | {row.seconds} s", flush=True
             )
         for why in said:
             print(f"{number}/{len(chosen)} {name} is left out: {why}", flush=True)
             left_out = {"model": name, "family": every[name].family, "result": "left out", "why": why}
+            left_out |= {"transformers": version}
             for line in lines:
                 kept[name, line] = {**left_out, "layout": line, "mode": "train", "library": library}
         write_rows(kept, list(every))
@@ -78,7 +82,8 @@ def read_rows() -> dict[tuple[str, str], dict]:
     """The committed rows by class and layout."""
     if not SWEEP.exists():
         return {}
-    return {(row["model"], row["layout"]): row for row in json.loads(SWEEP.read_text())["rows"]}
+    data = json.loads(SWEEP.read_text())
+    return {(row["model"], row["layout"]): {"transformers": data["transformers"], **row} for row in data["rows"]}
 
 
 def write_rows(kept: dict[tuple[str, str], dict], names: list[str]) -> None:

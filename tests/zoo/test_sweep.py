@@ -1,4 +1,4 @@
-"""Classes of transformers that nobody has looked at, made small by the names of their config's settings."""
+"""Classes of transformers without a rule of their own, made small by the names of their config's settings."""
 
 import json
 

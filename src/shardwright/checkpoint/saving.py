@@ -87,16 +87,17 @@ def save(
     check_run(run, "sw.save(folder, run, optimizer)")
     extra = check_extra(extra)
     run.averages.check_not_applied(optimizer, verb="save")
-    if optimizer is not None and run.world.rank == 0:
-        _warn_of_others(run, optimizer)
     run.wait_saves()
-    if run.world.rank == 0 and keep != 1:  # which removes all others
-        _warn_of_later(Path(folder), run.num_steps)
     token, owners = agree_on_save(run)
     final = Path(folder) / _name(run.num_steps)
     write, merge, snapshot = _contents(run, optimizer, owners, extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
+    if run.world.rank == 0:  # after what all ranks take part in: a warning may be an error, of this rank alone
+        if optimizer is not None:
+            _warn_of_others(run, optimizer)
+        if keep != 1:  # which removes all others
+            _warn_of_later(Path(folder), run.num_steps)
     return final
 
 

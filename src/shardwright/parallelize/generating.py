@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.draw_calls import draw_of
 from shardwright.analysis.module_calls import given_to
@@ -136,8 +137,8 @@ def _calls(model: nn.Module, predict: Predict | None, guarded: bool) -> Iterator
         yield
         return
     paths = {module: path for path, module in model.named_modules()}
-    encoder_of: Any = getattr(model, "get_encoder", None)
-    encoder: Any = encoder_of() if callable(encoder_of) else None
+    makers = (getattr(module, "get_encoder", None) for module in paths)  # a wrapper may hold the encoder-decoder
+    encoder: Any = next((maker() for maker in makers if callable(maker)), None)
 
     def enter() -> None:
         for module in paths:
@@ -191,14 +192,17 @@ def _is_passed_on(
 ) -> bool:
     """Returns whether the model, called with ``given``, calls ``inner`` once, with ``wanted``, and returns its output.
 
-    The model's own code runs, and that of the modules between the two; no other module is called. An argument that is
-    missing, or has its default, is the same as None. The caller restores the calls of all modules.
+    The model's own code runs on copies of the tensors, and that of the modules between the two; no other module is
+    called. An argument that is missing is the same as one that has its default. The caller restores the calls of all
+    modules.
     """
-    found: list[dict[str, Any]] = []
-    output = object()
+    copies: dict[int, Tensor] = {}
+    given, wanted = tree_map_only(Tensor, lambda each: copies.setdefault(id(each), each.clone()), (given, wanted))
+    found: list[tuple[dict[str, Any], tuple[object, ...]]] = []
+    output, before = object(), _surroundings(given)
 
     def note(*args: Any, **named: Any) -> Any:
-        found.append(_arguments(inner, args, named))
+        found.append((_arguments(inner, args, named), _surroundings(given)))
         return output
 
     for module, path in paths.items():
@@ -213,7 +217,17 @@ def _is_passed_on(
         expected = _arguments(inner, *wanted)
     except Exception:  # of a user's code that was given no real output: whatever it raises, it does more than pass on
         return False
-    return returned is output and len(found) == 1 and _are_same(found[0], expected)
+    if returned is not output or len(found) != 1:
+        return False
+    passed, inside = found[0]
+    return _are_same(passed, expected) and inside == before
+
+
+def _surroundings(given: Call) -> tuple[object, ...]:
+    """Returns what else decides what a call computes: the modes that it runs under, and the versions of its tensors."""
+    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return (*modes, *autocast, *(tensor._version for tensor in tensors_of(given) if not tensor.is_inference()))
 
 
 def _taken(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
@@ -230,15 +244,18 @@ def _takes_all(module: nn.Module) -> bool:
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a module's call by name, without those that are None or have their default."""
+    """Returns the arguments of a module's call by name, without those that have their default.
+
+    Of arguments that the forward takes without naming them, those of None are left out too.
+    """
     signature = inspect.signature(module.forward)
     given = dict(signature.bind(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
+            given.update({each: value for each, value in given.pop(name, {}).items() if value is not None})
         elif name in given and _is_same(given[name], parameter.default):
             del given[name]
-    return {name: value for name, value in given.items() if value is not None}
+    return given
 
 
 def _are_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -246,8 +263,10 @@ def _are_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Returns whether two arguments are one object, or equal flags, numbers, texts or tuples of these."""
-    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+    """Returns whether two arguments are one object, or equal flags, numbers, texts, or sequences and dicts of these."""
+    if type(first) is type(second) and isinstance(first, Mapping):
+        return _are_same(first, second)
+    if type(first) is type(second) and isinstance(first, tuple | list) and len(first) == len(second):
         return all(map(_is_same, first, second))
     plain = bool, int, float, str, torch.dtype
     return first is second or (type(first) is type(second) and isinstance(first, plain) and first == second)

@@ -212,10 +212,21 @@ def job_for(
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Returns a batch with only the samples ``start`` to ``stop`` - 1 (dim 0) of every tensor, as views.
 
-    Tensors that are marked as whole stay as they are. Views of tensors without gradients have versions of their own, so
-    that a forward that writes to its inputs does not change what autograd knows of other samples.
+    Tensors that are marked as whole stay as they are. Views of tensors without gradients have a version of their own,
+    the views of one tensor the same, so that a forward that writes to its inputs does not change what autograd knows of
+    other samples.
     """
-    return map_samples(tree, lambda each: each[start:stop] if each.requires_grad else each[start:stop].data)
+    own: dict[int, Tensor] = {}  # by storage: entries of a batch may be one tensor
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad or tensor.layout is not torch.strided:
+            return tensor[start:stop]
+        base = own.setdefault(tensor.untyped_storage()._cdata, tensor.data)
+        if base.dtype != tensor.dtype:
+            return tensor[start:stop]
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[start:stop]
+
+    return map_samples(tree, cut)
 
 
 def num_rows(tree: Any) -> int:

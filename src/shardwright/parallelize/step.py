@@ -281,6 +281,6 @@ def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
     found, first = [], batch.samples.start
     for samples in microbatch_samples(batch.samples, num_microbatches):
         start, stop = samples.start - first, samples.stop - first
-        inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
+        inputs, targets = rows((batch.inputs, batch.targets), start, stop)
         found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
     return found

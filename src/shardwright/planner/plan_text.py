@@ -1,4 +1,4 @@
-"""Prints what ``plan`` has found: the best layout's seconds and memory, a table of others, notes and warnings."""
+"""Says in text what ``plan`` has found: the best layout's seconds and memory, a table of others, notes and warnings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _offloaded(plans: Plans) -> Iterator[str]:
 
 
 def _assumed_network(plans: Plans) -> Iterator[str]:
-    """Yields that the bandwidth between nodes is an assumption, if there are several and nobody has given it."""
+    """Yields that the bandwidth between nodes is an assumption, if there are several and no file gives it."""
     device, sources = plans.cluster.device, plans.cluster.calibration.sources
     if plans.cluster.nodes.num_nodes > 1 and device.assumes_network and sources.get("between_nodes") != "measured":
         yield (
@@ -171,8 +171,9 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
     found += [("network", each) for each in _assumed_network(plans)]
     if plans.cluster.device.type not in HOST:
         found.append((
-            "memory", "of tensors is counted in a rehearsed step, and was within 1% of what runs of small models held "
-            "on CPUs and on one H100; what lies beside tensors is an estimate, and several cards were never compared",
+            "memory", "of tensors is counted in a rehearsed step, and was within 1% of what small models held on CPUs, "
+            "in one process or several, and 0.3% in one run on an H100; what lies beside tensors is an estimate, and "
+            "several cards were never compared",
         ))  # fmt: skip
     host_s = SLOW_START_S * plans.best.starts
     if host_s > plans.best.step_s and not plans.knows_starts:

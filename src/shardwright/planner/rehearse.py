@@ -216,7 +216,7 @@ def operator_record(function: Any, args: Any, named: Mapping[str, Any], out: Any
     if count is None:
         return OperatorRecord("memory", 0, num_bytes, precision, name=name) if num_bytes else None
     flops = int(count(*args, **named, out_val=out))
-    offsets = (*args, None, None)[2] if packet is _aten._grouped_mm else None
+    offsets = args[2] if packet is _aten._grouped_mm and len(args) > 2 else None
     groups = 1 if offsets is None else len(offsets)
     return OperatorRecord("matmul", flops, num_bytes, precision, _dims(operands, results, flops, groups), name=name)
 

@@ -61,7 +61,7 @@ def sample(
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
     words = None if tokenizer is None else _tokenizer_of(tokenizer)
-    given: str | list[int] = prompt if words is None else words.encode(prompt, add_special_tokens=False)
+    given: str | list[int] = prompt if words is None else words.encode(prompt)
     found = launch(_rank, layout, config, run, layout, given, num, temperature, seed, averages, ranks=ranks)[0]
     if isinstance(found, str):
         return found
@@ -82,7 +82,9 @@ def _tokenizer_of(folder: Path) -> Any:
 
 
 def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
-    """Returns the token ids of a prompt of a model of transformers.
+    """Returns the token ids of a prompt of a model of transformers; a token that would end the text is left out.
+
+    An encoder's input keeps it.
 
     Raises: PlanError: the prompt has none, or words that are no integers, or an id outside of the model's vocabulary.
     """
@@ -99,11 +101,18 @@ def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
             allowed=f"{allowed}; or text, with --tokenizer FOLDER",
             fix='write --prompt "1 15 27", or --tokenizer with the folder that the weights came from',
         )
+    config = getattr(model, "config", None)
+    ends = getattr(config, "eos_token_id", None)
+    if not isinstance(prompt, str) and len(found) > 1 and not getattr(config, "is_encoder_decoder", False):
+        return found[:-1] if found[-1] in (ends if isinstance(ends, list) else [ends]) else found
     return found
 
 
 def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, seed: int) -> list[int]:
-    """Returns the token ids of a prompt and of what the model's own ``generate`` adds to them."""
+    """Returns the token ids that the model's own ``generate`` makes of a prompt: it and what follows.
+
+    Of an encoder-decoder they are what the decoder writes.
+    """
     tokens, draws = _tokens_of(prompt, run.model), temperature >= LEAST_TEMPERATURE
     if draws and run.world.local and run.world.size > 1:
         raise PlanError(

@@ -32,6 +32,7 @@ HOW = {
     "a dim of more than one": lambda t: t.squeeze(1).squeeze(0),
     "dims": lambda t: t.squeeze((0, 1)),
     "transposed": lambda t: t.transpose(0, 1).squeeze(1),
+    "a number": lambda t: t[0, 0].squeeze(-1).transpose(0, -1) + t.squeeze(),
     "turned and back": lambda t: t.T.unsqueeze(0).permute(0, 2, 1).squeeze(),
 }
 
@@ -53,6 +54,8 @@ VIEWS = {
     "squeeze of a dim": ((2, 1, 3), lambda t: t.squeeze(1), (1,)),
     "squeeze of a dim of more than one": ((2, 1, 3), lambda t: t.squeeze(0), (0,)),
     "squeeze of dims": ((1, 2, 1, 3), lambda t: t.squeeze((0, -2)), ((0, -2),)),
+    "squeeze of a number": ((), lambda t: t.squeeze(-1), (-1,)),
+    "transpose of a number": ((), lambda t: t.transpose(0, -1), (0, -1)),
     "unsqueeze": ((2, 3), lambda t: t.unsqueeze(-1), (-1,)),
     "transpose": ((2, 3, 4), lambda t: t.transpose(0, -1), (0, -1)),
     "permute": ((2, 3, 4), lambda t: t.permute(2, 0, 1), ((2, 0, 1),)),

@@ -192,7 +192,7 @@ def _dim_of_features(call: RecordedCall, number: int) -> int | None:
 def _squeezed(
     dims: tuple[int, ...], shape: tuple[int, ...], chosen: int | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    of = range(len(dims)) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    of = range(len(dims)) if chosen is None or not dims else [chosen] if isinstance(chosen, int) else chosen
     gone = {dim % len(dims) for dim in of if shape[dim] == 1}
     return tuple(each for dim, each in enumerate(dims) if dim not in gone)
 
@@ -204,7 +204,8 @@ def _unsqueezed(dims: tuple[int, ...], shape: tuple[int, ...], dim: int) -> tupl
 
 def _transposed(dims: tuple[int, ...], shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
     turned = list(dims)
-    turned[one], turned[other] = dims[other], dims[one]
+    if dims:  # of a number torch takes dims 0 and -1
+        turned[one], turned[other] = dims[other], dims[one]
     return tuple(turned)
 
 

@@ -32,6 +32,7 @@ from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.recording import Recording
 from shardwright.analysis.structure import BATCH_NORMS, has_hooks, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
@@ -160,8 +161,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
-    selected = (use for _, call in run.recording.calls_after_selecting() for use in call.operands)
-    if mode.row_axes and any(use.kind == "parameter" for use in selected):
+    if mode.row_axes and _may_read_by_values(job.model, run.recording):
         return None  # ranks whose samples select other experts would gather other weights
     cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     if mode.row_axes:
@@ -186,6 +186,19 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     rows = tuple(axis.name for axis in mode.row_axes)
     plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
     return plan.note("", PartsNote(name, rows, parts, stored, job.model, job.loss), by=mode.name, rung=Rung.ON_PARTS)
+
+
+def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
+    """Returns whether values may decide which weights a forward reads: some are read after code has selected by values.
+
+    Code may also have selected a path that the record has not taken: then a weight is not read at all.
+    """
+    if not recording.selecting:
+        return False
+    later = recording.calls[min(recording.selecting.values()) :]
+    used = recording.parameters_used
+    unread = (each for name, each in model.named_parameters() if name not in used and each.dim() > 1)
+    return any(use.kind == "parameter" for call in later for use in call.operands) or any(True for _ in unread)
 
 
 def _attention_of(model: nn.Module, name: str) -> set[str]:
