@@ -339,8 +339,9 @@ class Run(RankState):
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
         (``use_cache=False``). So is a call of a module inside to which the model's forward passes the same arguments,
-        and whose output it returns, as in models of peft. An encoder that ``get_encoder`` returns runs once, in a
-        prediction of one token. Under other layouts each rank runs it on its own part, with its caches.
+        and whose output it returns, as in models of peft; to find that out, the code of that forward runs once more for
+        each call, on copies and without modules. An encoder that ``get_encoder`` returns runs once, in a prediction of
+        one token. Under other layouts each rank runs it on its own part, with its caches.
 
         Shapes: those of the model's ``generate``; ``inputs`` are all samples.
         Traffic: that of a forward for each new token, and two all-reduces of two numbers.
