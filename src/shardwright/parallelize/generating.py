@@ -225,9 +225,11 @@ def _is_passed_on(
 
 def _surroundings(given: Call) -> tuple[object, ...]:
     """Returns what else decides what a call computes: the modes that it runs under, and the versions of its tensors."""
-    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    tensors = tensors_of(given)
+    types = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
+    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in types]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-    return (*modes, *autocast, *(tensor._version for tensor in tensors_of(given) if not tensor.is_inference()))
+    return (*modes, *autocast, *(tensor._version for tensor in tensors if not tensor.is_inference()))
 
 
 def _taken(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
