@@ -21,7 +21,6 @@ BY_STRING = {
     "fork_server.py": "a new process is given its program as text, before anything of the package is imported there",
     "strategies/__init__.py": "the registry imports the files of its own folder",
     "comm/backends/task_pickle.py": "a function inside of a module's function is made again with that module's globals",
-    "train/sampling.py": "transformers, which not everybody has installed, reads a tokenizer",
     "models/__init__.py": "a user's own factory, package.module:factory, is known by its name alone",
 }
 

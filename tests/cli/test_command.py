@@ -150,6 +150,16 @@ def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
     assert "The prediction is off by" in run(*asked).stdout  # table heads wrap with the width of the terminal
 
 
+def test_show_prints_the_layout_before_it_rehearses_the_memory_of_its_ranks(monkeypatch):
+    def rehearsed(*_, **__):
+        raise KeyboardInterrupt  # of a user who does not wait for it
+
+    monkeypatch.setattr("shardwright.cli.rehearsal.ledger_of", rehearsed)
+    asked = ("show", "--layout", "dp2", "--memory", *TINY)
+    assert "sent in a step" in run(*asked).stdout
+    assert not run(*asked, "--json").stdout
+
+
 def test_stages_are_balanced_by_timed_layers_with_measured_costs(monkeypatch, tmp_path):
     def timed(model, inputs):
         assert len(inputs) == 2  # one microbatch

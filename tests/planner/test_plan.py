@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from shardwright.planner.blocks import alike_blocks
 from shardwright.planner.memory import memory_by_stage, offloaded_bytes
 from shardwright.planner.outline import ModelPlans
 from shardwright.planner.plan_results import Plans
+from shardwright.planner.plan_text import MEMORY_ON_CARD, MEMORY_ON_CPUS
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.price import Pricing, traffic_by_stage
 from shardwright.planner.records import record_layout
@@ -338,6 +340,20 @@ def test_a_plan_says_that_a_network_is_assumed_until_a_file_gives_it_and_that_na
     assert "network" in said(str(other))[0]
     narrow = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16()
     assert "without master weights in float32" in said("h100-80gb:1x4", narrow)[0]["weights"]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_how_far_memory_was_off_is_what_the_committed_rows_say():
+    def newest(name):
+        return json.loads(max((ROOT / f"benchmarks/{name}/results").glob("*.json")).read_text())
+
+    off = max(max(abs(row["off_min"]), abs(row["off_max"])) for row in newest("ledger")["table"])
+    assert off <= MEMORY_ON_CPUS < off + 0.001
+    cards = (json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/gpu/results").glob("*h100.json")))
+    (on_card,) = (abs(row["off"]) for found in cards for row in found["rows"] if row["part"] == "memory")
+    assert on_card <= MEMORY_ON_CARD < on_card + 0.001
 
 
 def test_a_runner_up_within_one_percent_is_called_a_tie():

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from zoo.building import LeftOutError
 from zoo.models import MODELS, ZooModel
 from zoo.page import PAGE, ROWS, SWEEP, page_of
 from zoo.trying import EQUAL, ERROR, LAYOUTS, TIMEOUT, Row, library_digest, tried
@@ -122,7 +123,7 @@ def work(model: ZooModel, layouts: Sequence[str], mode: str, library: str, send:
         for layout in layouts:
             try:
                 send.send(tried(model, layout, mode, library))
-            except ModuleNotFoundError as missing:
+            except (ModuleNotFoundError, LeftOutError) as missing:
                 send.send(str(missing))
                 return
 

@@ -34,6 +34,11 @@ SMALL = {
 }  # fmt: skip
 """What most configs of transformers have; a model's own options come after these."""
 
+
+class LeftOutError(Exception):
+    """Raised for a model that cannot be tried here, with the reason."""
+
+
 PREDICTIONS = ("logits", "prediction_logits", "reconstruction", "last_hidden_state")
 
 

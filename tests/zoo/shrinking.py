@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.building import CLASSES, HEADS, PICTURE, SAMPLES, TOKENS, VOCABULARY, WIDTH, Built, tokens
+from zoo.building import CLASSES, HEADS, PICTURE, SAMPLES, TOKENS, VOCABULARY, WIDTH, Built, LeftOutError, tokens
 
 LAYERS, MOST_ELEMENTS = 4, 2 * 10**7
 """The layers of a stack, and the most elements of the parameters of a model that is tried."""
@@ -61,10 +61,6 @@ STAGES = {"hidden_sizes": 16, "embed_dims": 16}
 """Settings with a width for each stage of a vision model, and the first of them; the next is twice as wide."""
 
 
-class LeftOutError(ModuleNotFoundError):
-    """Raised for a class that cannot be tried: its small config does not fit together, or plain torch fails on it."""
-
-
 def shrunk(kind: type, num_key_heads: int) -> dict[str, Any]:
     """Returns the options of a tiny config of the class ``kind``, and of the configs inside of it."""
     found: dict[str, Any] = {}
@@ -93,7 +89,7 @@ def shrunk(kind: type, num_key_heads: int) -> dict[str, Any]:
 def built(name: str, task: str) -> Built:
     """Returns a model of transformers by its class, and a batch for its task with labels, of which it makes its loss.
 
-    Raises: LeftOutError: no small config of it runs.
+    Raises: LeftOutError: its small config does not fit together or is too large, or plain torch does not train it.
     """
     kind = getattr(importlib.import_module("transformers"), name)
     said = ""
@@ -108,7 +104,7 @@ def built(name: str, task: str) -> Built:
             inputs = _inputs(model, task)
             output = model(**inputs)
             (output["loss"] if "loss" in output else output[0]).backward()
-        except Exception as failure:  # any code of transformers runs here
+        except Exception as failure:  # any class may refuse such a config or such a batch, in a way of its own
             said = said or " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
             continue
         return kind(config), (inputs, inputs["labels"])  # one that has kept nothing of the forward

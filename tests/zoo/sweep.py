@@ -55,13 +55,9 @@ def main() -> None:
     version = importlib.metadata.version("transformers")
     chosen = options.only.split(",") if options.only else list(every)
     for number, name in enumerate(chosen, 1):
-        lines = [
-            line
-            for line in options.layouts.split(",")
-            if options.again
-            or (kept.get((name, line), {}).get("library"), kept.get((name, line), {}).get("transformers"))
-            != (library, version)
-        ]
+        known = {line: kept.get((name, line), {}) for line in options.layouts.split(",")}
+        sources = {line: (row.get("library"), row.get("transformers")) for line, row in known.items()}
+        lines = [line for line, source in sources.items() if options.again or source != (library, version)]
         said = list[str]()
         for row in measured(every[name], lines, "train", options.limit_s, library, said.append):
             kept[name, row.layout] = {**row.to_dict(), "transformers": version}
@@ -70,10 +66,9 @@ def main() -> None:
             )
         for why in said:
             print(f"{number}/{len(chosen)} {name} is left out: {why}", flush=True)
-            left_out = {"model": name, "family": every[name].family, "result": "left out", "why": why}
-            left_out |= {"transformers": version}
+            same = {"model": name, "family": every[name].family, "mode": "train", "library": library}
             for line in lines:
-                kept[name, line] = {**left_out, "layout": line, "mode": "train", "library": library}
+                kept[name, line] = {**same, "layout": line, "result": "left out", "why": why, "transformers": version}
         write_rows(kept, list(every))
     PAGE.write_text(page_of(json.loads(ROWS.read_text()), json.loads(SWEEP.read_text())))
 

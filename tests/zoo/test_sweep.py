@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zoo.page import ROWS, SWEEP, page_of, swept
+from zoo.page import PAGE, SWEEP, swept
 
 ROW = {"family": "the next token", "mode": "train", "library": "x"}
 
@@ -26,7 +26,7 @@ def test_the_page_counts_what_was_tried_and_names_what_was_not_equal():
 
 
 def test_the_committed_rows_are_on_the_page():
-    assert swept(json.loads(SWEEP.read_text())) in page_of(json.loads(ROWS.read_text()), json.loads(SWEEP.read_text()))
+    assert swept(json.loads(SWEEP.read_text())) in PAGE.read_text()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,8 @@ def test_the_committed_rows_are_on_the_page():
 )  # fmt: skip
 def test_a_class_is_made_small_by_the_names_of_its_settings(name, task):
     pytest.importorskip("transformers", reason="make zoo-contract has it")
-    from zoo.shrinking import MOST_ELEMENTS, LeftOutError, built
+    from zoo.building import LeftOutError
+    from zoo.shrinking import MOST_ELEMENTS, built
 
     model, (inputs, targets) = built(name, task)
     assert sum(parameter.numel() for parameter in model.parameters()) <= MOST_ELEMENTS

@@ -1,4 +1,4 @@
-"""The floating-point operations of torch's operators: torch's own table, and the formulas that it lacks."""
+"""Counts the floating-point operations of torch's operators: by torch's table, and by formulas for what it lacks."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_s
 Key = tuple[Any, ...]
 
 
-MOST_NUMBERS = 2**16
-"""The most numbers that one call may read of a tensor whose values only a real run has."""
-
 _KEPT = "_values_kept"
 
 MOST_KEPT = 64
 """The largest buffer, in elements, whose values a copy of the model on the meta device keeps for code to read."""
+
+MOST_NUMBERS = 2**16
+"""The most numbers that ``tolist`` returns as ones in place of values that only a real run has."""
 
 
 class ValueReadError(RuntimeError):
@@ -171,13 +171,14 @@ class MetaValues(DispatchMode):
                 self._values.pop(key, None)
 
     def indexing(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Returns a torch function and its arguments; for some calls ``x[...]``, others that say more or do not fail.
+        """Returns what runs in place of a torch function, and its arguments: the same, but for a few that read values.
 
-        So is a number in a text, as in ``experts[f"expert_{number}"]``, if its value is known, and ``tolist``, which
-        gives ones for numbers that only a real run has, while ``selects_all`` is set.
-        A list of numbers that is a range becomes the copy of a slice, of which more is known. A scalar that is too
-        large becomes the last index once everything was selected: a loop over the experts of a mixture may then come
-        to one more than there are, since a mask may have a row that no sample chooses (as DBRX's has).
+        A number in a text, as in ``experts[f"expert_{number}"]``, is written if its value is known. ``tolist`` reads
+        known values; while ``selects_all`` is set, numbers that only a real run has are ones. Some calls ``x[...]`` are
+        replaced by others that say more or do not fail. A list of numbers that is a range becomes the copy of a slice,
+        of which more is known. A scalar that is too large becomes the last index once everything was selected: a loop
+        over the experts of a mixture may then come to one more than there are, since a mask may have a row that no
+        sample chooses (as DBRX's has).
         """
         if function is Tensor.__format__ and args[0].is_meta and not args[0].dim():
             return _formatted, args

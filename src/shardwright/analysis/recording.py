@@ -27,7 +27,7 @@ from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tenso
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import leaves_of, map_tensors, tensors_of
-from shardwright.analysis.structure import is_inside, owners
+from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
@@ -130,14 +130,6 @@ class Recording:
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""
         return {use.name for call in self.calls for use in call.operands if use.kind == "parameter"}
-
-    def calls_after_selecting(self) -> Iterator[tuple[str, RecordedCall]]:
-        """Yields the operators inside of each module that selects, from where it first does so, with its name.
-
-        Whether they run may depend on values.
-        """
-        for module, first in self.selecting.items():
-            yield from ((module, call) for call in self.calls[first:] if is_inside(call.module, module))
 
 
 class Recorded(MetaValues):

@@ -28,7 +28,7 @@ from shardwright.runtime.executor import Microbatch
 
 
 class BatchParts:
-    """Takes one rank's parts of global batches for a model and its loss.
+    """Cuts one rank's part out of each global batch: its samples, and of these its tokens if the layout cuts sequences.
 
     ``batch_shard`` knows which samples and tokens the rank has. If ranks are to find out in a step that they were given
     different global batches, ``compares`` keeps some elements of each whole batch with its part.

@@ -44,9 +44,10 @@ def generate(
 ) -> Any:  # fmt: skip
     """Returns what ``model.generate(inputs, **options)`` returns; calls of the model are ``predict``'s unless None.
 
-    ``guarded`` says that modules inside refuse calls from outside of the model's forward.
-    Every rank of the axis ``everyone`` calls it. Random numbers are drawn after ``torch.manual_seed(seed)``, and the
-    state of the rank's generator is restored. With a seed of None, where ranks share the generator, none may be drawn.
+    ``guarded`` says that some modules inside refuse calls from outside of the model's forward, as layers do whose
+    features tensor parallelism cuts. Every rank of the axis ``everyone`` calls it. Random numbers are drawn after
+    ``torch.manual_seed(seed)``, and the state of the rank's generator is restored. With a seed of None, where ranks
+    share the generator, none may be drawn.
 
     Raises: PlanError: the model has no ``generate``, inputs, options or the result differ between ranks, or random
         numbers are drawn without a seed.
@@ -101,8 +102,9 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _without_cache(module: nn.Module) -> Iterator[None]:
     """Returns a context in which a model of transformers, which a wrapper may hold, generates without a cache."""
     before = module.generation_config
-    module.generation_config = copy(before)
-    module.generation_config.use_cache = False  # type: ignore[union-attr]
+    settings: Any = copy(before)
+    settings.use_cache = False
+    module.generation_config = settings
     try:
         yield
     finally:
@@ -215,7 +217,7 @@ def _is_passed_on(
     try:
         returned = model(*args, **named)
         expected = _arguments(inner, *wanted)
-    except Exception:  # of a user's code that was given no real output: whatever it raises, it does more than pass on
+    except Exception:  # the user's code was given no real output: if it uses that, any error may come of it
         return False
     if returned is not output or len(found) != 1:
         return False

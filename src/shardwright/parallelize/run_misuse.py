@@ -59,7 +59,9 @@ def refuse_new(name: str, value: Any) -> NoReturn:
 
 
 def refuse_missing(run: object, name: str) -> NoReturn:
-    """Raises AttributeError for an attribute that a run does not have, with what to write if others have it.
+    """Raises AttributeError for an attribute that a run lacks.
+
+    If modules, or wrappers of other libraries, have one of that name, the text says what to write for a run instead.
 
     >>> refuse_missing(None, "backward")
     Traceback (most recent call last):

@@ -28,7 +28,7 @@ MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
 FEWEST = 3
-"""How many layouts are to be the best of all: prices end where no estimate left may be better than all but so few."""
+"""A search ends once no layout that is left may be faster than the so-many-th fastest of those priced that fit."""
 
 MOST_NODES = 1
 """The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""
@@ -203,7 +203,10 @@ def _layouts(
 
 
 def _is_option(part: str) -> bool:
-    """Returns whether a fixed part names options, which layouts are given later: a schedule, or a stage of ZeRO."""
+    """Returns whether a part of ``--fix`` names an option, such as a schedule or a ZeRO stage, as "dp/zero1" does.
+
+    A division of the ranks has no options yet; its estimates are given them later.
+    """
     return "/" in part
 
 

@@ -36,7 +36,7 @@ class Plans:
     found: SearchResult = field(default_factory=SearchResult)
     """What the search looked at and left out; empty for one layout alone."""
     scale: TimeScale = field(default_factory=TimeScale)
-    """The factors by which the user's measured runs (anchors) have corrected the prices; 1 without any."""
+    """The factors that correct the prices, found from runs that the user has measured (anchors); 1 without anchors."""
     top: int | None = None
     """The most layouts that tables list; ``layouts`` has all."""
     ways_out: tuple[str, ...] = ()

@@ -240,7 +240,7 @@ def _dims(operands: Sequence[Tensor], results: Sequence[Tensor], flops: int, gro
     ``groups`` are those of a grouped product, each of which is taken to have as many rows as the others.
     """
     shape = results[0].shape
-    if groups > 1 and len(shape) == 2:  # of rows times the weights of their group
+    if groups > 1 and len(shape) == len(operands[0].shape) == 2:  # of rows times the weights of their group
         shape = torch.Size((groups, -(-shape[0] // groups), shape[1]))
     *batch, m, n = shape if len(shape) in (2, 3) else (1, shape[0] * shape[2:].numel(), shape[1])
     size = max(1, m * n * (batch[0] if batch else 1))

@@ -30,7 +30,7 @@ EVEN = PassShares()
 
 
 class ScheduleCost(NamedTuple):
-    """The cost of a pipeline schedule, as coefficients of formulas in p stages and m microbatches.
+    """What a pipeline schedule costs with p stages and m microbatches, as the coefficients of formulas in p and m.
 
     A stage is idle for ``idle * (p - 1)`` times a microbatch's forward and backward on one stage. A step waits for
     ``waits_by_stage * (p - 1) + waits_by_microbatch * m`` transfers between stages. The others are coefficients of

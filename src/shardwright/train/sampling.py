@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,10 @@ def sample(
 def _tokenizer_of(folder: Path) -> Any:
     """Returns the tokenizer of transformers in a folder; only files there are read."""
     try:
-        return import_module("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as failure:  # of a package whose errors are of many kinds
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as failure:  # transformers may be missing, and reads files of many kinds, each with its own errors
         raise PlanError(
             "the tokenizer cannot be read",
             given=f"--tokenizer {folder}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}",
@@ -88,7 +89,8 @@ def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
 
     Raises: PlanError: the prompt has none, or words that are no integers, or an id outside of the model's vocabulary.
     """
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    config = getattr(model, "config", None)
+    size, ends = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
     allowed = "token ids with spaces between" + (f", from 0 to {size - 1}" if size else "")
     try:
         found = [int(word) for word in prompt.split()] if isinstance(prompt, str) else prompt
@@ -101,11 +103,9 @@ def _tokens_of(prompt: str | list[int], model: nn.Module) -> list[int]:
             allowed=f"{allowed}; or text, with --tokenizer FOLDER",
             fix='write --prompt "1 15 27", or --tokenizer with the folder that the weights came from',
         )
-    config = getattr(model, "config", None)
-    ends = getattr(config, "eos_token_id", None)
-    if not isinstance(prompt, str) and len(found) > 1 and not getattr(config, "is_encoder_decoder", False):
-        return found[:-1] if found[-1] in (ends if isinstance(ends, list) else [ends]) else found
-    return found
+    by_tokenizer, is_decoder = not isinstance(prompt, str), not getattr(config, "is_encoder_decoder", False)
+    is_ended = found[-1] in (ends if isinstance(ends, list) else [ends])
+    return found[:-1] if by_tokenizer and is_decoder and is_ended and len(found) > 1 else found
 
 
 def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, seed: int) -> list[int]:

@@ -197,8 +197,8 @@ def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
         return False
     later = recording.calls[min(recording.selecting.values()) :]
     used = recording.parameters_used
-    unread = (each for name, each in model.named_parameters() if name not in used and each.dim() > 1)
-    return any(use.kind == "parameter" for call in later for use in call.operands) or any(True for _ in unread)
+    has_unread = any(name not in used and each.dim() > 1 for name, each in model.named_parameters())
+    return has_unread or any(use.kind == "parameter" for call in later for use in call.operands)
 
 
 def _attention_of(model: nn.Module, name: str) -> set[str]:
@@ -384,9 +384,9 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputPart
         if part is None or channels is None or part.cuts[1] != channels:
             return run(input)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
-            output: Tensor = forward(input)
-        tag(output, part)
-        return output
+            found: Tensor = forward(input)
+        tag(found, part)
+        return found
 
     run = _on_parts(mode, held, False, output, forward)
     return wraps(forward)(on_parts)

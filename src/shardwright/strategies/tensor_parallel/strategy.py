@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.model_graph import RecordedRun
-from shardwright.analysis.structure import has_hooks, owners
+from shardwright.analysis.structure import has_hooks, is_inside, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -132,8 +132,9 @@ class TensorParallel:
             for path in apart.keys() & known.roles.keys() - job.roles.keys():
                 known = known.role(path, mode.name, "copied", f"{apart[path]}: every rank computes it whole")
         except (LayoutError, PlanError):
-            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE) or _by_work(job, plan, mode, SOME)
-            if on_parts is None:
+            on_parts = place_on_parts(job, plan, mode, SOME)
+            # a model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere
+            if on_parts is None or (share_cut(on_parts) < LEAST_SHARE and work_cut(on_parts) < ENOUGH):
                 raise
             return on_parts
         if plan.layout.factor("pp") is not None and all(axis.stream == "T" for axis in mode.axes):
@@ -147,7 +148,8 @@ class TensorParallel:
             return known
         on_parts = place_on_parts(job, plan, mode, least, known)
         if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
-            on_parts = _by_work(job, plan, mode, LEAST_SHARE, known)
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE, known)
+            on_parts = on_parts if on_parts is not None and work_cut(on_parts) >= ENOUGH else None
         return on_parts or known
 
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
@@ -163,9 +165,11 @@ class TensorParallel:
         if run is None:
             return {}
         calls, found = run.recording.calls, dict[str, str]()
-        if mode.row_axes:
-            later = {call.module for module, call in run.recording.calls_after_selecting() if call.module != module}
-            found |= dict.fromkeys(sorted(later), "activations decide whether it is called")
+        for module, first in run.recording.selecting.items() if mode.row_axes else ():
+            later = {call.module for call in calls[first:]} - {module}
+            found |= dict.fromkeys(
+                sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
+            )
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):
@@ -204,15 +208,6 @@ class TensorParallel:
     def traffic_cuts(self, plan: Plan) -> TrafficCuts:
         """Returns the cuts of features and the moves of rows that :meth:`traffic` reads from the plan's notes."""
         return traffic_cuts(plan)
-
-
-def _by_work(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
-    """Returns the plan to run on parts, as :func:`place_on_parts`, if it cuts half of the FLOPs; else None.
-
-    A model may be mostly tables, as of positions, that no rank can share, and its work may be elsewhere.
-    """
-    found = place_on_parts(job, plan, mode, least, known)
-    return found if found is not None and work_cut(found) >= ENOUGH else None
 
 
 def _cuts_little_work(known: Plan, job: Job) -> bool:
