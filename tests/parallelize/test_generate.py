@@ -116,10 +116,33 @@ def test_ranks_that_have_generated_other_results_are_told():
         generated(model, "dp2", ids)
 
 
-def test_ranks_that_are_threads_draw_nothing():
-    model, ids = of(Continues)
-    with pytest.raises(PlanError, match="ranks that are threads share torch's generator"):
-        generated(model, "pp2 mb2", ids, sample=True)
+class DrawsInManyWays(Continues):
+    """Continues by numbers of several distributions, one of which comes from a generator of its own."""
+
+    @torch.no_grad()
+    def generate(self, ids):
+        own = torch.Generator().manual_seed(5)
+        for _ in range(3):
+            logits = self(ids)[:, -1]
+            shares = (logits / logits.abs().max()).softmax(-1)
+            times = torch.empty_like(shares).exponential_() / shares
+            counts = torch.poisson(shares * 4) + torch.rand(len(ids), 1) + torch.randint(3, (1,))
+            counts += torch.rand(len(ids), 1, generator=own)
+            ids = torch.cat((ids, times.argmin(-1, keepdim=True), counts.argmax(-1, keepdim=True)), 1)
+        return ids
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "tp2/sp", "tp4/2d", "pp2/1f1b mb2"])
+@pytest.mark.parametrize(("kind", "options"), [(Continues, {"sample": True}), (DrawsInManyWays, {})])
+def test_ranks_that_are_threads_draw_what_one_device_draws_after_the_seed(line, kind, options):
+    model, ids = of(kind)
+    before = torch.get_rng_state()
+    torch.manual_seed(7)
+    expected = model.eval().generate(ids, **options)
+    torch.set_rng_state(before)
+    for found, _ in generated(model, line, ids, seed=7, **options):
+        assert torch.equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Config:

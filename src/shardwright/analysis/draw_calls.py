@@ -208,6 +208,15 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
     return call if draws else None
 
 
+def draws_numbers(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Returns whether a torch function call draws random numbers of any kind, also of those that :func:`draw_of` lacks.
+
+    >>> draws_numbers(torch.poisson, (torch.ones(2),), {}), draws_numbers(torch.relu, (torch.ones(2),), {})
+    (True, False)
+    """
+    return function in _OTHERS or draw_of(function, args, named) is not None
+
+
 def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by parameter name, bound as torch's parser does."""
     given: dict[str, Any] = {}
@@ -252,7 +261,7 @@ class RefusesRandomNumbers(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        if function in _OTHERS or draw_of(function, args, named or {}) is not None:
+        if draws_numbers(function, args, named or {}):
             raise PlanError(
                 f"the random numbers of '{function.__name__}' would depend on the layout",
                 given="a call of it in the forward, where the example of the inputs did not make it",

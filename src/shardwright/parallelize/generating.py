@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.draw_calls import draw_of
+from shardwright.analysis.draw_calls import draws_numbers
 from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.structure import has_hooks_of_user
@@ -39,18 +40,17 @@ Predict = Callable[[Any], Any]
 
 
 def generate(
-    model: nn.Module, predict: Predict | None, everyone: Axis, inputs: Any, seed: int | None, options: dict[str, Any],
-    *, guarded: bool = False,
+    model: nn.Module, predict: Predict | None, everyone: Axis, inputs: Any, seed: int, options: dict[str, Any],
+    *, guarded: bool = False, by_threads: bool = False,
 ) -> Any:  # fmt: skip
     """Returns what ``model.generate(inputs, **options)`` returns; calls of the model are ``predict``'s unless None.
 
     ``guarded`` says that some modules inside refuse calls from outside of the model's forward, as layers do whose
-    features tensor parallelism cuts. Every rank of the axis ``everyone`` calls it. Random numbers are drawn after
-    ``torch.manual_seed(seed)``, and the state of the rank's generator is restored. With a seed of None, where ranks
-    share the generator, none may be drawn.
+    features tensor parallelism cuts. Every rank of the axis ``everyone`` calls it. Random numbers are those that follow
+    ``torch.manual_seed(seed)``, and the state of torch's generator is restored. ``by_threads`` says that the ranks are
+    threads of one process, which share that generator.
 
-    Raises: PlanError: the model has no ``generate``, inputs, options or the result differ between ranks, or random
-        numbers are drawn without a seed.
+    Raises: PlanError: the model has no ``generate``, or inputs, options or the result differ between ranks.
     """
     own = getattr(model, "generate", None)
     if not callable(own):
@@ -70,11 +70,11 @@ def generate(
     if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
-    alone = _RefusesDraws() if seed is None else _seeded(seed, everyone.device)
+    seeded = _DrawsOfThread(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     with ExitStack() as stack:
         for each in held if without_cache else ():
             stack.enter_context(_without_cache(each))
-        for context in (alone, eval_mode(model), torch.no_grad(), _calls(model, predict, guarded)):
+        for context in (seeded, eval_mode(model), torch.no_grad(), _calls(model, predict, guarded)):
             stack.enter_context(context)
         result = own(*args, **named, **options)
     check_agreement(everyone, _lines(result, "results"), partial(_differ, "ranks have generated"))
@@ -86,14 +86,19 @@ def _lines(tree: Any, first: str) -> list[str]:
     return [first, *(f"tensor {n} of {list(t.shape)}: {tensor_digest(t)}" for n, t in enumerate(tensors))]
 
 
+def _is_host(device: torch.device) -> bool:
+    """Returns whether random numbers for tensors on a device come from the host's generator alone."""
+    return device.type in ("cpu", "meta")
+
+
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Returns a context in which the generators of the host and of ``device`` begin at a seed, and are restored."""
-    is_host = device.type in ("cpu", "meta")
-    forked = torch.random.fork_rng([]) if is_host else torch.random.fork_rng([device], device_type=device.type)
+    alone = _is_host(device)
+    forked = torch.random.fork_rng([]) if alone else torch.random.fork_rng([device], device_type=device.type)
     with forked:
         torch.default_generator.manual_seed(seed)
-        if not is_host:
+        if not alone:
             torch.get_device_module(device).manual_seed(seed)
         yield
 
@@ -111,20 +116,44 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
         module.generation_config = before
 
 
-class _RefusesDraws(TorchFunctionMode):
-    """A context in which a draw of random numbers raises PlanError, on every rank at the same call."""
+class _DrawsOfThread(TorchFunctionMode):
+    """A context in which one of several threads draws the numbers that a process of its own would after a seed.
+
+    The threads share torch's generators. While one draws, they are in the state in which its last draw has left them,
+    and a lock keeps the others from them.
+    """
+
+    _ONE_AT_A_TIME = Lock()
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        with self._ONE_AT_A_TIME, _seeded(seed, device):
+            self.states = self._read()
+
+    def _read(self) -> list[Tensor]:
+        on_device = [] if _is_host(self.device) else [torch.get_device_module(self.device).get_rng_state(self.device)]
+        return [torch.default_generator.get_state(), *on_device]
+
+    def _write(self, states: Sequence[Tensor]) -> None:
+        torch.default_generator.set_state(states[0])
+        for state in states[1:]:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if draw_of(func, args, kwargs or {}) is not None:
-            raise PlanError(
-                "ranks that are threads share torch's generator, and would draw different tokens",
-                given=f"{getattr(func, '__name__', func)} in the model's generate",
-                allowed="random numbers where ranks are processes, or the likeliest token everywhere",
-                fix="write do_sample=False, or launch processes",
-            )
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if named.get("generator") is not None or not draws_numbers(func, args, named):
+            return func(*args, **named)
+        with self._ONE_AT_A_TIME:
+            before = self._read()
+            self._write(self.states)
+            try:
+                return func(*args, **named)
+            finally:
+                self.states = self._read()
+                self._write(before)
 
 
 @contextmanager

@@ -333,8 +333,7 @@ class Run(RankState):
         """Calls the plain model's own method ``generate``, and returns its result on every rank.
 
         All ranks call it with the same arguments. ``options`` are passed on, such as ``max_new_tokens=20`` to a model
-        of transformers. Random numbers are drawn after ``torch.manual_seed(seed)``, on every rank the same; ranks that
-        are threads share torch's generator, so on several a ``generate`` that draws random numbers is an error.
+        of transformers. Random numbers are those that follow ``torch.manual_seed(seed)``, on every rank the same.
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values
@@ -363,9 +362,11 @@ class Run(RankState):
         given, others = (
             on_device(inputs_in(as_tensors(each), self.plan), self.world.device) for each in (inputs, options)
         )
-        shares_draws = self.world.local and self.world.size > 1  # threads would take turns at one generator
-        seed_of_all, guarded = None if shares_draws else seed, bool(self.plan.allowed_callers)
-        return generate(self.model, predict, self._everyone, given, seed_of_all, others, guarded=guarded)
+        by_threads = self.world.local and self.world.size > 1
+        guarded = bool(self.plan.allowed_callers)
+        return generate(
+            self.model, predict, self._everyone, given, seed, others, guarded=guarded, by_threads=by_threads
+        )
 
     # ---- observing a step
 

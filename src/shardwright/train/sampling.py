@@ -114,13 +114,6 @@ def _generated(run: Run, prompt: str | list[int], num: int, temperature: float, 
     Of an encoder-decoder they are what the decoder writes.
     """
     tokens, draws = _tokens_of(prompt, run.model), temperature >= LEAST_TEMPERATURE
-    if draws and run.world.local and run.world.size > 1:
-        raise PlanError(
-            "ranks that are threads share torch's generator, and would draw different tokens",
-            given=f"--temperature {temperature:g} on {run.world.size} ranks that are threads",
-            allowed="the likeliest token everywhere, or one rank, or ranks that are processes",
-            fix="write --temperature 0, or --ranks processes",
-        )
     if num == 0:
         return tokens
     ids = torch.tensor([tokens])
