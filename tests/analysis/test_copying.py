@@ -81,6 +81,7 @@ HOLDERS = {
     "a bound method": lambda self, other: setattr(self, "more", other.forward),
     "a function bound to the module": lambda self, other: setattr(self, "more", types.MethodType(method, self)),
     "a partial of a closure": partially,
+    "a static method": lambda self, other: setattr(self, "more", staticmethod(lambda x: other(x))),
     "a dict": lambda self, other: setattr(self, "more", (lambda held: lambda x: held["a"][0](x))({"a": [other]})),
     "the weight of a tied table": lambda self, other: setattr(self, "more", lambda x: x @ self.other.weight.t()),
     "a parameter itself": lambda self, other: setattr(self, "more", lambda x, w=other.weight: x @ w.t()),

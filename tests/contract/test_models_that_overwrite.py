@@ -1,12 +1,15 @@
 """Models whose code writes into what a layer gave: as on one device, in every mode."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright import verify
+from shardwright import launch, parallelize, save, verify
 from shardwright.errors import PlanError, RankFailedError
+from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 
 LINES = [
@@ -110,3 +113,68 @@ def test_a_module_that_overwrites_features_gathered_for_it_alone_is_named(line):
     with pytest.raises((PlanError, RankFailedError), match="'mix' writes into its input"):
         verify(SeesWhatWasOverwritten(), line, [batch], loss=MeanSquaredError())
     assert verify(SeesWhatWasOverwritten(), "dp2", [batch], loss=MeanSquaredError()).equal
+
+
+class Positions(nn.Module):
+    """Computes a table when it meets a new length, and keeps it in place of a buffer or of an attribute."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if kept == "attribute":
+            self.table = None
+        else:
+            self.register_buffer("table", torch.zeros(1, 3), persistent=kept == "buffer")
+
+    def forward(self, x):
+        if self.table is None or len(self.table) != x.shape[1]:
+            table = torch.zeros(x.shape[1], 3)
+            table[:, 1] = torch.arange(x.shape[1], dtype=torch.float32)
+            table[:, 2] = 1
+            self.table = table.to(self.layer.weight.dtype)
+        return x + self.layer(x).tanh() * self.table.sum(-1, keepdim=True)
+
+
+class InTurn(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.blocks = nn.ModuleList(Positions(kept) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class NotTraced(InTurn):
+    def forward(self, x):
+        return super().forward(x) if isinstance(x, torch.Tensor) and float(x.shape[0]) else x
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "pp2/gpipe mb1", "pp2/1f1b mb4", "pp4/zb-h1 mb4", "pp2 mb2 dp2/zero1"])
+@pytest.mark.parametrize("kept", ["buffer", "buffer that is not saved", "attribute"])
+@pytest.mark.parametrize("kind", [InTurn, NotTraced])
+def test_a_forward_may_replace_a_buffer_by_one_of_another_shape(kind, kept, line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 5, WIDTH), torch.randn(8, 5, WIDTH)
+    verdict = verify(kind(kept), line, [batch, batch], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["single", "pp2 mb2"])
+def test_a_buffer_that_the_forward_has_replaced_is_saved_with_its_new_shape(line, tmp_path):
+    model = InTurn("buffer")
+    inputs, targets = torch.randn(8, 5, WIDTH), torch.randn(8, 5, WIDTH)
+
+    def work(world):
+        run = parallelize(model, line, world, loss=MeanSquaredError(), example=inputs)
+        for part in run.shard([(inputs, targets)]):
+            run.step(part)
+        save(tmp_path, run)
+        return {name: list(tensor.shape) for name, tensor in run.state_dict().items() if "table" in name}
+
+    expected = {f"blocks.{number}.table": [5, 3] for number in range(4)}
+    for found in launch(work, Layout.parse(line).num_ranks, ranks="threads"):
+        assert found == expected
+    entries = json.loads(next(tmp_path.rglob("manifest.json")).read_text())["tensors"]
+    assert {name: each["shape"] for name, each in entries.items() if "table" in name} == expected

@@ -78,7 +78,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         own = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            if kind in ATOMS:
+            if kind in ATOMS or kind is staticmethod:  # deepcopy copies functions as they are, but not in this shell
                 own[name] = value
             elif kind in COLLECTIONS and not value and name in _HOOKS:
                 own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
@@ -168,6 +168,9 @@ class _CopiedFunctions:
         if isinstance(value, MethodType):
             function, owner = self._inside(value.__func__), self._inside(value.__self__)
             return value if function is value.__func__ and owner is value.__self__ else MethodType(function, owner)
+        if type(value) is staticmethod:
+            inner = self._inside(value.__func__)
+            return value if inner is value.__func__ else staticmethod(inner)
         if isinstance(value, BuiltinMethodType):  # deepcopy shares these
             owner = self._of(value.__self__)
             return value if owner is value.__self__ else getattr(owner, value.__name__)

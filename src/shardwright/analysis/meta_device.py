@@ -46,6 +46,34 @@ def on_meta(
         yield kept if isinstance(kept, MetaValues) else None
 
 
+@contextmanager
+def tensors_put_back(model: nn.Module) -> Iterator[None]:
+    """Returns a context after which a model has the buffers, and the tensors in attributes, that it had before.
+
+    A forward may replace them, as one that computes a table of positions when it meets a new length. On the meta
+    device the table has no values, so a later forward must compute it again.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> before = model.running_mean
+    >>> with tensors_put_back(model):
+    ...     model.running_mean, model.table = torch.ones(3), torch.ones(4)
+    >>> model.running_mean is before, hasattr(model, "table")
+    (True, False)
+    """
+    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, attributes, buffers in before:
+            own["_buffers"].clear()
+            own["_buffers"].update(buffers)
+            for name in [name for name, value in own.items() if isinstance(value, Tensor)]:
+                if name not in attributes:
+                    del own[name]
+                elif own[name] is not attributes[name]:
+                    own[name] = attributes[name]
+
+
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:
     """Returns ``interpolate``'s result also for no samples on meta, where torch's nearest-neighbour kernels raise."""
     if len(input) or not input.is_meta:

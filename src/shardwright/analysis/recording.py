@@ -78,8 +78,14 @@ class RecordedCall:
 
     @property
     def written(self) -> list[TensorUse]:
-        """The tensors among the arguments that the operator writes to."""
+        """The tensors among the arguments that the operator writes to, as its schema says."""
         return written_arguments(self.function, self.args, self.named, TensorUse)
+
+    @property
+    def statistics(self) -> list[TensorUse]:
+        """The running mean and variance that a batch norm updates in training, which its schema does not say."""
+        updates = self.name in ("native_batch_norm", "batch_norm") and self.argument(5, "training", False)
+        return [each for each in self.args[3:5] if isinstance(each, TensorUse)] if updates else []
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """Returns an argument that was passed by position (``place``) or keyword (``name``), or else ``default``."""

@@ -331,7 +331,9 @@ def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, TensorLayout
 
 def buffer_layout(run: Run, name: str, buffer: Tensor) -> TensorLayout:
     """Returns the layout of a buffer: a whole copy on every rank, unless the plan shards it."""
-    return run.plan.buffers.get(name, TensorLayout.whole(tuple(buffer.shape)))
+    shape = tuple(buffer.shape)
+    layout = run.plan.buffers.get(name, TensorLayout.whole(shape))
+    return layout.of_shape(shape) if layout.is_held_at(run.coord) else layout
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:

@@ -191,9 +191,12 @@ def part_of_state(run: RankState) -> dict[str, Tensor]:
             found[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
     for path, module in run.model.named_modules():
         for own, buffer in module._buffers.items():
+            name = f"{path}.{own}".lstrip(".")
+            layout = run.plan.buffers.get(name)
             elsewhere = buffer is None or (buffer.is_meta and run.world.device.type != "meta")  # on another stage
+            elsewhere = elsewhere or (layout is not None and not layout.is_held_at(run.coord))
             if not elsewhere and own not in module._non_persistent_buffers_set:
-                found[f"{path}.{own}".lstrip(".")] = buffer.detach()
+                found[name] = buffer.detach()
     return found
 
 
@@ -221,7 +224,8 @@ def whole_state(run: RankState) -> dict[str, Tensor]:
     gathered: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
     for key, (name, dtype, shape) in known.items():
-        layout = run.plan.state[name].parameter if name else run.plan.buffers.get(key, TensorLayout.whole(shape))
+        of_buffer = run.plan.buffers.get(key, TensorLayout.whole(shape)).of_shape(shape)
+        layout = run.plan.state[name].parameter if name else of_buffer
         if (name or key) not in gathered:
             like = held.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
             gathered[name or key] = gather_whole(everyone, run.plan.mesh, layout, like, holders[key][0])

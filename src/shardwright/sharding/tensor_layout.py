@@ -138,6 +138,17 @@ class TensorLayout:
                 steps.append(step)
         return TensorLayout(self.shape, tuple(steps))
 
+    def of_shape(self, shape: Sequence[int]) -> TensorLayout:
+        """Returns the layout of a tensor of ``shape`` that the same ranks store whole; this one if ranks store parts.
+
+        A forward may put a buffer of another shape in the place of one, such as a longer table of positions.
+
+        >>> TensorLayout.whole((1, 3)).only("pp", [1]).of_shape((5, 3)).local_shape({"pp": 1})
+        (5, 3)
+        """
+        stored_whole = all(isinstance(step, _HeldOnly) for step in self.steps)
+        return TensorLayout(tuple(shape), self.steps) if stored_whole else self
+
     def flat(self, axis: str, parts: int, beside: Sequence[TensorLayout] = (), place: int = 0) -> TensorLayout:
         """Returns this layout with local tensors flattened and sharded over ``axis`` in ``parts`` slices, as in ZeRO.
 

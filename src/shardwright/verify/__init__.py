@@ -348,7 +348,8 @@ def check_untouched(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> 
 
 def _buffer_errors(plan: Plan, expected: TrainingOutcome, found: Mapping[int, Named]) -> dict[str, float]:
     """Returns the error of each buffer; 0 or infinite for integers and for buffers that the steps do not change."""
-    layouts = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
+    shapes = {name: tuple(buffer.shape) for name, buffer in expected.buffers.items()}
+    layouts = {n: plan.buffers.get(n, TensorLayout.whole(shape)).of_shape(shape) for n, shape in shapes.items()}
     changed = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
     errors = _errors(layouts, plan.mesh, changed, found)
     for name, whole in expected.buffers.items():

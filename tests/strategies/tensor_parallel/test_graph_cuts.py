@@ -8,6 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
+from shardwright.errors import LayoutError
+from shardwright.models import MeanSquaredError
+from shardwright.sharding.tensor_part import ALL, TensorPart
+from shardwright.strategies.tensor_parallel.call_plans import PartUse, WriteToPartError, plan_call
 from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS
 from shardwright.strategies.tensor_parallel.on_parts import share_cut, work_cut
 
@@ -104,3 +108,101 @@ def test_a_model_that_is_mostly_a_table_of_positions_is_cut_for_its_work():
     assert verdict.equal, str(verdict)
     assert share_cut(plans[0]) < 0.1
     assert work_cut(plans[0]) > 0.9
+
+
+class ResidualBlock(nn.Module):
+    """A block of a diffusion model: the time is added to the inner channels, and a shortcut joins the outer ones."""
+
+    def __init__(self, channels, out):
+        super().__init__()
+        self.norm, self.into = nn.GroupNorm(4, channels), nn.Conv2d(channels, out, 3, padding=1)
+        self.time = nn.Linear(16, out)
+        self.inner, self.out = nn.GroupNorm(4, out), nn.Conv2d(out, out, 3, padding=1)
+        self.shortcut = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x, time):
+        hidden = self.into(functional.silu(self.norm(x))) + self.time(time)[:, :, None, None]
+        return self.shortcut(x) + self.out(functional.silu(self.inner(hidden)))
+
+
+class Diffusion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.into = nn.Linear(1, 16), nn.Conv2d(3, 16, 3, padding=1)
+        self.down, self.middle = ResidualBlock(16, 32), ResidualBlock(32, 32)
+        self.up, self.out = ResidualBlock(48, 16), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x, time):
+        time, x = functional.silu(self.embed(time)), self.into(x)
+        low = self.middle(self.down(functional.avg_pool2d(x, 2), time), time)
+        return self.out(self.up(torch.cat((functional.interpolate(low, scale_factor=2.0), x), 1), time))
+
+
+@pytest.mark.parametrize("line", ["tp2", "pp2/1f1b mb2 tp2"])
+def test_inner_channels_are_cut_in_place_of_those_between_blocks_where_that_cuts_more(line):
+    torch.manual_seed(0)
+    plans = []
+    batch = ({"x": torch.randn(4, 3, 8, 8), "time": torch.rand(4, 1)}, torch.randn(4, 3, 8, 8))
+    verdict = verify(Diffusion(), line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) > 0.9
+    assert work_cut(plans[0]) > 0.9
+
+
+class SplitAfterNorm(nn.Module):
+    """Channels of which one part goes through a layer of its own, and another past it, after one BatchNorm."""
+
+    def __init__(self, affine):
+        super().__init__()
+        self.into, self.wide = nn.Conv1d(3, 6, 1), nn.Conv1d(6, 12, 1, bias=False)
+        self.norm = nn.BatchNorm1d(12, affine=affine)
+        self.layers = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1) for _ in range(2))
+        self.out = nn.Conv1d(12, 6, 1)
+
+    def forward(self, x):
+        x = self.into(x)
+        first, second, rest = self.norm(self.wide(x)).relu().split(4, 1)
+        return x + self.out(torch.cat((self.layers[0](first), self.layers[1](second), rest), 1))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_statistics_of_which_all_ranks_would_hold_a_part_are_not_cut(affine):
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3, 5), torch.randn(4, 6, 5)
+    with pytest.raises(LayoutError, match="no layer of the model can be cut over tp=2"):
+        verify(SplitAfterNorm(affine), "tp2", [batch, batch], loss=MeanSquaredError())
+
+
+def test_a_batch_norm_does_not_update_statistics_that_would_be_gathered_for_it():
+    cut = bytes([0, 0, 1, 1, ALL, ALL])
+    x, w, b, mean, var = (torch.empty(shape, device="meta") for shape in [(4, 6), 6, 6, 6, 6])
+    uses = [PartUse(x, None, True), *(PartUse(each, TensorPart((6,), (cut,)), False) for each in (w, b, mean, var))]
+    device = torch.device("cpu")
+    evaluated = plan_call(functional.batch_norm, (x, mean, var, w, b, False), {}, uses, 0, device)
+    assert {change.kind for step in evaluated.steps for change in step.changes} == {"gather"}
+    with pytest.raises(WriteToPartError):
+        plan_call(functional.batch_norm, (x, mean, var, w, b, True), {}, uses, 0, device)
+
+
+class TwoInputs(nn.Module):
+    """A gated layer whose halves read features of different widths."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.gate, self.up = nn.Linear(16, 8), nn.Linear(8, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        other = self.narrow(x).softmax(-1)
+        return x + self.down(self.gate(other) * functional.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "tp3", "tp4/2d", "tp2x2x2/2.5d", "tp2x2x2/3d"])
+def test_layers_of_which_each_has_an_input_of_its_own_are_cut_together(line):
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(8, 6, 16), torch.randn(8, 6, 16)
+    model = nn.Sequential(TwoInputs(), TwoInputs())
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) > 0.8

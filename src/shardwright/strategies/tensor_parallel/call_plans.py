@@ -198,7 +198,7 @@ class _Planning:
 
     def call(self, call: RecordedCall) -> None:
         slots = [self.slot(use) for use in call.operands]
-        if self.lost.intersection(self.slot(use) for use in call.written):
+        if self.lost.intersection(self.slot(use) for use in (*call.written, *call.statistics)):
             raise WriteToPartError(call.name)
         cut = {slot for slot in slots if self.parts[slot] is not None}
         if not cut:
@@ -231,7 +231,7 @@ class _Planning:
             self.lost.update(map(self.slot, call.results))
 
     def _on_parts(self, call: RecordedCall, relation: DimRelation, slots: Sequence[int], gathered: set[int]) -> None:
-        written = {self.slot(use) for use in call.written}
+        written = {self.slot(use) for use in (*call.written, *call.statistics)}
         if written & gathered:
             raise WriteToPartError(call.name)
         parts = {slot: None if slot in gathered else self.parts[slot] for slot in slots}

@@ -3,7 +3,8 @@
 Candidates are the axes (dims that operators tie together) that parameters have, that no operator needs whole, and that
 are not dims of the inputs: the heads of attentions, the inner features of MLPs, the groups of convolutions. Two
 candidates that are different dims of one tensor exclude each other, because a rank holds a part of one dim only. Those
-that send the fewest elements for each parameter element are taken first. Cutting heads costs one sum after the output
+that send the fewest elements for each parameter element are taken first; one is exchanged for others that it excludes
+if these have clearly more elements. Cutting heads costs one sum after the output
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
 blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
 cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
@@ -34,6 +35,9 @@ Chosen, not measured: a vocabulary has many times the tokens of a sample, and a 
 a table of positions all samples look up the same, so it is not cut.
 """
 
+WORTH_MORE = 0.05
+"""More is sent than it must be if that cuts this share more of the parameters. Chosen, not measured."""
+
 _FEATURES = {
     ("linear", 1): 0, ("linear", 2): 0, ("mm", 1): 1, ("addmm", 0): 0, ("addmm", 2): 1, ("add", 0): 0, ("add", 1): 0,
     ("convolution", 1): 0, ("convolution", 2): 0,
@@ -61,6 +65,9 @@ class _Candidate:
     num_sent: int = 0
     in_output: bool = False
     excludes: set[DimAxis] = field(default_factory=set)
+
+
+_Candidates = dict[DimAxis, _Candidate]
 
 
 def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int) -> GraphCuts:
@@ -100,33 +107,86 @@ def _balanced(num_elements: int, size: int) -> bytes:
 
 def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> list[DimAxis]:
     found = _candidates(recording, axes, size, kept)
-    by_cost = sorted(
-        found.values(), key=lambda each: (each.in_output, each.num_sent / each.num_elements, -each.num_elements)
-    )
-    taken: dict[DimAxis, _Candidate] = {}
-    for each in by_cost:
-        if each.axis not in each.excludes and each.excludes.isdisjoint(taken):
-            taken[each.axis] = each
     features = _dims_of_features(recording)
-    for use in recording.parameters.values():
-        labels = {axis: bytes(axis.size) for axis in taken}
-        for number, axis in enumerate(axes.of(use)):
-            cut = labels_of(axis, labels)
-            if cut is not None and ALL in cut and features.get(use) != number:
-                for leaf in leaves(axis):
-                    taken.pop(leaf, None)
+    while True:
+        taken = _taken(found)
+        refused = _partly_summed(recording, axes, features, taken)
+        if refused.isdisjoint(found):
+            break
+        found = {axis: each for axis, each in found.items() if axis not in refused}
     inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
     return list(taken) if inner else []
 
 
-def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[DimAxis, _Candidate]:
+def _taken(found: _Candidates) -> _Candidates:
+    """Returns candidates of which no two exclude each other: the cheapest first, or others that cut clearly more."""
+    cheapest = _cheapest(found)
+    most, least_gain = _most(found, cheapest), WORTH_MORE * _num_elements(cheapest)
+    return most if _num_elements(most) > _num_elements(cheapest) + least_gain else cheapest
+
+
+def _num_elements(candidates: _Candidates) -> int:
+    return sum(each.num_elements for each in candidates.values())
+
+
+def _cheapest(found: _Candidates) -> _Candidates:
+    by_cost = sorted(
+        found.values(), key=lambda each: (each.in_output, each.num_sent / each.num_elements, -each.num_elements)
+    )
+    taken: _Candidates = {}
+    for each in by_cost:
+        if each.axis not in each.excludes and each.excludes.isdisjoint(taken):
+            taken[each.axis] = each
+    return taken
+
+
+def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
+    """Returns the candidates after exchanges of one for those that it alone excludes, if these have more elements.
+
+    In a network of convolutions, for example, the channels between blocks cost the least for each element, but exclude
+    the inner channels of every block.
+    """
+    while True:
+        excluded_by = defaultdict[DimAxis, _Candidates](dict)
+        for axis, each in found.items():
+            by = [other for other in each.excludes if other in taken]
+            if axis not in taken and axis not in each.excludes and len(by) == 1:
+                excluded_by[by[0]][axis] = each
+        for axis, others in excluded_by.items():
+            instead = _cheapest(others)
+            if _num_elements(instead) > taken[axis].num_elements:
+                taken = {each: candidate for each, candidate in taken.items() if each is not axis} | instead
+                break
+        else:
+            return taken
+
+
+def _partly_summed(
+    recording: Recording, axes: RunAxes, features: Mapping[TensorUse, int | None], taken: Collection[DimAxis]
+) -> set[DimAxis]:
+    """Returns the axes of dims that would be cut in part only, where what all ranks hold would count several times.
+
+    So are those of buffers that operators write to, such as the statistics of a batch norm, which takes no such parts.
+    """
+    labels = {axis: bytes(axis.size) for axis in taken}
+    written = [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
+    found = set()
+    for use in (*recording.parameters.values(), *written):
+        for number, axis in enumerate(axes.of(use)):
+            cut = labels_of(axis, labels)
+            if cut is not None and ALL in cut and features.get(use) != number:
+                found.update(leaves(axis))
+    return found
+
+
+def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _Candidates:
     """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
     given = (*recording.inputs, *recording.marked_inputs)
     refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
     lookups = [each for each in axes.uses if each.role is Role.LOOKUP]
     refused |= {leaf for use in lookups if any(use.call.args[3:]) for leaf in leaves(use.axis)}  # scaled, or sparse
     refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
-    found: dict[DimAxis, _Candidate] = {}
+    found: _Candidates = {}
     for use in recording.parameters.values():
         for axis in axes.of(use):
             for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
@@ -227,7 +287,7 @@ def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
     return axis.size if leaf in set(leaves(axis)) else 0
 
 
-def _exclude_inside(axis: DimAxis, found: dict[DimAxis, _Candidate]) -> None:
+def _exclude_inside(axis: DimAxis, found: _Candidates) -> None:
     """Makes two factors of one dim exclude each other; two parts of a dim may both be cut."""
     axis = root(axis)
     if axis.factors is not None:
@@ -236,7 +296,7 @@ def _exclude_inside(axis: DimAxis, found: dict[DimAxis, _Candidate]) -> None:
         _exclude_inside(inner, found)
 
 
-def _exclude(groups: Sequence[set[DimAxis]], found: dict[DimAxis, _Candidate]) -> None:
+def _exclude(groups: Sequence[set[DimAxis]], found: _Candidates) -> None:
     several = [group for group in groups if group]
     if len(several) < 2:
         return

@@ -165,13 +165,15 @@ def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
             raise draft.too_small(chain.row, f"{middle} features between '{chain.columns[0]}' and it")
         return
     before, after = choice.steps
-    x, mid = draft.features_in(start, first.in_features), draft.features_in(before.after, middle)
+    mid = draft.features_in(before.after, middle)
     if chain.entry is not None:
+        x = draft.features_in(start, first.in_features)
         draft.note(chain.entry, EntryNote(before, x, draft.mode.axes), rung=Rung.ENTRY)
         draft.role(chain.entry, "entry", "its layers share one input")
     for column in chain.columns:
         enters = chain.entry is None
         pays = enters or column == chain.columns[0]
+        x = draft.features_in(start, draft.model.get_submodule(column).in_features)  # each may have an input of its own
         note = cut_weight(draft, column, before, x, mid, enters=enters, first=pays, flows=flows)
         linear_role(draft, column, f"{middle} features before '{chain.row}'", note)
     note = cut_weight(draft, chain.row, after, mid, draft.features_in(stop, row.out_features))
