@@ -70,7 +70,7 @@ def generate(
     if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
-    seeded = _DrawsOfThread(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
+    seeded = _ThreadDraws(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     with ExitStack() as stack:
         for each in held if without_cache else ():
             stack.enter_context(_without_cache(each))
@@ -116,7 +116,7 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
         module.generation_config = before
 
 
-class _DrawsOfThread(TorchFunctionMode):
+class _ThreadDraws(TorchFunctionMode):
     """A context in which one of several threads draws the numbers that a process of its own would after a seed.
 
     The threads share torch's generators. While one draws, they are in the state in which its last draw has left them,

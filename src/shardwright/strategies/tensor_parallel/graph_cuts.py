@@ -170,7 +170,7 @@ def _partly_summed(
     """
     labels = {axis: bytes(axis.size) for axis in taken}
     written = [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
-    found = set()
+    found = set[DimAxis]()
     for use in (*recording.parameters.values(), *written):
         for number, axis in enumerate(axes.of(use)):
             cut = labels_of(axis, labels)

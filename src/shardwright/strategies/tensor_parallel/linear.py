@@ -173,7 +173,9 @@ def place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
     for column in chain.columns:
         enters = chain.entry is None
         pays = enters or column == chain.columns[0]
-        x = draft.features_in(start, draft.model.get_submodule(column).in_features)  # each may have an input of its own
+        own = draft.model.get_submodule(column)
+        assert isinstance(own, nn.Linear)
+        x = draft.features_in(start, own.in_features)  # each column may have an input of its own
         note = cut_weight(draft, column, before, x, mid, enters=enters, first=pays, flows=flows)
         linear_role(draft, column, f"{middle} features before '{chain.row}'", note)
     note = cut_weight(draft, chain.row, after, mid, draft.features_in(stop, row.out_features))
