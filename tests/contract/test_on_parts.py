@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, check_equal, job_of, planned
+from tests.contract.cases import CHECKS, Case, Pictures, check_equal, job_of, planned
 from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.layout import Layout
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
@@ -169,6 +169,58 @@ def test_a_model_of_operators_keeps_every_promise(name, line):
     assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
     for check in CHECKS:
         check(line, CASES[name])
+
+
+class Aggregated(nn.Module):
+    """Convolutions in a row, of which each and all together are read, as in one-shot aggregation (VoVNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8 if n == 0 else 12, 12, 3, padding=1, bias=n > 1) for n in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(12) for _ in range(4))
+        self.all, self.head = nn.Conv2d(8 + 4 * 12, 8, 1), nn.Linear(8, 5)
+        self.stem = nn.Conv2d(4, 8, 1)
+
+    def forward(self, x):
+        found = [self.stem(x)]
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            found.append(norm(layer(found[-1])).relu())
+        return self.head(self.all(torch.cat(found, 1)).mean((2, 3)))
+
+
+class Joined(nn.Module):
+    """A network that goes down and up, whose levels are joined again on the way up, by transposed convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.beside = nn.Conv2d(4, 16, 3, 2, 1), nn.Conv2d(4, 16, 3, 2, 1)
+        self.low, self.low_beside = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(16, 32, 1)
+        self.up, self.out = nn.ConvTranspose2d(48, 6, 4, 2, 1), nn.Conv2d(6, 3, 3, padding=1)
+        self.scale = nn.PReLU()
+
+    def forward(self, x):
+        high = self.scale(functional.instance_norm(self.down(x))) + self.beside(x)
+        low = self.scale(functional.instance_norm(self.low(high))) + self.low_beside(high)
+        return self.out(self.scale(self.up(torch.cat((high, low), 1))))
+
+
+PICTURES = {
+    "aggregated": Pictures("aggregated", make=Aggregated),
+    "joined": Pictures("joined", loss=MeanSquaredError(), make=Joined, shape=(4, 6, 6), targets=(3, 6, 6)),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("line", ["tp2", "tp3", "dp2 tp2", "dp2/zero3 tp2"])
+@pytest.mark.parametrize("name", PICTURES)
+def test_activations_are_gathered_for_layers_that_read_a_concatenation_of_parts(name, line):
+    plan, _ = planned(line, PICTURES[name])
+    note = plan.notes.get("")
+    assert isinstance(note, PartsNote), "the model runs on parts"
+    assert share_cut(plan) > 0.4
+    assert "all.weight" not in note.parts, "a weight that multiplies what is gathered would be gathered too"
+    for check in CHECKS:
+        check(line, PICTURES[name])
 
 
 class KnownBlock(nn.Module):

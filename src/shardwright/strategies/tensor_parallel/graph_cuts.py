@@ -38,6 +38,9 @@ a table of positions all samples look up the same, so it is not cut.
 WORTH_MORE = 0.05
 """More is sent than it must be if that cuts this share more of the parameters. Chosen, not measured."""
 
+WORTH_GATHERING = 0.2
+"""Activations are gathered for layers that stay whole if that cuts this share more of the parameters. Chosen."""
+
 _FEATURES = {
     ("linear", 1): 0, ("linear", 2): 0, ("mm", 1): 1, ("addmm", 0): 0, ("addmm", 2): 1, ("add", 0): 0, ("add", 1): 0,
     ("convolution", 1): 0, ("convolution", 2): 0,
@@ -85,12 +88,7 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     """
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
-    cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
-    found = {}
-    for name, use in {**recording.parameters, **recording.buffers}.items():
-        part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
-        if part is not None:
-            found[name] = part
+    found = {} if size == 1 else _parts(recording, axes, size, kept)
     readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for call in recording.calls:
         for use in call.operands:
@@ -105,12 +103,44 @@ def _balanced(num_elements: int, size: int) -> bytes:
     )
 
 
-def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> list[DimAxis]:
-    found = _candidates(recording, axes, size, kept)
-    features = _dims_of_features(recording)
+def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[str, TensorPart]:
+    """Returns how parameters and buffers are cut, by name.
+
+    No layer needs its input gathered, unless clearly more is cut if some are: those that read a concatenation of which
+    a part alone is cut.
+    """
+    found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
+    total = sum(prod(use.shape) for use in recording.parameters.values())
+    best: tuple[float, dict[str, TensorPart]] = 0, {}
+    for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
+        if best[0] + least >= total:
+            break
+        taken = _chosen(recording, axes, found, features, gathers=gathers)
+        cut = {axis: _balanced(axis.size, size) for axis in taken}
+        parts = {}
+        for name, use in {**recording.parameters, **recording.buffers}.items():
+            cuts = [labels_of(axis, cut) for axis in axes.of(use)]
+            part = part_of(use.shape, cuts)
+            if part is not None and not _is_partly_summed(cuts, features.get(use), use.kind):
+                parts[name] = part
+        num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in parts)
+        if num_elements > best[0] + least:
+            best = num_elements, parts
+    return best[1]
+
+
+def _is_partly_summed(cuts: Sequence[bytes | None], features: int | None, kind: str) -> bool:
+    """Returns whether one rank would hold some elements of a parameter, and all ranks others, in a sum over both."""
+    partly = (number for number, cut in enumerate(cuts) if cut is not None and ALL in cut)
+    return kind == "parameter" and any(number != features for number in partly)
+
+
+def _chosen(
+    recording: Recording, axes: RunAxes, found: _Candidates, features: Mapping[TensorUse, int | None], *, gathers: bool
+) -> list[DimAxis]:
     while True:
         taken = _taken(found)
-        refused = _partly_summed(recording, axes, features, taken)
+        refused = _partly_summed(recording, axes, features, taken, gathers)
         if refused.isdisjoint(found):
             break
         found = {axis: each for axis, each in found.items() if axis not in refused}
@@ -162,7 +192,11 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
 
 
 def _partly_summed(
-    recording: Recording, axes: RunAxes, features: Mapping[TensorUse, int | None], taken: Collection[DimAxis]
+    recording: Recording,
+    axes: RunAxes,
+    features: Mapping[TensorUse, int | None],
+    taken: Collection[DimAxis],
+    gathers: bool,
 ) -> set[DimAxis]:
     """Returns the axes of dims that would be cut in part only, where what all ranks hold would count several times.
 
@@ -171,7 +205,8 @@ def _partly_summed(
     labels = {axis: bytes(axis.size) for axis in taken}
     written = [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
     found = set[DimAxis]()
-    for use in (*recording.parameters.values(), *written):
+    of_one = [use for use in recording.parameters.values() if len(use.shape) == 1 or not gathers]
+    for use in (*of_one, *written):
         for number, axis in enumerate(axes.of(use)):
             cut = labels_of(axis, labels)
             if cut is not None and ALL in cut and features.get(use) != number:
