@@ -120,7 +120,7 @@ class Positions(nn.Module):
 
     def __init__(self, kept):
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.kept, self.layer = kept, nn.Linear(WIDTH, WIDTH)
         if kept == "attribute":
             self.table = None
         else:
@@ -131,7 +131,10 @@ class Positions(nn.Module):
             table = torch.zeros(x.shape[1], 3)
             table[:, 1] = torch.arange(x.shape[1], dtype=torch.float32)
             table[:, 2] = 1
-            self.table = table.to(self.layer.weight.dtype)
+            if self.kept == "data of a buffer":
+                self.table.data = table.to(self.layer.weight.dtype)
+            else:
+                self.table = table.to(self.layer.weight.dtype)
         return x + self.layer(x).tanh() * self.table.sum(-1, keepdim=True)
 
 
@@ -152,7 +155,7 @@ class NotTraced(InTurn):
 
 
 @pytest.mark.parametrize("line", ["dp2/zero3", "pp2/gpipe mb1", "pp2/1f1b mb4", "pp4/zb-h1 mb4", "pp2 mb2 dp2/zero1"])
-@pytest.mark.parametrize("kept", ["buffer", "buffer that is not saved", "attribute"])
+@pytest.mark.parametrize("kept", ["buffer", "buffer that is not saved", "data of a buffer", "attribute"])
 @pytest.mark.parametrize("kind", [InTurn, NotTraced])
 def test_a_forward_may_replace_a_buffer_by_one_of_another_shape(kind, kept, line):
     torch.manual_seed(0)

@@ -185,7 +185,7 @@ class Aggregated(nn.Module):
         found = [self.stem(x)]
         for layer, norm in zip(self.layers, self.norms, strict=True):
             found.append(norm(layer(found[-1])).relu())
-        return self.head(self.all(torch.cat(found, 1)).mean((2, 3)))
+        return self.head((found[0] + self.all(torch.cat(found, 1))).relu().mean((2, 3)))
 
 
 class Joined(nn.Module):

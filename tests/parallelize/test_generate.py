@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwright import Layout, launch, parallelize
 from shardwright.comm.backends.fake import fake_world
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, RankFailedError
 from shardwright.parallelize.generating import generate
 
 WIDTH, WORDS = 16, 12
@@ -142,6 +142,28 @@ def test_ranks_that_are_threads_draw_what_one_device_draws_after_the_seed(line, 
     torch.set_rng_state(before)
     for found, _ in generated(model, line, ids, seed=7, **options):
         assert torch.equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class SetsItsSeed(Continues):
+    def generate(self, ids, *, how):
+        how()
+        return super().generate(ids, sample=True)
+
+
+def in_a_fork():
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(3)
+        torch.rand(1)
+
+
+@pytest.mark.parametrize("how", [lambda: torch.default_generator.manual_seed(3), in_a_fork], ids=["set", "in a fork"])
+def test_a_generate_that_sets_its_own_seed_is_refused_where_ranks_are_threads(how):
+    model, ids = of(SetsItsSeed)
+    before = torch.get_rng_state()
+    # one rank may put the generator back before another looks; this one then ends because the first has
+    with pytest.raises((PlanError, RankFailedError), match="sets the seed of random numbers itself"):
+        generated(model, "dp2", ids, how=how)
     assert torch.equal(torch.get_rng_state(), before)
 
 

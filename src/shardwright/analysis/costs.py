@@ -25,7 +25,7 @@ from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, ChunkedModel, prepare, run, sites
 from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.flops import flop_formula
-from shardwright.analysis.meta_device import on_meta, tensors_put_back
+from shardwright.analysis.meta_device import buffers_put_back, on_meta
 from shardwright.analysis.meta_values import MetaValues, ValueReadError
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import result_of, tensors_of
@@ -146,7 +146,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
         each._replace(call=partial(counted_call, call_sites[each.node], each.call)) if each.node in call_sites else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad(), tensors_put_back(model), on_meta(model) as values, OnMeta(), ignoring_batch_statistics(model):
+    with torch.no_grad(), buffers_put_back(model), on_meta(model) as values, OnMeta(), ignoring_batch_statistics(model):
         run(ready, bind(chunked, inputs))
     return found
 

@@ -140,7 +140,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self._stored: dict[int, tuple[Tensor, frozenset[str]]] = {}  # what it makes of buffers, and of which
         self._reading: list[tuple[str, frozenset[str]]] = []  # modules whose code reads values of buffers
-        self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version)
+        self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version, buffer.detach())
                        for path, module in model.named_modules()
                        for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
@@ -259,10 +259,13 @@ class _ForwardRecorder(TorchFunctionMode):
         What a forward changes is another value in each stage and step, so that stages would not decide alike.
         """
         changed = set[str]()
-        for path, module, name, buffer, version in self._state:
-            if module._buffers.get(name) is not buffer or buffer._version != version:
+        for path, module, name, buffer, version, view in self._state:
+            has_shape = buffer.shape == view.shape
+            if module._buffers.get(name) is not buffer or buffer._version != version or not has_shape:
                 changed.add(path)
             module._buffers[name] = buffer
+            if not has_shape:
+                buffer.data = view
         self.record.selecting.update(path for path, names in self._reading if names & changed)
 
     def begin(self, inputs: Any) -> None:

@@ -47,31 +47,30 @@ def on_meta(
 
 
 @contextmanager
-def tensors_put_back(model: nn.Module) -> Iterator[None]:
-    """Returns a context after which a model has the buffers, and the tensors in attributes, that it had before.
+def buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Returns a context after which a model has the buffers that it had before, in the shapes that they had.
 
     A forward may replace them, as one that computes a table of positions when it meets a new length. On the meta
     device the table has no values, so a later forward must compute it again.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = model.running_mean
-    >>> with tensors_put_back(model):
-    ...     model.running_mean, model.table = torch.ones(3), torch.ones(4)
-    >>> model.running_mean is before, hasattr(model, "table")
-    (True, False)
+    >>> with buffers_put_back(model):
+    ...     model.running_mean, model.running_var.data = torch.ones(3), torch.ones(4)
+    >>> model.running_mean is before, model.running_var.shape
+    (True, torch.Size([2]))
     """
-    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    views = [(each, each.detach()) for _, buffers in before for each in buffers.values() if each is not None]
     try:
         yield
     finally:
-        for own, attributes, buffers in before:
-            own["_buffers"].clear()
-            own["_buffers"].update(buffers)
-            for name in [name for name, value in own.items() if isinstance(value, Tensor)]:
-                if name not in attributes:
-                    del own[name]
-                elif own[name] is not attributes[name]:
-                    own[name] = attributes[name]
+        for now, buffers in before:
+            now.clear()
+            now.update(buffers)
+        for buffer, view in views:
+            if buffer.shape != view.shape:
+                buffer.data = view
 
 
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:

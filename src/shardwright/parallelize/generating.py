@@ -50,7 +50,8 @@ def generate(
     ``torch.manual_seed(seed)``, and the state of torch's generator is restored. ``by_threads`` says that the ranks are
     threads of one process, which share that generator.
 
-    Raises: PlanError: the model has no ``generate``, or inputs, options or the result differ between ranks.
+    Raises: PlanError: the model has no ``generate``, inputs, options or the result differ between ranks, or ranks are
+        threads and ``generate`` sets a seed itself.
     """
     own = getattr(model, "generate", None)
     if not callable(own):
@@ -60,6 +61,8 @@ def generate(
             allowed="models that have one, as those of transformers do",
             fix="write a loop over run.predict(tokens), which returns the output of the whole model on every rank",
         )
+    # before ranks meet: none has begun to draw
+    seeded = _ThreadDraws(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     check_agreement(everyone, _lines((inputs, options), f"seed {seed}"), partial(_differ, "ranks would generate from"))
     settings = options.get("generation_config") or getattr(model, "generation_config", None)
     held = [module for module in model.modules() if getattr(module, "generation_config", None) is not None]
@@ -70,7 +73,6 @@ def generate(
     if without_cache and (settings is not None or "use_cache" in options):
         options = {**options, "use_cache": False}
     args, named = given_to(inputs)
-    seeded = _ThreadDraws(seed, everyone.device) if by_threads else _seeded(seed, everyone.device)
     with ExitStack() as stack:
         for each in held if without_cache else ():
             stack.enter_context(_without_cache(each))
@@ -120,7 +122,9 @@ class _ThreadDraws(TorchFunctionMode):
     """A context in which one of several threads draws the numbers that a process of its own would after a seed.
 
     The threads share torch's generators. While one draws, they are in the state in which its last draw has left them,
-    and a lock keeps the others from them.
+    and a lock keeps the others from them. Between draws they are as they were before.
+
+    Raises: PlanError, at the next draw or at the end: code has set their state itself, as by ``torch.manual_seed``.
     """
 
     _ONE_AT_A_TIME = Lock()
@@ -128,8 +132,19 @@ class _ThreadDraws(TorchFunctionMode):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        with self._ONE_AT_A_TIME, _seeded(seed, device):
-            self.states = self._read()
+        with self._ONE_AT_A_TIME:
+            self.before = self._read()
+            with _seeded(seed, device):
+                self.states = self._read()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with self._ONE_AT_A_TIME:
+            try:
+                if error[0] is None:
+                    self._check()
+            finally:
+                self._write(self.before)
 
     def _read(self) -> list[Tensor]:
         on_device = [] if _is_host(self.device) else [torch.get_device_module(self.device).get_rng_state(self.device)]
@@ -140,20 +155,30 @@ class _ThreadDraws(TorchFunctionMode):
         for state in states[1:]:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
 
+    def _check(self) -> None:
+        if not all(map(torch.equal, self._read(), self.before)):
+            raise PlanError(
+                "the model's generate sets the seed of random numbers itself",
+                given="ranks that are threads, which share torch's generator",
+                allowed="draws that follow the seed of run.generate, or a generate that sets its own where ranks are "
+                "processes",
+                fix="write run.generate(inputs, seed=...), or launch processes",
+            )
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if named.get("generator") is not None or not draws_numbers(func, args, named):
+        if not draws_numbers(func, args, named):
             return func(*args, **named)
         with self._ONE_AT_A_TIME:
-            before = self._read()
+            self._check()
             self._write(self.states)
             try:
                 return func(*args, **named)
             finally:
                 self.states = self._read()
-                self._write(before)
+                self._write(self.before)
 
 
 @contextmanager

@@ -333,7 +333,8 @@ class Run(RankState):
         """Calls the plain model's own method ``generate``, and returns its result on every rank.
 
         All ranks call it with the same arguments. ``options`` are passed on, such as ``max_new_tokens=20`` to a model
-        of transformers. Random numbers are those that follow ``torch.manual_seed(seed)``, on every rank the same.
+        of transformers. The random numbers that ``generate`` draws itself are those that follow
+        ``torch.manual_seed(seed)``, on every rank the same; those of the forward are the library's, as in training.
 
         With pipeline stages, and where the ranks of one model copy hold rows of the batch (grids, ``/sp``), each call
         that ``generate`` makes of the model is a :meth:`predict`, and models of transformers keep no keys and values

@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.models import MeanSquaredError
 from shardwright.sharding.tensor_part import ALL, TensorPart
 from shardwright.strategies.tensor_parallel.call_plans import PartUse, WriteToPartError, plan_call
-from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS
+from shardwright.strategies.tensor_parallel.graph_cuts import _TURNS, graph_cuts
 from shardwright.strategies.tensor_parallel.on_parts import share_cut, work_cut
 
 
@@ -208,3 +209,34 @@ def test_layers_of_which_each_has_an_input_of_its_own_are_cut_together(line):
     verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)
     assert share_cut(plans[0]) > 0.8
+
+
+class OneKeyHead(nn.Module):
+    """Attention, written out, of many heads to one head of keys and values."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads, self.q, self.out = heads, nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, width // heads), nn.Linear(width, width // heads)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        scores = (q @ self.k(x)[:, None].transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
+        x = x + self.out((scores @ self.v(x)[:, None]).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def test_heads_are_not_exchanged_for_features_of_a_head_though_one_key_head_stays_whole():
+    run = ModelGraph(OneKeyHead().to("meta"), torch.empty(2, 64, 32)).run
+    parts = graph_cuts(OneKeyHead(), run.recording, run.axes, 2).parts
+    assert parts["q.weight"].local_shape(0) == (16, 32)
+    assert parts["q.weight"].cuts[0] == bytes([0] * 16 + [1] * 16), "whole heads"
+    assert not {"k.weight", "v.weight"} & parts.keys()
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm1d(64)])
+def test_inner_features_are_not_exchanged_for_those_of_the_output(norm):
+    model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 64), norm).to("meta")
+    run = ModelGraph(model, torch.empty(2, 4)).run
+    assert {"0.weight", "2.weight"} <= graph_cuts(model, run.recording, run.axes, 2).parts.keys()
