@@ -41,7 +41,7 @@ WORTH_MORE = 0.05
 MOST_FOR_MORE = 10
 """The most that is sent for each element that an exchange gains, in terms of what the cheapest cuts send for one.
 
-Chosen: it is 2 in a U-Net, 9 in SegFormer, and 32 to 127 where the features of a head would be cut.
+Chosen: it is 2 in a U-Net, 3 in a Conformer, and 32 to 127 where the features of a head would be cut.
 """
 
 WORTH_GATHERING = 0.2
