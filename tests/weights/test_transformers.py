@@ -218,11 +218,12 @@ def test_an_adapter_is_tuned_by_the_command_from_its_base_model_and_written_as_p
     drawn = [run("sample", "run", *own, "--num", "9", "--seed", seed, "--prompt", ids).stdout for seed in "001"]
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0].startswith(ids)
+    on_threads = ("--num", "9", "--seed", "0", "--prompt", ids, "--layout", "tp2", "--ranks", "threads")
+    assert run("sample", "run", *own, *on_threads).stdout == drawn[0]
     assert run("sample", "run", *own, "--num", "0", "--prompt", ids).stdout.strip() == ids
     for given, text in {
         ("--prompt", "a b c"): 'write --prompt "1 15 27"',
         ("--prompt", "1 60"): "from 0 to 59",
-        ("--prompt", ids, "--layout", "tp2", "--ranks", "threads"): "write --temperature 0, or --ranks processes",
         ("--prompt", ids, "--tokenizer", "run"): "the tokenizer cannot be read",
     }.items():
         refused = run("sample", "run", *own, "--num", "2", *given)
