@@ -78,7 +78,7 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
         own = memo[id(module)].__dict__
         for name, value in vars(module).items():
             kind = type(value)
-            if kind in ATOMS or kind is staticmethod:  # deepcopy copies functions as they are, but not in this shell
+            if kind in ATOMS or kind is staticmethod:  # deepcopy refuses it; its function is rebuilt below
                 own[name] = value
             elif kind in COLLECTIONS and not value and name in _HOOKS:
                 own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it

@@ -209,7 +209,7 @@ def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> D
 
 
 def draws_numbers(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Returns whether a torch function call draws random numbers of any kind, also of those that :func:`draw_of` lacks.
+    """Returns whether a torch function call draws random numbers: what :func:`draw_of` describes, or other kinds.
 
     >>> draws_numbers(torch.poisson, (torch.ones(2),), {}), draws_numbers(torch.relu, (torch.ones(2),), {})
     (True, False)

@@ -38,7 +38,7 @@ from shardwright.analysis.forward_record import (
     value_mark,
     value_name,
 )
-from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.meta_device import buffers_put_back, on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
@@ -140,7 +140,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self._stored: dict[int, tuple[Tensor, frozenset[str]]] = {}  # what it makes of buffers, and of which
         self._reading: list[tuple[str, frozenset[str]]] = []  # modules whose code reads values of buffers
-        self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version, buffer.detach())
+        self._state = [(f"{path}.{name}".lstrip("."), module, name, buffer, buffer._version, buffer.shape)
                        for path, module in model.named_modules()
                        for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
@@ -253,19 +253,15 @@ class _ForwardRecorder(TorchFunctionMode):
         name = self.names.any_of(tensor)
         return self._stored[id(tensor)][1] if id(tensor) in self._stored else frozenset([name] if name else [])
 
-    def restore_buffers(self) -> None:
-        """Puts back the buffers that the forward has replaced, and notes modules whose code read such a buffer.
+    def note_changed_buffers(self) -> None:
+        """Notes the modules whose code read a buffer that the forward has replaced or written to.
 
         What a forward changes is another value in each stage and step, so that stages would not decide alike.
         """
         changed = set[str]()
-        for path, module, name, buffer, version, view in self._state:
-            has_shape = buffer.shape == view.shape
-            if module._buffers.get(name) is not buffer or buffer._version != version or not has_shape:
+        for path, module, name, buffer, version, shape in self._state:
+            if module._buffers.get(name) is not buffer or buffer._version != version or buffer.shape != shape:
                 changed.add(path)
-            module._buffers[name] = buffer
-            if not has_shape:
-                buffer.data = view
         self.record.selecting.update(path for path, names in self._reading if names & changed)
 
     def begin(self, inputs: Any) -> None:
@@ -436,9 +432,10 @@ def record_events(
             unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units
         }
         around = {module: mode.caller(path, module) for module, path in paths.items()}
-        try:
-            with calls_replaced(around), mode:
-                outputs = call_model(model, inputs)
-        finally:
-            mode.restore_buffers()
+        with buffers_put_back(model):
+            try:
+                with calls_replaced(around), mode:
+                    outputs = call_model(model, inputs)
+            finally:
+                mode.note_changed_buffers()
         return mode.finish(outputs)

@@ -48,7 +48,7 @@ MOST_KEPT = 64
 """The largest buffer, in elements, whose values a copy of the model on the meta device keeps for code to read."""
 
 MOST_NUMBERS = 2**16
-"""The most numbers that ``tolist`` returns as ones in place of values that only a real run has."""
+"""The most elements of a tensor without known values for which ``tolist`` returns a list of ones."""
 
 
 class ValueReadError(RuntimeError):

@@ -83,7 +83,7 @@ class RecordedCall:
 
     @property
     def statistics(self) -> list[TensorUse]:
-        """The running mean and variance that a batch norm updates in training, which its schema does not say."""
+        """The running mean and variance that a batch norm updates in training, writes that its schema lacks."""
         updates = self.name in ("native_batch_norm", "batch_norm") and self.argument(5, "training", False)
         return [each for each in self.args[3:5] if isinstance(each, TensorUse)] if updates else []
 

@@ -224,8 +224,10 @@ def whole_state(run: RankState) -> dict[str, Tensor]:
     gathered: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
     for key, (name, dtype, shape) in known.items():
-        of_buffer = run.plan.buffers.get(key, TensorLayout.whole(shape)).of_shape(shape)
-        layout = run.plan.state[name].parameter if name else of_buffer
+        if name:
+            layout = run.plan.state[name].parameter
+        else:
+            layout = run.plan.buffers.get(key, TensorLayout.whole(shape)).of_shape(shape)
         if (name or key) not in gathered:
             like = held.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
             gathered[name or key] = gather_whole(everyone, run.plan.mesh, layout, like, holders[key][0])

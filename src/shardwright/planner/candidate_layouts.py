@@ -28,7 +28,7 @@ MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
 
 FEWEST = 3
-"""A search ends once no layout that is left may be faster than the so-many-th fastest of those priced that fit."""
+"""The rank N: a search ends once no remaining layout can be faster than the N-th fastest priced one that fits."""
 
 MOST_NODES = 1
 """The most nodes over which ranks that compute operators together may lie: messages between nodes take far longer."""

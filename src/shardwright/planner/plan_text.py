@@ -23,7 +23,7 @@ GUESSED = ("matmul_efficiency", "memory_efficiency", "overlap_cost")
 """Constants that text names where they are guesses; data have all."""
 
 MEMORY_ON_CPUS, MEMORY_ON_CARD = 0.001, 0.003
-"""How far predictions of memory were off, at most, in the newest rows of the benchmarks ``ledger`` and ``gpu``."""
+"""The largest relative errors of predicted memory in the newest rows of the benchmarks ``ledger`` and ``gpu``."""
 
 NATURAL_BOUNDS = ("overlap_cost", "in_node_efficiency", "between_efficiency", "step_s")
 """Constants of which the least and the largest value are as likely as others, so that they are not warned of."""

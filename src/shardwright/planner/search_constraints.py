@@ -11,7 +11,7 @@ MOST_PRICED = 4
 """The layouts that a search prices by default; each takes seconds of rehearsals."""
 
 MOST_TO_FIT = 8
-"""How many more layouts a search prices, at most, where none of the best estimates fits the memory."""
+"""The most further layouts that a search prices if none of those with the best estimates fits the memory."""
 
 RECOMPUTE = (None, *(word for word in WORDS if word not in OFFLOADS))
 
@@ -34,7 +34,7 @@ class SearchConstraints:
     most_stages: int = 0
     """The most stages that the model has whole blocks for. 0: unknown."""
     most_to_fit: int = MOST_TO_FIT
-    """How many more layouts are priced, at most, where none of the best estimates fits the memory."""
+    """The most further layouts that are priced if none of those with the best estimates fits the memory."""
 
     def allows(self, layout: Layout) -> bool:
         """Returns whether a layout has all parts that must be there, and none of the words that must not."""

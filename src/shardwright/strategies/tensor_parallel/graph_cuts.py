@@ -36,12 +36,16 @@ a table of positions all samples look up the same, so it is not cut.
 """
 
 WORTH_MORE = 0.05
-"""More is sent than it must be if that cuts this share more of the parameters. Chosen, not measured."""
+"""Candidates that send more than the cheapest ones are taken if they cut this share more of the parameter elements.
+
+Chosen, not measured.
+"""
 
 MOST_FOR_MORE = 10
-"""The most that is sent for each element that an exchange gains, in terms of what the cheapest cuts send for one.
+"""The most elements sent for each parameter element that an exchange gains, as a multiple of the cheapest cuts' ratio.
 
-Chosen: it is 2 in a U-Net, 3 in a Conformer, and 32 to 127 where the features of a head would be cut.
+Chosen between what it is for models: 0.4 for a U-Net of diffusers, 3 for a Conformer, and 96 where eight heads with one
+key head between them would be exchanged for the features of a head.
 """
 
 WORTH_GATHERING = 0.2
@@ -112,8 +116,8 @@ def _balanced(num_elements: int, size: int) -> bytes:
 def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[str, TensorPart]:
     """Returns how parameters and buffers are cut, by name.
 
-    No layer needs its input gathered, unless clearly more is cut if some are: those that read a concatenation of which
-    a part alone is cut.
+    There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
+    or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.
     """
     found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
     total = sum(prod(use.shape) for use in recording.parameters.values())
@@ -127,7 +131,8 @@ def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
         for name, use in {**recording.parameters, **recording.buffers}.items():
             cuts = [labels_of(axis, cut) for axis in axes.of(use)]
             part = part_of(use.shape, cuts)
-            if part is not None and not _is_partly_summed(cuts, features.get(use), use.kind):
+            stays_whole = name in recording.parameters and _partly_summed(cuts, features.get(use))
+            if part is not None and not stays_whole:
                 parts[name] = part
         num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in parts)
         if num_elements > best[0] + least:
@@ -135,18 +140,24 @@ def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
     return best[1]
 
 
-def _is_partly_summed(cuts: Sequence[bytes | None], features: int | None, kind: str) -> bool:
-    """Returns whether one rank would hold some elements of a parameter, and all ranks others, in a sum over both."""
-    partly = (number for number, cut in enumerate(cuts) if cut is not None and ALL in cut)
-    return kind == "parameter" and any(number != features for number in partly)
-
-
 def _chosen(
     recording: Recording, axes: RunAxes, found: _Candidates, features: Mapping[TensorUse, int | None], *, gathers: bool
 ) -> list[DimAxis]:
+    """Returns the axes to cut: the best candidates of which no tensor would be cut in part only.
+
+    With ``gathers``, weights of two dims or more may be, since they then stay whole. Buffers that operators write to
+    may not, such as the statistics of a batch norm.
+    """
+    uses = [use for use in recording.parameters.values() if len(use.shape) == 1 or not gathers]
+    uses += [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
     while True:
         taken = _taken(found)
-        refused = _partly_summed(recording, axes, features, taken, gathers)
+        labels = {axis: bytes(axis.size) for axis in taken}
+        refused = set[DimAxis]()
+        for use in uses:
+            dims = axes.of(use)
+            partly = _partly_summed([labels_of(axis, labels) for axis in dims], features.get(use))
+            refused.update(leaf for number in partly for leaf in leaves(dims[number]))
         if refused.isdisjoint(found):
             break
         found = {axis: each for axis, each in found.items() if axis not in refused}
@@ -177,7 +188,7 @@ def _cheapest(found: _Candidates) -> _Candidates:
 
 
 def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
-    """Returns the candidates after exchanges of one for those that it alone excludes, if these have more elements.
+    """Exchanges a candidate for those that it alone excludes, as long as that cuts more elements; returns the result.
 
     In a network of convolutions, for example, the channels between blocks cost the least for each element, but exclude
     the inner channels of every block. What is sent more for each element that is gained has a limit: heads that all
@@ -205,27 +216,12 @@ def _most(found: _Candidates, taken: _Candidates) -> _Candidates:
             return taken
 
 
-def _partly_summed(
-    recording: Recording,
-    axes: RunAxes,
-    features: Mapping[TensorUse, int | None],
-    taken: Collection[DimAxis],
-    gathers: bool,
-) -> set[DimAxis]:
-    """Returns the axes of dims that would be cut in part only, where what all ranks hold would count several times.
+def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[int]:
+    """Returns the dims of which some elements are cut and others on all ranks, but for the dim of output ``features``.
 
-    So are those of buffers that operators write to, such as the statistics of a batch norm, which takes no such parts.
+    Operators sum over such a dim, or take no such parts: what all ranks hold would count several times.
     """
-    labels = {axis: bytes(axis.size) for axis in taken}
-    written = [use for call in recording.calls for use in (*call.written, *call.statistics) if use.kind == "buffer"]
-    found = set[DimAxis]()
-    of_one = [use for use in recording.parameters.values() if len(use.shape) == 1 or not gathers]
-    for use in (*of_one, *written):
-        for number, axis in enumerate(axes.of(use)):
-            cut = labels_of(axis, labels)
-            if cut is not None and ALL in cut and features.get(use) != number:
-                found.update(leaves(axis))
-    return found
+    return [dim for dim, cut in enumerate(cuts) if cut is not None and ALL in cut and dim != features]
 
 
 def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _Candidates:
