@@ -145,6 +145,7 @@ def test_make_gpu_ends_with_the_names_of_parts_that_fail_or_are_not_within_their
         assert ended.value.code == ends  # a text: Python writes it and ends with code 1
 
 
+@pytest.mark.sampled(0)
 def test_a_part_of_make_gpu_is_a_process_that_ends_with_one_line_of_json():
     ended = gpu("--part", "memory", "--device", "cpu", "--smallest")
     assert ended.returncode == 0, ended.stderr

@@ -38,6 +38,7 @@ ALONE = {"verify", "show", "plan", "plan-ranks", "init", "doctor"}
 """The commands that need no run, so that two tests share the time."""
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("needs_a_run", [False, True])
 def test_real_outputs_fit_the_schemas(tmp_path, needs_a_run):
     found, names = [], set()

@@ -290,6 +290,7 @@ def test_a_million_chunks_are_refused_by_number_before_their_schedule_is_written
     assert all("of 1000000 chunks each" in each for each in said)
 
 
+@pytest.mark.sampled(0)
 def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
     assert "1,000,000 ranks" in run("show", "--layout", "dp1000000", *TINY).stdout
     assert "cannot be cut into 1048576 stages" in refused("show", "--layout", "pp1048576", *TINY)

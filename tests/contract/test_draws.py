@@ -284,3 +284,68 @@ def test_samples_that_are_combined_with_one_another_are_named_in_a_warning():
         draws.check(are_threads=True, cuts=True, cuts_samples=True)
     draws = ModelGraph(Scores(), torch.ones(5, 3, 6)).draws  # the tokens of each sample with one another
     assert draws.across == ()
+
+
+def unknown(x):
+    """An operator without a rule of its dims, as it is for those of which nobody has thought."""
+    return torch.linalg.inv(x @ x.transpose(1, 2) + torch.eye(x.shape[1], dtype=x.dtype))
+
+
+class Windows(nn.Module):
+    """Pictures in windows, of which each is a row of its own, and drops what a row of samples and windows says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.up, self.down, self.head = nn.Linear(4, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x):
+        if self.how == "unfold":
+            x = functional.unfold(x[:, None], 2, stride=2).transpose(1, 2)  # (samples, 4 windows, 4 pixels)
+        else:
+            x = unknown(x)
+        x = x.reshape(x.shape[0] * 4, 4) if self.how != "samples" else x
+        x = x + self.down(self.drop(self.up(x)))
+        return self.head(x.reshape(-1, 16))
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2/1f1b mb2", "tp2", "tp4/2d"])
+@pytest.mark.parametrize("how", ["unfold", "rows", "samples"])
+def test_dropout_behind_operators_that_make_rows_of_samples_and_more_is_that_of_one_device(how, line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4, 4), torch.randn(8, 4)
+    verdict = verify(Windows(how), line, [batch, batch], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+@torch.library.custom_op("shardwright_tests::rows", mutates_args=())
+def rows_of(x: torch.Tensor, first: int) -> torch.Tensor:
+    return x.reshape(first, -1).clone()
+
+
+@rows_of.register_fake
+def _(x, first):
+    return torch.empty(first, x.numel() // first, dtype=x.dtype, device=x.device)
+
+
+rows_of.register_autograd(
+    lambda ctx, dy: (dy.reshape(ctx.shape), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+)
+
+
+class Unknown(nn.Module):
+    """Rows of samples and more that an operator makes of which no one knows how, and takes apart again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.4)
+
+    def forward(self, x):
+        return rows_of(self.drop(self.layer(rows_of(x, 3 * x.shape[0]))), x.shape[0])
+
+
+def test_dropout_of_rows_of_which_nobody_knows_the_samples_is_refused():
+    with pytest.raises(PlanError, match="mix the samples"):
+        verify(Unknown(), "dp2", [(torch.randn(8, 3, 4), torch.randn(8, 12))], loss=MeanSquaredError())

@@ -118,6 +118,18 @@ class OneKeyBlockWithItsOwnConvolution(OneKeyBlock):
         return functional.conv1d(h, weight, self.short.bias, padding=2, groups=h.size(1))
 
 
+class ModulatedBlock(FusedBlock):
+    """A block that one vector for each sample modulates, as in a diffusion transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.modulation = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x):
+        shift, scale, gate, other = self.modulation(functional.silu(x.mean(1)))[:, None].chunk(4, -1)
+        return x + gate * other.tanh() * super().forward(x * (1 + scale) + shift)
+
+
 class Language(nn.Module):
     def __init__(self, block: type[nn.Module]):
         super().__init__()
@@ -152,7 +164,7 @@ def case_of(block: type[nn.Module]) -> OwnCase:
     return OwnCase(block.__name__, Language(block), CrossEntropy(), num_tokens=TOKENS)
 
 
-CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock, OneKeyBlock)}
+CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock, OneKeyBlock, ModulatedBlock)}
 
 
 LINES = (
@@ -375,3 +387,95 @@ def test_what_cuts_most_of_the_work_is_taken_before_a_table_that_is_most_of_the_
     assert work_cut(plan) > 0.9
     verdict = verify(Looked(), "tp2", [(torch.randn(8, 6, 5), torch.randn(8, 6, 32))], loss=nn.MSELoss())
     assert verdict.equal, str(verdict)
+
+
+class Scores(torch.autograd.Function):
+    """Attention's scores with a backward of their own, which reads how many features a head has."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        scores = (q @ k.transpose(1, 2) / k.shape[2] ** 0.5).softmax(2)
+        ctx.save_for_backward(q, k, scores)
+        return scores
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, scores = ctx.saved_tensors
+        dx = scores * (dy - (dy * scores).sum(2, keepdim=True)) / k.shape[2] ** 0.5
+        return dx @ k, dx.transpose(1, 2) @ q
+
+
+class OwnScores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.out(Scores.apply(self.q(x), self.k(x)) @ self.v(x))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp4/2d"])
+def test_what_the_backward_of_a_users_function_measures_is_not_cut(line):
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
+    model = nn.Sequential(OwnScores(), OwnScores())
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    if line == "tp2":
+        compute = plans[0].compute
+        assert compute["0.k.weight"].local_shape({"tp": 0}) == (WIDTH, WIDTH)
+        assert compute["0.v.weight"].local_shape({"tp": 0}) == (WIDTH // 2, WIDTH)
+
+
+class ByKeyword(nn.Module):
+    """Products and attention whose operands are named, in an order of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            functional.linear(bias=each.bias, weight=each.weight, input=x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        y = functional.scaled_dot_product_attention(value=v, query=q, key=k, is_causal=True)
+        return x + functional.linear(y.transpose(1, 2).flatten(2), bias=self.out.bias, weight=self.out.weight)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp4/2d", "dp2/zero3 tp2"])
+def test_operands_may_be_named(line):
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
+    model = nn.Sequential(ByKeyword(), ByKeyword())
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) > 0.9
+
+
+class Squeezed(nn.Module):
+    """Channels-last pictures that are pooled to one pixel, which gates their channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 4, 1)
+        self.pool, self.gate, self.open = nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1)
+
+    def forward(self, x):
+        h = self.up(x.contiguous(memory_format=torch.channels_last)).relu()
+        return x + self.down(h * self.open(self.gate(self.pool(h)).relu()).sigmoid())
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp4/2d"])
+def test_channels_last_pictures_are_pooled_to_one_pixel(line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4, 6, 6), torch.randn(8, 4, 6, 6)
+    plans = []
+    model = nn.Sequential(Squeezed(), Squeezed())
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) > 0.5

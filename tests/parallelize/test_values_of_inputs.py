@@ -117,6 +117,7 @@ def test_traffic_is_known_of_a_model_that_needs_values_of_its_inputs():
     assert sum(each.num_bytes for traffic in sent.values() for each in traffic) > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", ["dp2/zero3", "tp4/2d", "pp2 mb2"])
 def test_the_memory_of_a_step_is_predicted_by_the_values_of_the_example(line):
     torch.manual_seed(0)

@@ -94,6 +94,7 @@ LINES = ["dp2 bf16", "dp2 bf16 recompute:full", "pp2/1f1b mb5 dp2 bf16", "pp2/1f
 LINES += ["pp2/1f1b mb5 tp2x2/2d recompute:full"]  # a block's messages are under way while the next is recomputed
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", LINES)
 def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger(line):
     layout, job, batch, records = recorded(line, 6 if "2d" not in line else 8)
@@ -147,6 +148,7 @@ def test_rehearsals_do_not_grow_with_layers_or_ranks(monkeypatch):
         assert record_layout(job, layout, batch, "cuda").num_rehearsals == len(counted) - before == number
 
 
+@pytest.mark.sampled(0)
 def test_layouts_of_the_same_options_are_asked_once_whether_they_leave_messages():
     known, found = None, []
     for line in (
@@ -296,6 +298,7 @@ def test_what_hosts_hold_is_laid_beside_their_memory(tmp_path):
         on("host_memory_GB = -1")
 
 
+@pytest.mark.sampled(0)
 def test_a_search_leaves_out_what_no_host_holds(tmp_path):
     file = tmp_path / "hosts.toml"
     file.write_text('profile = "a100-80gb"\nnodes = "1x2"\nhost_memory_GB = 1e-6')

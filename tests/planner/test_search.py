@@ -222,6 +222,7 @@ def test_estimates_sum_gradients_in_each_microbatch_only_where_the_strategy_does
         assert estimator._share(Layout.parse(f"dp2/{name}").factors[0]).repeated == pytest.approx(repeated), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_the_memory_of_recomputed_blocks_is_estimated_near_the_measured_peak_where_backwards_are_split(schedule):
     """A recomputed block's activations stay until the gradients of its weights are computed, which W puts off."""
@@ -260,6 +261,7 @@ def test_an_estimate_knows_that_stages_hold_whole_blocks():
     assert slowest(0.5, 4) == pytest.approx(3.5 / (12.5 / 4))
 
 
+@pytest.mark.sampled(0)
 def test_parts_between_stages_are_chosen_where_the_stages_are_on_several_nodes():
     with torch.device("meta"):
         gpt = GPT(GPTConfig(num_layers=6, width=512, num_heads=8, max_tokens=1024, vocabulary=512, dropout=0.0))
@@ -279,6 +281,7 @@ def test_options_that_only_show_something_or_choose_among_others_are_not_searche
     assert not names & {"auto", "bucket", "ahead", "no-overlap", "cut", "file", "fp32-sums"}
 
 
+@pytest.mark.sampled(0)
 def test_a_layout_of_stages_names_its_schedule_and_is_left_out_by_that_name():
     batch = torch.ones(64, 64), torch.zeros(64, dtype=torch.long)
     blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -338,6 +341,7 @@ def test_microbatches_precision_recomputation_and_schedules_can_be_fixed(fix, ho
     assert all(holds(each.layout) for each in plans.layouts)
 
 
+@pytest.mark.sampled(0)
 def test_where_nothing_fits_what_would_is_priced():
     gpt = nn.Sequential(nn.Embedding(64, 64), *(nn.Linear(64, 64) for _ in range(4)))
     tokens = torch.zeros(4, 512, dtype=torch.long)
@@ -358,6 +362,7 @@ def test_where_nothing_fits_what_would_is_priced():
     assert "a smaller batch does not help" in said
 
 
+@pytest.mark.sampled(0)
 def test_a_grid_can_be_fixed():
     plans = plan_layouts(model(), "a100-80gb:1x4", BATCH, fix="tp2x2/2d", most_priced=1)
     assert str(plans.best.layout.factor("tp")) == "tp2x2/2d"
@@ -377,6 +382,7 @@ def test_schedules_with_more_chunks_than_blocks_are_counted():
     assert "more chunks than alike blocks" in [each["reason"] for each in plans.rejected()]
 
 
+@pytest.mark.sampled(0)
 def test_a_search_finds_a_layout_that_fits_down_to_the_least_memory_that_any_takes(monkeypatch):
     estimate = Estimator.estimate
 
@@ -450,6 +456,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_best_of_a_search_where_memory_binds_is_the_best_of_all_prices(name):
     config = DRAWN[name]

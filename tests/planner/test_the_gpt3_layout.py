@@ -17,6 +17,7 @@ from shardwright.report.description import describe
 TINY = {**example.TINY, "num_layers": 6}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.timeout(600)
 def test_the_layout_is_planned_and_drawn_without_its_ranks(tmp_path, capsys):
     lines = ("pp4/1f1b mb8 dp2/zero1 tp2 bf16", "pp4/1f1b/scatter mb8 dp2/zero1 tp2 bf16")
@@ -55,7 +56,7 @@ def counting(monkeypatch, owner, name, calls):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("line", example.SMALL)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0)
 def test_the_shape_runs_scaled_down_and_sends_what_was_predicted(line, monkeypatch):
     monkeypatch.setattr(example, "SMALL", (line,))
     monkeypatch.setattr(example, "BATCH", 16)

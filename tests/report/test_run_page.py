@@ -7,12 +7,19 @@ import math
 import re
 
 import pytest
+import torch
+from torch import nn
 
 from report.runs import OPTIONS, described, part, row, run, two_parts
 from report.test_page import NASTY, checked, read
+from shardwright.layout import Layout
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.report.description import describe
 from shardwright.report.layout_sections import layout_html
 from shardwright.report.run_page import write_run_page
 from shardwright.report.training_runs import record_run
+from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 
 def charts_of(path):
@@ -70,6 +77,51 @@ def test_what_is_sent_for_each_layer_adds_up_to_what_a_rank_sends():
     text = layout_html(found)
     assert "Sent in a step for each layer" in text
     assert "Nothing: no strategy of this layout sends." in layout_html(described("single"))
+
+
+class Product(nn.Module):
+    def __init__(self, given, made):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(given, made))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Recorded(nn.Module):
+    """A model that is cut by its recorded forward, since no layer of it is of a known class."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(32, 16), Product(16, 32)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": Product(16, 64), "down": Product(64, 16)}) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block["down"](block["up"](x).relu())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2 recompute:full", "pp2/1f1b mb2 tp2", "tp2x2/2d"])
+def test_what_a_recorded_model_sends_is_told_by_layer(line):
+    inputs = torch.zeros(8, 6, dtype=torch.long)
+    layout = Layout.parse(line)
+    job = job_for(Recorded(), CrossEntropy(), layout, inputs)
+    assert isinstance(make_plan(job, layout)[0].notes[""], PartsNote)
+    found = describe(job, layout, inputs=inputs)
+    sent = {entry["layer"]: entry["sent_bytes"] for entry in found["layer_traffic"] if entry["strategy"] != "pipeline"}
+    blocks = [f"blocks.{number}" for number in range(4)]
+    assert {f"{block}.down" for block in blocks} <= sent.keys(), "the sums of outputs"
+    assert {f"{block}.up" for block in blocks} <= sent.keys(), "the sums of gradients of inputs"
+    assert len({sent[f"{block}.down"] for block in blocks}) == 1
+    assert "" not in sent or sent[""] < 0.5 * sum(sent.values())
+    in_all = [sum(size for name, size in rank["sent_bytes"].items() if name != "pipeline") for rank in found["ranks"]]
+    if "pp2" not in line:  # where all ranks have all layers
+        assert sum(sent.values()) == max(in_all)
+    else:
+        assert sum(sent.values()) == in_all[0] + in_all[-1]
+    assert "blocks.*.down" in layout_html(found)
 
 
 def test_predicted_figures_stand_beside_measured_ones(tmp_path):

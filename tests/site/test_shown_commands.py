@@ -185,6 +185,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=[path.stem for path in WITH_COMMANDS])
 def test_the_commands_of_a_page_succeed_one_after_another(path, folder):

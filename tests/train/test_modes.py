@@ -33,7 +33,7 @@ def curve(tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", [*MODES, *STAGES, *SLICES])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_gpt_trains_to_the_losses_of_one_device(line, curve, tmp_path):
     train(config(line, 8), tmp_path, ranks="threads")
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)  # float32, eight steps of AdamW
@@ -53,7 +53,7 @@ def test_mixed_precision_follows_the_curve_within_its_roundings(line, curve, tmp
         ("dp2/zero3/bucket:0 tp2", "dp3/zero1"),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_checkpoint_of_one_mode_resumes_under_another(first, second, curve, tmp_path):
     train(config(first, 4), tmp_path, ranks="threads")
     train(config(second, 8), tmp_path, resume=True, ranks="threads")

@@ -262,7 +262,7 @@ def breaks(monkeypatch, kind, name, rank, call):
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("name", "step"), [("step", 3), ("clip_grad_norm_", 3), ("evaluate_all", 4)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_an_error_within_a_step_or_an_evaluation_on_one_rank_ends_the_run_after_a_checkpoint(
     tmp_path, monkeypatch, line, name, step
 ):

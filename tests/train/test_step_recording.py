@@ -133,6 +133,7 @@ def replay(*options):
     return CliRunner().invoke(app, ["plan", "--replay", *map(str, options)])
 
 
+@pytest.mark.sampled(0)
 def test_a_replay_predicts_each_part_again_and_gives_the_anchor_that_corrects_it(run):
     out, parts = run
     found = json.loads(replay(out, "--cluster", "h100-80gb", "--json").stdout)

@@ -76,7 +76,7 @@ HELD_TWICE = ["dp2", "dp2 tp2", "dp3 tp2", "pp2/1f1b mb2 dp2", "dp2 tp2x2/2d"]
 
 @pytest.mark.parametrize("line", HELD_TWICE)
 @pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_what_other_ranks_hold_copies_of_is_saved_without_a_rank_that_is_gone(
     tmp_path, monkeypatch, capsys, line, which
 ):
@@ -155,6 +155,7 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_made(tmp_path, mo
     assert names_in(tmp_path / "run") == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_folder_that_was_removed_before_a_rank_is_gone_is_written_anew_with_its_options(
     tmp_path, monkeypatch, capsys, rank

@@ -212,9 +212,13 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
     if not at and axes.of_samples(recording.packed_inputs) & {leaf for axis in dims for leaf in leaves(axis)}:
         return MIXED  # in rows of which ranks hold other numbers
-    if not at:  # its axes do not say: numbers that the code used otherwise than element by element
-        sized = [dim for dim, size in enumerate(use.shape) if size == count and count in COUNTS]
-        return SamplePlace(sized[0]) if len(sized) == 1 else None
+    if not at and count in COUNTS:  # its axes do not say: the code used it otherwise, or an operator has no rule
+        batch = {leaf for axis in dims for leaf in leaves(axis) if leaf.size == count}
+        at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
+        if not at and any(size % count == 0 for size in use.shape):
+            return MIXED
+    if not at:
+        return None
     around = _around(dims[at[0]], batch)
     return MIXED if len(at) > 1 or around is None else SamplePlace(at[0], *around)
 

@@ -235,11 +235,59 @@ def _batch_norm(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
       "upsample_bilinear2d", "adaptive_max_pool2d", "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d",
-      "avg_pool1d", "upsample_bicubic2d", "reflection_pad2d", "replication_pad2d")  # fmt: skip
+      "avg_pool1d", "upsample_bicubic2d", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+      "replication_pad1d", "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_linear1d",
+      "upsample_nearest3d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+      "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
 def _pool(call: RecordedCall, a: DimLetters) -> Any:
     x = call.operands[0].shape
-    lead = a.of(x[:2])
-    return [(*lead, *a.of(x[2:], Role.WHOLE))], [(*lead, *a.of(r.shape[2:], Role.WHOLE)) for r in call.results]
+    before = len(x) - next(int(each) for each in call.name if each.isdigit())  # dims of space are the last ones
+    lead = a.of(x[:before])
+    return [(*lead, *a.of(x[before:], Role.WHOLE))], [
+        (*lead, *a.of(r.shape[before:], Role.WHOLE)) for r in call.results
+    ]
+
+
+@_rule("grid_sampler_2d", "grid_sampler_3d")
+def _grid_sample(call: RecordedCall, a: DimLetters) -> Any:
+    x, grid = (operand.shape for operand in call.operands)
+    samples, channels, places = a.new(x[0]), a.new(x[1]), a.of(grid[1:-1])
+    return [(samples, channels, *a.of(x[2:], Role.WHOLE)), (samples, *places, a.new(grid[-1], Role.WHOLE))], [
+        (samples, channels, *places)
+    ]
+
+
+@_rule("im2col", "col2im")
+def _columns(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of ``functional.unfold`` and ``fold``: channels and windows are (..., channels * kernel, places)."""
+    picture = call.operands[0] if call.name == "im2col" else call.results[0]
+    columns = call.results[0] if call.name == "im2col" else call.operands[0]
+    lead, channels = a.of(picture.shape[:-3]), a.new(picture.shape[-3])
+    kernel = a.new(columns.shape[-2] // picture.shape[-3], Role.WHOLE)
+    space = (*lead, channels, *a.of(picture.shape[-2:], Role.WHOLE))
+    windows = (*lead, (*channels, *kernel), a.new(columns.shape[-1], Role.WHOLE))
+    return ([space], [windows]) if call.name == "im2col" else ([windows], [space])
+
+
+@_rule("pixel_shuffle", "pixel_unshuffle")
+def _shuffle(call: RecordedCall, a: DimLetters) -> Any:
+    up = call.name == "pixel_shuffle"
+    few, many = (call.operands[0], call.results[0]) if up else (call.results[0], call.operands[0])
+    lead, (channels, height, width) = a.of(many.shape[:-3]), (a.new(many.shape[-3]), *a.of(few.shape[-2:]))
+    below, beside = a.of((call.args[1],) * 2, Role.WHOLE)
+    packed = (*lead, (*channels, *below, *beside), height, width)
+    spread = (*lead, channels, (*height, *below), (*width, *beside))
+    return ([packed], [spread]) if up else ([spread], [packed])
+
+
+@_rule("unfold")
+def _windows(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of ``Tensor.unfold``, which adds a last dim with the elements of each window."""
+    x, y = call.operands[0].shape, call.results[0].shape
+    dim = call.args[1] % max(len(x), 1)
+    own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x))
+    windows = (a.new(y[d], Role.WHOLE) if d == dim else each for d, each in enumerate(own))
+    return [own], [(*windows, a.new(y[-1], Role.WHOLE))]
 
 
 # ---- indices

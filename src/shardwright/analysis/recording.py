@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -30,8 +30,14 @@ from shardwright.analysis.operator_results import leaves_of, map_tensors, tensor
 from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
-WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
-"""Functions that are recorded as one call, although torch runs several operators for each."""
+WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
+    functional.scaled_dot_product_attention: ("query", "key", "value"),
+    functional.linear: ("input", "weight", "bias"),
+}
+"""Functions that are recorded as one call, although torch runs several operators for each, with their operands.
+
+Operands that code passes by keyword are recorded as positional ones.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,6 +117,8 @@ class Recording:
     The keys are the names of the backward's nodes: ``SquareBackward`` for a class ``Square``. A gradient has the
     :class:`TensorUse` of the function's result that it belongs to, and what the backward returns is copied to the
     function's operand."""
+    measured_in_backward: list[TensorUse] = field(default_factory=list)
+    """The tensors of which the backward of one of these functions reads the shape, which would be that of a shard."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
@@ -245,6 +253,22 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
+class _MeasuresInBackward(TorchFunctionMode):
+    """Notes the tensors of which code reads the shape, in ``found``; other functions run as without a mode."""
+
+    def __init__(self, recorded: Recorded, found: list[TensorUse]) -> None:
+        super().__init__()
+        self._recorded, self._found = recorded, found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            if func in _ASKS_SIZES:
+                self._found.append(self._recorded.use(args[0]))
+            return func(*args, **(kwargs or {}))
+
+
 class _WholeCalls(TorchFunctionMode):
     """Records the functions of ``WHOLE_CALLS`` as one operator each."""
 
@@ -269,6 +293,7 @@ class _WholeCalls(TorchFunctionMode):
             # a transform wraps tensors, and the operators that it runs take what is inside of them
             if transformed or func not in WHOLE_CALLS:
                 return call_on_meta(*self._recorded.indexing(func, args), named, "cpu")
+            args, named = _with_positional(WHOLE_CALLS[func], args, named)
             # torch's attention makes masks inside, of megabytes for long sequences: no code of the user's reads them
             self._recorded.keeps_values = all(self._recorded.values(t) is not None for t in tensors_of((args, named)))
             with self._recorded.quiet():
@@ -279,6 +304,17 @@ class _WholeCalls(TorchFunctionMode):
             self._recorded.keeps_values = True
             self._recorded.depth -= 1
             self._recorded.transformed -= transformed
+
+
+def _with_positional(
+    operands: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with those of its ``operands`` that are named made positional."""
+    for name in operands[len(args) :]:
+        if name not in named:
+            break
+        args = (*args, named[name])
+    return args, {name: value for name, value in named.items() if name not in operands[: len(args)]}
 
 
 class _RecordedParameters(dict[str, Any]):
@@ -354,11 +390,12 @@ def _own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> dict[str, l
     if not nodes:
         return found
     forward, recorded.recording = recorded.recording, Recording()
+    running: list[ExitStack] = []
     made = {(each.grad_fn, each.output_nr): each for each in recorded.kept() if each.grad_fn is not None}
     for node in nodes:
         calls = found.setdefault(type(node).__name__, [])
-        node.register_prehook(partial(_begin, recorded, node, made))
-        node.register_hook(partial(_end, recorded, node, made, calls))
+        node.register_prehook(partial(_begin, recorded, node, made, running, forward.measured_in_backward))
+        node.register_hook(partial(_end, recorded, node, made, running, calls))
     learning = [output for output in outputs if output.requires_grad]
     with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
         torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
@@ -370,14 +407,23 @@ _Made = Mapping[tuple[Any, int], Tensor]
 """Tensors of a forward by the autograd node that made each, and its place among that node's results."""
 
 
-def _begin(recorded: Recorded, node: Any, made: _Made, gradients: Any) -> None:
+def _begin(
+    recorded: Recorded, node: Any, made: _Made, running: list[ExitStack], measured: list[TensorUse], gradients: Any
+) -> None:  # fmt: skip
     recorded.recording.calls.clear()
     for place, gradient in enumerate(gradients):
         if gradient is not None and (node, place) in made:
             recorded.treat_as(gradient, made[node, place])
+    running.append(ExitStack())
+    running[-1].enter_context(torch._C._EnableTorchFunction())
+    running[-1].enter_context(_MeasuresInBackward(recorded, measured))
 
 
-def _end(recorded: Recorded, node: Any, made: _Made, calls: list[RecordedCall], gradients: Any, _: Any) -> None:
+def _end(
+    recorded: Recorded, node: Any, made: _Made, running: list[ExitStack], calls: list[RecordedCall], gradients: Any,
+    _: Any,
+) -> None:  # fmt: skip
+    running.pop().close()
     calls += recorded.recording.calls
     for gradient, (before, place) in zip(gradients, node.next_functions, strict=True):
         operand = getattr(before, "variable", None) if (before, place) not in made else made[before, place]

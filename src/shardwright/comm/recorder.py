@@ -14,12 +14,16 @@ from shardwright.comm.collective_call import CollectiveCall
 
 
 class Record(NamedTuple):
-    """One recorded collective or p2p message: its kind, axis, payload in bytes, and the strategy that made it."""
+    """One recorded collective or p2p message: its kind, axis, payload in bytes, and the strategy that made it.
+
+    ``layer`` is the path of the module that made it, in rehearsals that follow modules, and else "".
+    """
 
     kind: str
     axis: str
     num_bytes: int
     source: str
+    layer: str = ""
 
 
 def ring_factor(kind: str, num_ranks: int) -> Fraction:
@@ -56,18 +60,23 @@ class Recorder:
     """Records one rank's collectives and p2p messages, in order, into the lists that :meth:`recording` opens.
 
     ``follower`` may be set to a :class:`CallFollower`, which the fake backend calls. ``channels`` are the rank's
-    channels that are in use, for a profile that names their calls.
+    channels that are in use, for a profile that names their calls. Records have ``layer`` as their layer.
     """
 
     def __init__(self) -> None:
         self.channels: WeakSet[Channel] = WeakSet()
+        self.layer = ""
         self._listeners: list[list[Record]] = []
         self.follower: CallFollower | None = None
+
+    def enter_layer(self, path: str) -> None:
+        """Sets the layer of the records that follow."""
+        self.layer = path
 
     def note(self, call: CollectiveCall, num_bytes: int) -> None:
         """Appends a call with its payload in bytes to every list that :meth:`recording` has open."""
         for records in self._listeners:
-            records.append(Record(call.kind, call.axis, num_bytes, call.source))
+            records.append(Record(call.kind, call.axis, num_bytes, call.source, self.layer))
 
     @contextmanager
     def recording(self) -> Iterator[list[Record]]:

@@ -123,7 +123,8 @@ class ModelLoss(nn.Module):
                 given=f"labels of {list(targets.shape)}, and a model whose loss_type does not say it",
                 allowed="shifted=True if the first label of each sequence is left out, else shifted=False; "
                 'over="samples" if the loss is a mean over samples, as that of CTC may be',
-                fix="write loss=sw.ModelLoss(shifted=True)",
+                fix="write loss=sw.ModelLoss(shifted=True) for a decoder alone, shifted=False for an encoder with a "
+                "decoder, such as T5 or BART",
             )
         return targets[:, 1:] if self.shifted else targets
 

@@ -24,6 +24,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.events_chunked import EventsChunked, crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.running_module import following_modules
 from shardwright.analysis.structure import owners
 from shardwright.axes import mesh_axes
 from shardwright.comm.backends.fake import fake_world
@@ -51,7 +52,7 @@ Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 class MicrobatchRehearsal(NamedTuple):
     """The tensors of one microbatch that pipeline chunks send each other, by name, as meta tensors.
 
-    ``sent`` counts the collectives of each chunk by strategy, kind, axis and bytes, if the stages were cut from a
+    ``sent`` counts the equal collectives of each chunk, if the stages were cut from a
     recorded forward and run on tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the
     recorded calls of modules. ``scattered`` says of each tensor of a value whether ranks each send a part of it; values
     of which none is are left out.
@@ -214,7 +215,9 @@ def _values_on_parts(
         if key not in by_shapes:
             sent: dict[int, Sent] = {chunk: Counter() for chunk in range(stages.num_chunks)}
             starts: dict[int, Sequence[Tensor]] = {}
-            with torch.enable_grad(), on_meta(job.model, guess=True):  # as modules inside of stages were recorded
+            # a check of the user's may fail, as where modules inside of stages were recorded
+            following = following_modules(job.model, world.recorder.enter_layer)
+            with torch.enable_grad(), on_meta(job.model, guess=True), following:
                 stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum(job.loss))
                 for kind, number, chunk in schedule.actions[0]:
                     with world.recorder.recording() as records:
@@ -226,7 +229,7 @@ def _values_on_parts(
                             if reached:
                                 torch.autograd.backward(reached, tuple(gradients.values()))
                             stage.pass_back(chunk, number)
-                    sent[chunk].update((r.source, r.kind, r.axis, r.num_bytes) for r in records)
+                    sent[chunk].update(records)
             values = stage.crossing(planned.chunked.edges)
             scattered = {
                 name: (tagged(value) is None and may_scatter(value.numel(), num_parts),)

@@ -8,6 +8,7 @@ together with a cut dim of some weight (``analysis/run_axes.py``), such as the h
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from shardwright.analysis.costs import flops_of
 from shardwright.analysis.recording import Recording
@@ -15,10 +16,13 @@ from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
 from shardwright.plan.plan import OperatorWork, Plan
 
 
-def operator_work(plan: Plan, recording: Recording, axes: RunAxes) -> tuple[OperatorWork, ...]:
+def operator_work(
+    plan: Plan, recording: Recording, axes: RunAxes, gathered: Collection[str] = ()
+) -> tuple[OperatorWork, ...]:
     """Returns the FLOPs of each matrix product, convolution and attention of a forward, with the axes that divide them.
 
     ``recording`` is a recorded forward of the model, and ``axes`` says which dims of its tensors must be sharded alike.
+    Outputs of the modules ``gathered`` are gathered at once, so their weights divide no other work.
 
     >>> import torch
     >>> from torch import nn
@@ -34,6 +38,8 @@ def operator_work(plan: Plan, recording: Recording, axes: RunAxes) -> tuple[Oper
     """
     cut: defaultdict[DimAxis, set[str]] = defaultdict(set)
     for name, use in recording.parameters.items():
+        if name.rpartition(".")[0] in gathered:
+            continue
         for axis, dim in plan.compute[name].cut_dims.items():
             for leaf in leaves(axes.of(use)[dim]):
                 cut[leaf].add(axis)

@@ -60,8 +60,9 @@ class Stages:
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()
         for before, chunk in self.chunked.chunk_of.items():
             last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
+        free = {site for _, site in sites(self.chunked.graph)}  # as every stage may call a module without weights
         for _, site in sites(graph):
-            if site is None or site in chunk_of:
+            if site is None or site in chunk_of or site in free:
                 continue
             if site.module in last_chunk:
                 chunk_of[site] = last_chunk[site.module]

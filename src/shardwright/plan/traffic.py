@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from shardwright.analysis.module_calls import ModuleCalls
-from shardwright.comm.recorder import ring_factor
+from shardwright.comm.recorder import Record, ring_factor
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup
@@ -143,8 +143,8 @@ class BoundaryTensor(NamedTuple):
     is_scattered: bool = False
 
 
-Sent = Counter[tuple[str, str, str, int]]
-"""Numbers of collective calls, by (strategy, kind, axis, payload bytes)."""
+Sent = Counter[Record]
+"""Numbers of equal collective calls."""
 
 
 class StepCalls(NamedTuple):

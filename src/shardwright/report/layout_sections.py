@@ -178,7 +178,7 @@ def _layer_traffic(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         parts = {strategy: size * num for strategy, size in key[1]}
         each = sum(size for _, size in key[1])
         times = f"\N{MULTIPLICATION SIGN}{num}, {format_bytes(each)} each" if num > 1 else ""
-        bars.append(Bar(name or "not told by layer", parts, format_bytes(each * num), times))
+        bars.append(Bar(name or "outside of layers", parts, format_bytes(each * num), times))
     rest = ordered[_MOST_LAYERS:]
     if rest:
         parts = {}

@@ -47,6 +47,14 @@ def skipping(m, x):
     return y
 
 
+def beginning_and_ending(m, x):
+    """A module without weights is called on the inputs, which every stage may do, and again at the end."""
+    x = m.act(x)
+    for layer in m.layers:
+        x = layer(x)
+    return m.act(x)
+
+
 def u_shaped(m, x):
     down = [m.layers[0](x), None]
     down[1] = m.layers[1](down[0]).relu()
@@ -259,6 +267,12 @@ class Asking(Blocks):
             y = layer(x)
             x = y * 2 if isinstance(y, torch.Tensor) else y[0]
         return x * scale if isinstance(x.tanh(), (torch.Tensor, float)) else x
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.Identity(), nn.Dropout(0.3)], ids=["GELU", "Identity", "Dropout"])
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp3/gpipe", "pp2/zb-v mb2 dp2"])
+def test_a_module_without_weights_may_be_called_on_the_inputs_and_again_at_the_end(act, line):
+    equal(Blocks(beginning_and_ending, act=act), line)
 
 
 def test_code_may_ask_whether_a_value_is_a_tensor():

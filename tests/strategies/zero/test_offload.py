@@ -287,6 +287,7 @@ def test_a_parameter_that_a_backward_needs_after_its_gradients_are_complete_is_n
 # ---- checkpoints
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

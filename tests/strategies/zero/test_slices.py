@@ -15,6 +15,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig, MLPConfig, build_mlp
 from shardwright.models.gpt import GPT
+from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 from shardwright.strategies.zero import flat_parameter as flat
@@ -506,4 +507,30 @@ class ReadsTwo(nn.Module):
 @pytest.mark.parametrize("line", ["dp2/zero3/bucket:0/ahead:0", "pp2 mb2 dp2/zero3/bucket:0"])
 def test_one_expression_may_read_parameters_of_several_param_groups(line):
     verdict = verify(ReadsTwo(), line, [(torch.randn(4, 6), torch.randint(6, (4,)))] * 2)
+    assert verdict.equal, str(verdict)
+
+
+class Complex(nn.Module):
+    """A parameter that is read as complex numbers, as in state space models."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.first, self.last = form, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.numbers, self.shift = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        numbers = torch.view_as_complex(self.numbers)
+        if self.form == "conjugated":
+            numbers = numbers.conj()
+        elif self.form == "negated":
+            return self.last(self.first(x) * numbers.conj().imag * numbers.real)
+        return self.last(self.first(x) * (numbers**2 * numbers.abs()).imag + self.shift.sum())
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp3/zero3/bucket:0", "dp2/zero3 tp2", "pp2/1f1b mb2 dp2/zero3"])
+@pytest.mark.parametrize("form", ["plain", "conjugated", "negated"])
+def test_what_autograd_saves_of_a_parameter_may_be_of_another_dtype(form, line):
+    torch.manual_seed(0)
+    batch = torch.randn(12, 8), torch.randn(12, 8)
+    verdict = verify(nn.Sequential(Complex(form), Complex(form)), line, [batch, batch], loss=MeanSquaredError())
     assert verdict.equal, str(verdict)

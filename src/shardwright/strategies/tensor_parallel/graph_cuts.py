@@ -8,7 +8,7 @@ if these have clearly more elements. Cutting heads costs one sum after the outpu
 projection; cutting the features of a head would cost a sum of all attention scores, and cutting the features between
 blocks would cost a sum after every layer that reads them. The rows of a table cost a sum of what is looked up, and are
 cut where there are many, or where the table is the output head too. The classes of a cross entropy cost three numbers a
-token.
+token. Linear layers that stay whole after all are cut by their outputs if gathering these costs little.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import CLASSES, DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
+from shardwright.strategies.tensor_parallel.gather_output import gather_output_layers
 
 LARGE_TABLE = 2
 """A table that is no output head is cut if it has so many rows for each token of a sample that is looked up in it.
@@ -37,6 +38,8 @@ a table of positions all samples look up the same, so it is not cut.
 
 WORTH_MORE = 0.05
 """Candidates that send more than the cheapest ones are taken if they cut this share more of the parameter elements.
+
+Linear layers that are left have their outputs gathered under the same condition, all of them or none.
 
 Chosen, not measured.
 """
@@ -63,12 +66,14 @@ class GraphCuts:
     """The shards (parts) of parameters and buffers on each rank, by name, and the modules that read each parameter.
 
     A module that asks for the shape of a parameter counts as one that reads it. ``held`` are the parameters that other
-    code holds directly, such as the list in which a recurrent layer keeps its weights: these stay whole.
+    code holds directly, such as the list in which a recurrent layer keeps its weights: these stay whole. ``gathered``
+    are the paths of linear layers whose outputs are all-gathered at once.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
     held: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -98,13 +103,24 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     """
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
-    found = {} if size == 1 else _parts(recording, axes, size, kept)
     readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    return GraphCuts(found, readers, kept)
+    if size == 1:
+        return GraphCuts({}, readers, kept)
+    found, most_sent = _parts(recording, axes, size, kept)
+    gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, most_sent)
+    num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in found)
+    more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
+    if sum(p.numel() for p in more.values()) <= WORTH_MORE * num_elements:
+        return GraphCuts(found, readers, kept)
+    for name, p in more.items():
+        part = part_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
+        if part is not None:
+            found[name] = part
+    return GraphCuts(found, readers, kept, frozenset(gathered))
 
 
 def _balanced(num_elements: int, size: int) -> bytes:
@@ -113,20 +129,22 @@ def _balanced(num_elements: int, size: int) -> bytes:
     )
 
 
-def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[str, TensorPart]:
-    """Returns how parameters and buffers are cut, by name.
+def _parts(
+    recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
+) -> tuple[dict[str, TensorPart], float]:
+    """Returns how parameters and buffers are cut, by name, and the elements sent for each parameter element.
 
     There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
     or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.
     """
     found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
     total = sum(prod(use.shape) for use in recording.parameters.values())
-    best: tuple[float, dict[str, TensorPart]] = 0, {}
+    best: tuple[float, dict[str, TensorPart], float] = 0, {}, 0.0
     for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
         if best[0] + least >= total:
             break
         taken = _chosen(recording, axes, found, features, gathers=gathers)
-        cut = {axis: _balanced(axis.size, size) for axis in taken}
+        cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
         parts = {}
         for name, use in {**recording.parameters, **recording.buffers}.items():
             cuts = [labels_of(axis, cut) for axis in axes.of(use)]
@@ -136,13 +154,13 @@ def _parts(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
                 parts[name] = part
         num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in parts)
         if num_elements > best[0] + least:
-            best = num_elements, parts
-    return best[1]
+            best = num_elements, parts, sum(each.num_sent for each in taken) / num_elements
+    return best[1:]
 
 
 def _chosen(
     recording: Recording, axes: RunAxes, found: _Candidates, features: Mapping[TensorUse, int | None], *, gathers: bool
-) -> list[DimAxis]:
+) -> list[_Candidate]:
     """Returns the axes to cut: the best candidates of which no tensor would be cut in part only.
 
     With ``gathers``, weights of two dims or more may be, since they then stay whole. Buffers that operators write to
@@ -162,7 +180,7 @@ def _chosen(
             break
         found = {axis: each for axis, each in found.items() if axis not in refused}
     inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
-    return list(taken) if inner else []
+    return list(taken.values()) if inner else []
 
 
 def _taken(found: _Candidates) -> _Candidates:
@@ -226,7 +244,7 @@ def _partly_summed(cuts: Sequence[bytes | None], features: int | None) -> list[i
 
 def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _Candidates:
     """Returns the axes that could be cut, with their elements, traffic and conflicts; without axes of ``kept``."""
-    given = (*recording.inputs, *recording.marked_inputs)
+    given = (*recording.inputs, *recording.marked_inputs, *recording.measured_in_backward)
     refused = {leaf for use in given for axis in axes.of(use) for leaf in leaves(axis)}
     lookups = [each for each in axes.uses if each.role is Role.LOOKUP]
     refused |= {leaf for use in lookups if any(use.call.args[3:]) for leaf in leaves(use.axis)}  # scaled, or sparse

@@ -33,10 +33,12 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.recording import Recording
+from shardwright.analysis.running_module import following_modules
 from shardwright.analysis.structure import BATCH_NORMS, has_hooks, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
+from shardwright.comm.recorder import Record
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
@@ -117,8 +119,9 @@ class PartsNote:
     """The shards (parts) of parameters and buffers on each rank, by name, of a model that runs on tensor shards.
 
     ``parts`` are cut over ``axis``; ``stored`` are weights that are sharded at rest over the axes ``rows``. ``model``
-    is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``rehearsed`` caches a
-    microbatch's collectives, by kind, axis and bytes, for all ranks with the same shards and inputs.
+    is the plain model on the meta device and ``loss`` its loss, from which traffic is rehearsed. ``gathered`` are
+    the modules whose outputs are all-gathered at once. ``rehearsed`` caches a microbatch's collectives, for all ranks
+    with the same shards and inputs.
     """
 
     axis: str | None
@@ -127,7 +130,8 @@ class PartsNote:
     stored: Mapping[str, StoredParts]
     model: nn.Module
     loss: nn.Module
-    rehearsed: dict[Any, Counter[tuple[str, str, int]]] = field(default_factory=dict)
+    gathered: frozenset[str] = frozenset()
+    rehearsed: dict[Any, Sent] = field(default_factory=dict)
 
 
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
@@ -180,12 +184,14 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         if whole in parts or whole in stored:
             held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
             why = f"{name_here} {list(plan.compute[whole].shape)}: {held} on the first rank"
+            why += ", of which the outputs are all-gathered" if path in cuts.gathered else ""
             plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     rows = tuple(axis.name for axis in mode.row_axes)
-    plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
-    return plan.note("", PartsNote(name, rows, parts, stored, job.model, job.loss), by=mode.name, rung=Rung.ON_PARTS)
+    plan = replace(plan, work=operator_work(plan, run.recording, run.axes, cuts.gathered))
+    note = PartsNote(name, rows, parts, stored, job.model, job.loss, cuts.gathered)
+    return plan.note("", note, by=mode.name, rung=Rung.ON_PARTS)
 
 
 def _may_read_by_values(model: nn.Module, recording: Recording) -> bool:
@@ -323,6 +329,8 @@ def apply_on_parts(
             if is_norm and mode
             else partial(_on_parts, mode, held, path == "", output)
         )
+        if path in note.gathered and mode is not None:
+            around = partial(_gather_output, mode, held, output)
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
@@ -392,6 +400,17 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], output: OutputPart
     return wraps(forward)(on_parts)
 
 
+def _gather_output(mode: PartsMode, held: Sequence[HeldPart], output: OutputParts | None, forward: Forward) -> Forward:
+    """Wraps a linear layer to compute this rank's output features and to gather those of all ranks."""
+
+    def gather_output(input: Tensor) -> Tensor:
+        features = forward(input)
+        with torch._C.DisableTorchFunction():
+            return mode.whole(features)
+
+    return _on_parts(mode, held, False, output, wraps(forward)(gather_output))
+
+
 def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
     """Returns the whole of a weight that is sharded at rest, all-gathered from the fastest axis on.
 
@@ -420,18 +439,23 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
     place = tuple(coord[name] for name in note.rows[:-1])
     for number, alike in batch.kinds().items():
         if plan.schedule is not None:
-            for (source, kind, axis, num_bytes), times in _of_stage(plan, batch.sent[number], coord).items():
-                if source == mode.name:
-                    found.append(Traffic(kind, axis, num_bytes, plan.mesh[axis], times * alike))
+            sent = _of_stage(plan, batch.sent[number], coord)
+            found += [
+                _traffic_of(call, plan, times * alike) for call, times in sent.items() if call.source == mode.name
+            ]
             continue
         inputs = batch.inputs[number]
         key = place, held, tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if key not in note.rehearsed:
             note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
-        found += [Traffic(*call, plan.mesh[call[1]], times * alike) for call, times in note.rehearsed[key].items()]
+        found += [_traffic_of(call, plan, times * alike) for call, times in note.rehearsed[key].items()]
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
     return tuple(found)
+
+
+def _traffic_of(call: Record, plan: Plan, times: int) -> Traffic:
+    return Traffic(call.kind, call.axis, call.num_bytes, plan.mesh[call.axis], times, layer=call.layer)
 
 
 def _of_stage(plan: Plan, sent: Mapping[int, Sent], coord: Coord) -> Sent:
@@ -452,17 +476,15 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
     return copied(model, memo)
 
 
-def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counter[tuple[str, str, int]]:
-    """Returns the number of collectives in one microbatch's forward and backward, by (kind, axis, bytes)."""
+def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Sent:
+    """Returns the collectives of one microbatch's forward and backward, counted."""
     try:
         return _rehearsed_with(plan, note, coord, inputs, guess=False)
     except Exception:  # of the user's own code: a check that has failed, as where the forward was recorded
         return _rehearsed_with(plan, note, coord, inputs, guess=True)
 
 
-def _rehearsed_with(
-    plan: Plan, note: PartsNote, coord: Coord, inputs: Any, *, guess: bool
-) -> Counter[tuple[str, str, int]]:  # fmt: skip
+def _rehearsed_with(plan: Plan, note: PartsNote, coord: Coord, inputs: Any, *, guess: bool) -> Sent:
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     loss = copied(note.loss, {})
@@ -470,8 +492,9 @@ def _rehearsed_with(
     checkpoint_activations(Job(model, model), plan)
     model.eval()
     in_step = nullcontext() if output is None else output.during(Action("F", 0))
-    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess), in_step:
+    following = following_modules(model, world.recorder.enter_layer)
+    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=guess), in_step, following:
         outputs = call_model(model, inputs)
         learning = starts_of(loss, outputs)
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
-    return Counter((record.kind, record.axis, record.num_bytes) for record in records)
+    return Counter(records)

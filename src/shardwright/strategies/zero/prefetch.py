@@ -111,13 +111,31 @@ class ShardedGroup:
 
 
 class _FlatView(NamedTuple):
-    """A view of an unsharded buffer in the form that autograd saves: the view's position, not the view."""
+    """A view of an unsharded buffer in the form that autograd saves: the view's position, not the view.
+
+    The view may be of another dtype, as the complex view of a real parameter is, and conjugated or negated lazily.
+    """
 
     group: ShardedGroup
     flat: FlatParameter
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    def view(self) -> Tensor:
+        """Returns the view of the buffer, which is unsharded now."""
+        buffer = self.flat.unsharded
+        assert buffer is not None, "unsharded before"
+        if self.dtype is buffer.dtype:
+            found = buffer.as_strided(self.size, self.stride, self.offset)
+        else:
+            found = torch.empty(0, dtype=self.dtype, device=buffer.device)
+            found.set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
 
 
 @dataclass(eq=False)
@@ -301,7 +319,10 @@ class Prefetcher:
             if group.state is UnshardStatus.UNSHARDED:
                 for flat in group.flats:
                     if flat.unsharded is not None and flat.unsharded.untyped_storage()._cdata == key:
-                        return _FlatView(group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                        return _FlatView(
+                            group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
+                            tensor.is_conj(), tensor.is_neg(),
+                        )  # fmt: skip
         return tensor
 
     def unpack(self, packed: Any) -> Tensor:
@@ -313,5 +334,4 @@ class Prefetcher:
             tensor: Tensor = packed
             return tensor
         self.ensure_unsharded(packed.group)
-        assert packed.flat.unsharded is not None, "unsharded above"
-        return packed.flat.unsharded.as_strided(packed.size, packed.stride, packed.offset)
+        return packed.view()
