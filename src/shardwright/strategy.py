@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
@@ -174,6 +175,34 @@ def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ())
             allowed="code that treats each sample alone, and BatchNorms of torch that are attributes of modules",
             fix="make a BatchNorm an attribute, not an item of a plain list; or use GroupNorm, LayerNorm or one rank",
         )
+
+
+def check_own_writes(graph: ModelGraph | None, gathered: Collection[str], factor: str) -> None:
+    """Raises LayoutError if the model's own code writes to one of the parameters that ``factor`` gathers for each use.
+
+    What is written to the gathered copy would be lost. A forward that cannot be recorded is not checked.
+    """
+    if graph is None or not gathered or not any(map(_is_of_user, graph.model.modules())):
+        return
+    try:
+        written = written_parameters(graph.run.recording)
+    except Exception:  # of the user's forward, whatever it raises
+        return
+    for name in gathered:
+        if name in written:
+            raise LayoutError(
+                f"the forward writes to the parameter '{name}', which '{factor}' gathers from shards for each use",
+                given=f"code of '{written[name] or 'the model'}' that changes it in place: a change of the gathered "
+                "copy is lost",
+                allowed="such code where ranks compute with what they store: under dp, pp and tp over one axis",
+                fix="compute the changed weight anew in each forward, as weight = self.weight * mask, or change it "
+                "between steps, by run.load_state_dict({...}, strict=False)",
+            )
+
+
+def _is_of_user(module: nn.Module) -> bool:
+    known = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
+    return not known or "forward" in vars(module)
 
 
 TABLE_OPTIONS: Mapping[str, str] = {

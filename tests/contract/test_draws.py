@@ -301,10 +301,8 @@ class Windows(nn.Module):
         self.drop = nn.Dropout(0.4)
 
     def forward(self, x):
-        if self.how == "unfold":
-            x = functional.unfold(x[:, None], 2, stride=2).transpose(1, 2)  # (samples, 4 windows, 4 pixels)
-        else:
-            x = unknown(x)
+        # (samples, 4 windows, 4 pixels)
+        x = functional.unfold(x[:, None], 2, stride=2).transpose(1, 2) if self.how == "unfold" else unknown(x)
         x = x.reshape(x.shape[0] * 4, 4) if self.how != "samples" else x
         x = x + self.down(self.drop(self.up(x)))
         return self.head(x.reshape(-1, 16))
@@ -319,19 +317,19 @@ def test_dropout_behind_operators_that_make_rows_of_samples_and_more_is_that_of_
     assert verdict.equal, str(verdict)
 
 
-@torch.library.custom_op("shardwright_tests::rows", mutates_args=())
-def rows_of(x: torch.Tensor, first: int) -> torch.Tensor:
-    return x.reshape(first, -1).clone()
+@torch.library.custom_op("shardwright_tests::shaped", mutates_args=())
+def shaped(x: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return x.reshape(shape).clone()
 
 
-@rows_of.register_fake
-def _(x, first):
-    return torch.empty(first, x.numel() // first, dtype=x.dtype, device=x.device)
+@shaped.register_fake
+def _(x, shape):
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-rows_of.register_autograd(
-    lambda ctx, dy: (dy.reshape(ctx.shape), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+shaped.register_autograd(
+    lambda ctx, dy: (shaped(dy, ctx.shape), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", list(inputs[0].shape)),
 )
 
 
@@ -343,7 +341,7 @@ class Unknown(nn.Module):
         self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.4)
 
     def forward(self, x):
-        return rows_of(self.drop(self.layer(rows_of(x, 3 * x.shape[0]))), x.shape[0])
+        return shaped(self.drop(self.layer(shaped(x, [3 * len(x), 4]))), [len(x), 12])
 
 
 def test_dropout_of_rows_of_which_nobody_knows_the_samples_is_refused():

@@ -17,6 +17,7 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardwright.analysis.reached import (
     ATOMS,
@@ -253,7 +254,8 @@ def check_apart(model: nn.Module, other: nn.Module) -> None:
 
     It looks where a copy may have missed one: in plain attributes, containers, closures, hooks, classes, and globals
     that functions read. Registered parameters, buffers and submodules are not checked, because a copy may share
-    them on purpose. The error names the module, parameter or buffer.
+    them on purpose. A class may hold a module of torch that has nothing of its own, such as ``nn.SiLU``. The error
+    names the module, parameter or buffer.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> check_apart(model, copied(model, {}))
@@ -278,6 +280,19 @@ def check_apart(model: nn.Module, other: nn.Module) -> None:
         )
 
 
+def _has_nothing(value: Any) -> bool:
+    """Returns whether a value is a module of torch without tensors, hooks and random numbers."""
+    if not isinstance(value, nn.Module) or [*value.parameters(), *value.buffers()]:
+        return False
+    return all(
+        type(each).__module__.startswith("torch.nn.modules.")
+        and not isinstance(each, _DropoutNd | nn.RReLU)
+        and not any(held for name, held in vars(each).items() if name.endswith("_hooks"))
+        and "forward" not in vars(each)
+        for each in value.modules()
+    )
+
+
 def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the class attributes, and the functions with their closures, of the classes of a model's modules."""
     seen: dict[int, Any] = {}
@@ -285,6 +300,6 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
         if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "collections"):
             for name, value in vars(kind).items():
-                if name == "__init__":
-                    continue  # it has run
+                if name == "__init__" or _has_nothing(value):  # the first has run, and the second may be shared
+                    continue
                 yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))

@@ -147,12 +147,17 @@ def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
 
 
 def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
-    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D over them."""
+    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D over them.
+
+    Of plain 1D it yields the one that cuts the samples too (``sp``), which needs no two layers to be cut together.
+    """
     mode = next((option.name for option in factor.options if option.name in NUM_SIDES), "")
     for sides in shapes(mode, num_ranks):
         yield Factor("tp", sides, factor.options)
     if mode and num_ranks == factor.size:
         yield Factor("tp", (num_ranks,), tuple(o for o in factor.options if o.name not in (mode, "regather")))
+    if not factor.options:
+        yield Factor("tp", (num_ranks,), (Option("sp"),))
 
 
 def _fits(job: Job, layout: Layout, factor: Factor) -> bool:

@@ -516,7 +516,7 @@ class Complex(nn.Module):
     def __init__(self, form):
         super().__init__()
         self.form, self.first, self.last = form, nn.Linear(8, 8), nn.Linear(8, 8)
-        self.numbers, self.shift = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(3))
+        self.numbers, self.shift = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(4))
 
     def forward(self, x):
         numbers = torch.view_as_complex(self.numbers)

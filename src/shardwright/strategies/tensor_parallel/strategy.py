@@ -27,6 +27,7 @@ from shardwright.runtime.executor import Events
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
+from shardwright.strategies.tensor_parallel.note import notes_of
 from shardwright.strategies.tensor_parallel.on_parts import (
     ENOUGH,
     GAIN,
@@ -40,9 +41,11 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     work_cut,
 )
 from shardwright.strategies.tensor_parallel.place import place
+from shardwright.strategies.tensor_parallel.plan_draft import own_names
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
 from shardwright.strategies.tensor_parallel.traffic_cuts import traffic_cuts
+from shardwright.strategy import check_own_writes
 
 SOME = 1e-9
 """A share of the parameter bytes that stands for anything at all: whatever is cut is a larger share."""
@@ -110,7 +113,9 @@ class TensorParallel:
             that the layout cuts.
         """
         mode = self.mode(plan)
-        return with_hints(job.model, self._placed(job, plan, mode), [a.name for a in mode.axes if a.stream != "T"])
+        placed = self._placed(job, plan, mode)
+        check_own_writes(job.graph, _gathered(job.model, placed), str(plan.layout.factor("tp")))
+        return with_hints(job.model, placed, [a.name for a in mode.axes if a.stream != "T"])
 
     def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
         has_others = bool(mode.row_axes) and marks_in(job.example)  # layers that are known would gather its copies
@@ -224,6 +229,15 @@ def _recorded(job: Job) -> RecordedRun | None:
         return None if job.graph is None else job.graph.run
     except Exception:  # recording runs the user's forward on tensors without values, and that may raise anything
         return None
+
+
+def _gathered(model: nn.Module, plan: Plan) -> set[str]:
+    """Returns the names of the weights that a plan shards at rest, and that ranks gather for each use."""
+    note = plan.notes.get("")
+    if isinstance(note, PartsNote):
+        return {*note.stored}
+    fetched = ((path, own) for path, each in notes_of(plan) for own, axes in each.fetched() if axes)
+    return {own_names(model, path)[own] for path, own in fetched}
 
 
 def _is_known(model: nn.Module) -> bool:

@@ -56,6 +56,7 @@ from shardwright.runtime.applied import AppliedStrategy
 from shardwright.runtime.offload_storage import OffloadStorage, OffloadTarget
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using, flat_groups, shard_state
 from shardwright.strategies.zero.sharded_state import FSDPState
+from shardwright.strategy import check_own_writes
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -107,6 +108,8 @@ class Zero:
             plan = replace(plan, param_groups=_groups_as_used(job, plan))
         groups = _groups(plan, stage)
         sharded = {name for group in groups for name in group.parameters}
+        if reshards:
+            check_own_writes(job.graph, sharded, str(plan.layout.factor("dp")))
         for path in dict.fromkeys(use.module for use in plan.uses if use.parameter in sharded):
             plan = plan.wraps(path, Rung.UNSHARD, self.name)
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))

@@ -1,0 +1,38 @@
+"""Finds the parameters that a forward writes to itself, as code does that masks or normalizes a weight in place."""
+
+from __future__ import annotations
+
+from shardwright.analysis.recording import Recording, TensorUse
+
+
+def written_parameters(recording: Recording) -> dict[str, str]:
+    """Returns the parameters that operators of a recorded forward write to, each with the module whose code does.
+
+    Writes through views count too, and so do those through ``parameter.data``.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from shardwright.analysis.recording import record_forward
+    >>> class Masked(nn.Linear):
+    ...     def forward(self, x):
+    ...         self.weight.data[:, 0].zero_()
+    ...         return super().forward(x)
+    >>> model = nn.Sequential(Masked(2, 2), nn.Linear(2, 2)).to("meta")
+    >>> written_parameters(record_forward(model, torch.empty(1, 2, device="meta")))
+    {'0.weight': '0'}
+    """
+    names = {use: name for name, use in recording.parameters.items()}
+    found: dict[str, str] = {}
+    for call in recording.calls:
+        for use in call.written:
+            if use in names:
+                found.setdefault(names[use], call.module)
+        returns = getattr(getattr(call.function, "_schema", None), "returns", ())
+        viewed = next((names[use] for use in call.operands if use in names), None)
+        if viewed is not None and any(each.alias_info is not None for each in returns):
+            names |= dict.fromkeys(_new(call.results, names), viewed)
+    return found
+
+
+def _new(results: tuple[TensorUse, ...], names: dict[TensorUse, str]) -> list[TensorUse]:
+    return [use for use in results if use not in names]
