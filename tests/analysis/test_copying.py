@@ -277,3 +277,34 @@ def test_closures_on_the_meta_device_hold_the_values_that_are_drawn():
         model = nn.Sequential(Block("a parameter itself"), Block("nothing"))
     verdict = verify(model, "dp2", [batch()], loss=LOSS)
     assert verdict.equal, str(verdict)
+
+
+class HoldsByClass(nn.Module):
+    """A layer whose class has the activation that all of them share by default."""
+
+    default = nn.SiLU()
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), self.default
+
+    def forward(self, x):
+        return self.act(self.layer(x))
+
+
+def test_a_class_may_hold_a_module_of_torch_that_has_nothing_of_its_own():
+    model = nn.Sequential(HoldsByClass(), HoldsByClass())
+    check_apart(model, copied(model, {}))
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    for line in ("dp2", "tp2", "pp2"):
+        assert verify(model, line, [batch], loss=MeanSquaredError()).equal
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(4, 4), nn.Dropout(), nn.Sequential(nn.ReLU(), nn.RReLU()), type("Own", (nn.Module,), {})()]
+)
+def test_a_class_may_hold_no_module_of_the_model_with_weights_or_random_numbers_or_code_of_a_user(module):
+    kind = type("Holds", (HoldsByClass,), {"default": module})
+    model = kind()
+    with pytest.raises(PlanError, match=r"Holds\.default holds a part of the model"):
+        check_apart(model, copied(model, {}))

@@ -227,7 +227,35 @@ def test_draws_that_differ_by_rank_are_refused_by_name_on_several_ranks_alone(dr
     with pytest.raises(PlanError, match=reason):
         verdict(Noisy(draw), "dp2")
     if reason == "mix the samples":
-        assert verdict(Noisy(draw), "single").equal
+        for line in ("single", "tp2", "pp2"):
+            assert verdict(Noisy(draw), line).equal
+        for line in ("dp1 mb2", "pp2 mb2", "tp2/sp"):
+            with pytest.raises(PlanError, match=reason):
+                verdict(Noisy(draw), line)
+
+
+class Neighbours(nn.Module):
+    """Attention between the samples of a batch, the nodes of a graph, with dropout of its scores and its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(1, (HEADS, -1)).transpose(0, 1) for each in (self.q, self.k, self.v))
+        scores = functional.dropout((q @ k.transpose(1, 2)).softmax(-1), 0.3, self.training)
+        return x + functional.dropout(self.out((scores @ v).transpose(0, 1).flatten(1)), 0.2, self.training)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp4", "pp2", "pp2 tp2", "tp2 recompute:full"])
+def test_scores_of_all_samples_with_all_are_dropped_where_ranks_have_all_samples(line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    model = nn.Sequential(Neighbours(), Neighbours(), Neighbours())
+    verdict = verify(model, line, [batch, batch], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    with pytest.warns(UserWarning, match="over all samples"), pytest.raises(PlanError, match="mix the samples"):
+        verify(model, "dp2", [batch], loss=MeanSquaredError())
 
 
 def seeds_itself(x):

@@ -479,3 +479,27 @@ def test_channels_last_pictures_are_pooled_to_one_pixel(line):
     verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)
     assert share_cut(plans[0]) > 0.5
+
+
+class Gated(nn.Module):
+    """A gated linear unit between two layers, by torch's own function, over features or channels."""
+
+    def __init__(self, kind):
+        super().__init__()
+        made = {"linear": lambda i, o: nn.Linear(i, o), "conv": lambda i, o: nn.Conv1d(i, o, 3, padding=1)}[kind]
+        self.up, self.down, self.dim = made(WIDTH, 4 * WIDTH), made(2 * WIDTH, WIDTH), -1 if kind == "linear" else 1
+
+    def forward(self, x):
+        return x + self.down(functional.glu(self.up(x), self.dim))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp3", "tp4/2d", "dp2/zero3 tp2"])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_layers_around_a_gated_linear_unit_are_cut(kind, line):
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(8, WIDTH, WIDTH), torch.randn(8, WIDTH, WIDTH)
+    model = nn.Sequential(Gated(kind), Gated(kind))
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
+    assert verdict.equal, str(verdict)
+    assert share_cut(plans[0]) > 0.9

@@ -97,13 +97,13 @@ class Draws:
             found.setdefault(path, set()).add(place)
         return found
 
-    def check(self, *, are_threads: bool, cuts: bool, cuts_samples: bool) -> None:
+    def check(self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        These are draws that mix samples, and draws from the generators of Python and NumPy. A forward may draw from
-        those it seeds itself, unless ranks are threads, which share them, or the layout ``cuts`` the batch or the
-        model's code: what it seeds and how much it draws may depend on the number of samples, or on code of another
-        stage. If the layout ``cuts_samples``, it also warns of a module in which samples meet (``across``): a rank
+        These are draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches), and draws from the
+        generators of Python and NumPy. A forward may draw from those it seeds itself, unless ranks are threads, which
+        share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much it draws may depend
+        on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it also warns of a module in which samples meet (``across``): a rank
         would see only its own samples, so the result may differ from one device.
         """
         for path, function in self.across if cuts_samples else ():
@@ -121,13 +121,13 @@ class Draws:
                 fix=("launch with ranks='processes', " if is_shared else "")
                 + "draw with torch.rand, or draw in the data loader",
             )
-        for (path, _, _), place in self.places.items():
+        for (path, _, _), place in self.places.items() if cuts_batch else ():
             if place == MIXED:
                 function = next(name for (other, _, _), name in self.functions.items() if other == path)
                 raise PlanError(
                     f"'{path or 'the model'}' draws random numbers that mix the samples of a batch",
-                    given=f"{function}, under a layout of several ranks, of which none has the whole batch",
-                    allowed="random numbers for each sample, or the same for all; one rank",
+                    given=f"{function}, under a layout that cuts the batch, so that no rank has all of it at once",
+                    allowed="random numbers for each sample, or the same for all; layouts of tp and pp without mb",
                     fix="draw for each sample alone, mix samples in the data loader, or, for dropout, set its p to 0",
                 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.analysis.dim_letters import DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import Concat, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall, TensorUse
 from shardwright.analysis.view_dims import VIEW_RULES
 
@@ -186,9 +186,18 @@ def _along(number: int) -> Rule:
     return found
 
 
-_rule("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "glu", "_safe_softmax", "logcumsumexp",
+_rule("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "_safe_softmax", "logcumsumexp",
       "sort", "argsort", "cummax")(_along(1))  # fmt: skip
 _rule("topk")(_along(2))
+
+
+@_rule("glu")
+def _gated(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of a gated linear unit, whose two halves of a dim are the same features, end to end."""
+    x = call.operands[0].shape
+    dim = call.argument(1, "dim", -1) % len(x)
+    made = tuple(a.piece(n // 2) if d == dim else a.new(n) for d, n in enumerate(x))
+    return [tuple((Concat((each, each)),) if d == dim else each for d, each in enumerate(made))], [made]
 
 
 # ---- norms

@@ -253,7 +253,7 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
-class _MeasuresInBackward(TorchFunctionMode):
+class _BackwardReads(TorchFunctionMode):
     """Notes the tensors of which code reads the shape, in ``found``; other functions run as without a mode."""
 
     def __init__(self, recorded: Recorded, found: list[TensorUse]) -> None:
@@ -416,7 +416,7 @@ def _begin(
             recorded.treat_as(gradient, made[node, place])
     running.append(ExitStack())
     running[-1].enter_context(torch._C._EnableTorchFunction())
-    running[-1].enter_context(_MeasuresInBackward(recorded, measured))
+    running[-1].enter_context(_BackwardReads(recorded, measured))
 
 
 def _end(

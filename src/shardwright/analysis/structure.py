@@ -185,7 +185,7 @@ def trace(
     """Returns the graph of the calls that a module's forward makes, or None if its Python code cannot be traced.
 
     Code cannot be traced if it depends on tensor values, draws random numbers itself, runs under autocast or, with
-    ``shows_weights``, changes an attribute that it reads.
+    ``shows_weights``, changes an attribute that it reads or sets one of a module that it calls.
 
     A call of a submodule is a single node. The code is followed, however, into plain containers, into modules named in
     ``opened``, and with ``deep`` into all modules that are not torch's own, but never into a module with hooks.
@@ -213,8 +213,8 @@ def trace(
     def result_class(path: str) -> type | None:
         return class_of_result(module.get_submodule(path), partial(trace, shows_weights=True))
 
-    submodules = _submodules(copy, deep=deep, opened=opened, whole=whole)
-    _replace_forwards(submodules, tracer, result_class, deep=deep, shows_weights=shows_weights)
+    submodules = [*_submodules(copy, deep=deep, opened=opened, whole=whole)]
+    _replace_forwards(iter(submodules), tracer, result_class, deep=deep, shows_weights=shows_weights)
     try:
         inputs = {name: _input(tracer, name, given) for name in _argument_names(copy.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
@@ -229,6 +229,9 @@ def trace(
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
+        called = [path for path, _, is_entered in submodules if not is_entered]
+        if reads is not None and any(is_inside(path, whole) for path in reads.given for whole in called):
+            return None  # the graph has the module's call alone, and not what is set before it
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
     except Exception as failure:  # any Python code may run here; a module that cannot be traced stays one call
         if failures is not None:

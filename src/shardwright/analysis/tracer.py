@@ -86,6 +86,8 @@ class AttributeReads:
     def __init__(self, model: nn.Module) -> None:
         """Replaces the classes of the modules of ``model``, a copy made for the trace."""
         self.found: dict[tuple[str, str], None] = {}
+        self.given: set[str] = set()
+        """The paths of the modules of which code has set an attribute."""
         self._modules = dict(model.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         for path, module in self._modules.items():
@@ -93,7 +95,7 @@ class AttributeReads:
                 module.__class__ = self._recording_class(type(module), path)
 
     def _recording_class(self, kind: type[nn.Module], path: str) -> type[nn.Module]:
-        found, before = self.found, self._before[path]
+        found, before, given = self.found, self._before[path], self.given
 
         def read(module: nn.Module, name: str) -> Any:
             value = kind.__getattribute__(module, name)
@@ -102,7 +104,12 @@ class AttributeReads:
                 found[path, name] = None
             return value
 
-        return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            given.add(path)
+            kind.__setattr__(module, name, value)
+
+        own = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
+        return type(kind.__name__, (kind,), own)
 
     def has_changed(self) -> bool:
         """Returns whether the code has set an attribute that it has read, so that the next step reads another value."""

@@ -178,7 +178,8 @@ def _started(
         several = layout.num_microbatches > 1
         cuts = several or plan.stages is not None or bool(plan.inputs)
         apart = (several and not layout.own_statistics) or bool(plan.row_axes)
-        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart)
+        whole = not several and not plan.inputs
+        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=not whole)
     everyone = world.everyone()
     check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages

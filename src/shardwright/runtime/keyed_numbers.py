@@ -80,7 +80,7 @@ class KeyedNumbers:
             sample, within = self._within(dims.pop(at))
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
         found = random_bits(words, sample, within, dims, least)
-        return found.view(shape) if at is None else found.movedim(0, at)
+        return found[0] if at is None else found.movedim(0, at)
 
     def _within(self, dim: HeldDim) -> tuple[Tensor, Tensor]:
         """Returns, for each index along the dim of samples, the sample's global index and the index in the sample."""

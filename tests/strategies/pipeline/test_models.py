@@ -627,6 +627,36 @@ def test_a_value_that_a_layer_leaves_in_an_attribute_is_refused_and_not_lost():
         verify(LeavesLoss(Leaves()), "pp2/cut:inner,last mb2", pairs())
 
 
+class CountsCalls(nn.Module):
+    """A layer that counts its calls since the model's code has last set the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = nn.Linear(W, W), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x) * self.count
+
+
+class SetsCounts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(CountsCalls() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.count = 0  # what it is already where the model is traced
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2", "pp2/1f1b mb2", "pp4/gpipe mb2"])
+def test_what_code_sets_in_a_layer_before_it_calls_it_is_set_in_every_forward(line):
+    equal(SetsCounts(), line)
+
+
 def test_random_numbers_are_refused_in_training_after_an_evaluation_too():
     class Noisy(nn.Module):
         def __init__(self):

@@ -1,0 +1,67 @@
+"""A forward that writes to a parameter itself trains where ranks compute with what they store, and else is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import verify
+from shardwright.analysis.parameter_writes import written_parameters
+from shardwright.analysis.recording import record_forward
+from shardwright.errors import LayoutError
+from shardwright.models.losses import MeanSquaredError
+
+
+class Masked(nn.Linear):
+    """A layer that sets a part of its weight to zero before it uses it, as causal convolutions of some models do."""
+
+    def __init__(self, how, width=16):
+        super().__init__(width, width)
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "data":
+            self.weight.data[:, -2:].zero_()
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        elif self.how == "bias":
+            self.bias.data.view(4, 4)[0] = 0
+        return super().forward(x)
+
+
+def model(how):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Masked(how), nn.ReLU(), nn.Linear(16, 16))
+
+
+def batches():
+    return [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(2)]
+
+
+HOW = {"data": "weight", "no_grad": "weight", "bias": "bias"}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero1", "dp2/zero2", "tp2", "pp2/1f1b mb2", "dp2 tp2"])
+def test_a_forward_may_write_to_what_ranks_store(how, line):
+    verdict = verify(model(how), line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp2/zero3 tp2", "pp2/1f1b mb2 dp2/zero3"])
+def test_a_write_to_a_parameter_that_is_gathered_is_refused(how, line):
+    with pytest.raises(LayoutError, match=rf"writes to the parameter '2.{HOW[how]}', which 'dp2/zero3' gathers"):
+        verify(model(how), line, batches(), loss=MeanSquaredError())
+
+
+@pytest.mark.parametrize("line", ["tp2/sp", "tp4/2d", "tp2x2x2/2.5d", "tp2x2x2/3d"])
+def test_a_write_to_a_weight_of_which_ranks_store_parts_of_rows_is_refused(line):
+    with pytest.raises(LayoutError, match=r"writes to the parameter '2.weight'(?s:.*)compute the changed weight anew"):
+        verify(model("data"), line, batches(), loss=MeanSquaredError())
+
+
+@pytest.mark.parametrize("how", [*HOW, "none"])
+def test_what_a_forward_writes_to_is_found_in_its_record(how):
+    found = written_parameters(record_forward(model(how).to("meta"), torch.empty(2, 16, device="meta")))
+    assert found == ({} if how == "none" else {f"2.{HOW[how]}": "2"})
