@@ -103,8 +103,9 @@ class Draws:
         These are draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches), and draws from the
         generators of Python and NumPy. A forward may draw from those it seeds itself, unless ranks are threads, which
         share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much it draws may depend
-        on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it also warns of a module in which samples meet (``across``): a rank
-        would see only its own samples, so the result may differ from one device.
+        on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it also warns of a module
+        in which samples meet (``across``): a rank would see only its own samples, so the result may differ from one
+        device.
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)

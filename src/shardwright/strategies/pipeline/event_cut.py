@@ -174,9 +174,11 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             others = [record_events(model, cloned(inputs), units, draw) for draw in drawn]
             record = max(record, *others, key=lambda each: len(each.events))
         return record, inputs
-    except (TypeError, LayoutError, PlanError):
+    except (LayoutError, PlanError):
         raise
     except Exception as failure:  # also of the user's own code, which may check values that a record does not have
+        if isinstance(failure, TypeError) and "numpy" not in str(failure):
+            raise  # arguments that the forward does not take
         hint = hint_of_samples(inputs)
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
