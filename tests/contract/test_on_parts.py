@@ -466,7 +466,8 @@ class Squeezed(nn.Module):
         self.pool, self.gate, self.open = nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1)
 
     def forward(self, x):
-        h = self.up(x.contiguous(memory_format=torch.channels_last)).relu()
+        h = self.up(x).relu()
+        h = h.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(h.shape)  # as it comes from tokens
         return x + self.down(h * self.open(self.gate(self.pool(h)).relu()).sigmoid())
 
 

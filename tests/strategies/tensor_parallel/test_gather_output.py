@@ -93,6 +93,20 @@ def test_what_such_a_layer_sends_is_its_output_and_the_gradient_of_its_input():
     assert found == [("all_gather", 8 * 3 * WIDTH * 4)], "and no gradient of an input that needs none"
 
 
+def test_features_that_are_gathered_divide_no_other_work():
+    class Mixed(Modulated):
+        def forward(self, x, condition):
+            for block in self.blocks:
+                x = block(x, condition)
+            return self.out((x @ x.transpose(1, 2)).softmax(-1) @ x)  # by the features that were gathered
+
+    layout = Layout.parse("tp2")
+    plan, _ = make_plan(job_for(Mixed(), MeanSquaredError(), layout, drawn(8)[0]), layout)
+    divided = {each.module: each.axes for each in plan.work}
+    assert divided["blocks.0.modulation"] == {"tp"}
+    assert divided[""] == set()
+
+
 def test_only_those_are_cut_that_send_no_more_for_each_element_than_other_cuts():
     assert gathered(Modulated()).gathered == {"blocks.0.modulation", "blocks.1.modulation"}
     assert not gathered(Modulated(per_token=True)).gathered, "an output for each token is sent for each token"

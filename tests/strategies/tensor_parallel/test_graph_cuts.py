@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
+from shardwright.analysis.recording import Recorded
 from shardwright.models import MeanSquaredError
 from shardwright.sharding.tensor_part import ALL, TensorPart
 from shardwright.strategies.tensor_parallel.call_plans import PartUse, WriteToPartError, plan_call
@@ -185,6 +186,20 @@ def test_a_batch_norm_does_not_update_statistics_that_would_be_gathered_for_it()
     assert {change.kind for step in evaluated.steps for change in step.changes} == {"gather"}
     with pytest.raises(WriteToPartError):
         plan_call(functional.batch_norm, (x, mean, var, w, b, True), {}, uses, 0, device)
+
+
+def test_channels_last_pictures_are_pooled_to_one_pixel_on_parts():
+    x = torch.empty(2, 6, 4, 4, device="meta").to(memory_format=torch.channels_last)
+    part = TensorPart((2, 6, 4, 4), (None, bytes([0, 0, 0, 1, 1, 1]), None, None))
+    pooled = plan_call(functional.adaptive_avg_pool2d, (x, 1), {}, [PartUse(x, part, True)], 0, torch.device("cpu"))
+    found = pooled.parts[pooled.results.number]
+    assert found is not None
+    assert found.shape == (2, 6, 1, 1)
+    assert found.local_shape(0) == (2, 3, 1, 1)
+    changed = torch.empty(2, 3, device="meta")
+    with Recorded() as recorded:
+        changed.as_strided_((3, 2), (1, 3))  # another shape: not ignored
+    assert [call.name for call in recorded.recording.calls] == ["as_strided_"]
 
 
 class TwoInputs(nn.Module):
