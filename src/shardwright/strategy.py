@@ -177,23 +177,28 @@ def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ())
         )
 
 
-def check_own_writes(graph: ModelGraph | None, gathered: Collection[str], factor: str) -> None:
-    """Raises LayoutError if the model's own code writes to one of the parameters that ``factor`` gathers for each use.
+def check_own_writes(
+    graph: ModelGraph | None, copies: Collection[str], factor: str, why: str = "gathers from shards", *,
+    replaced_only: bool = False,
+) -> None:  # fmt: skip
+    """Raises LayoutError if the model's own code writes to one of the parameters of which it computes with ``copies``.
 
-    What is written to the gathered copy would be lost. A forward that cannot be recorded is not checked.
+    ``factor`` is the part of the layout that makes the copies, and ``why`` says from what. What is written to a copy
+    would be lost. With ``replaced_only`` the copies stay from step to step, so that code may write to them, but not
+    replace them by ``parameter.data = ...``. A forward that cannot be recorded is not checked.
     """
-    if graph is None or not gathered or not any(map(_is_of_user, graph.model.modules())):
+    if graph is None or not copies or not any(map(_is_of_user, graph.model.modules())):
         return
     try:
-        written = written_parameters(graph.run.recording)
+        recording = graph.run.recording
+        written = recording.replaced if replaced_only else written_parameters(recording)
     except Exception:  # of the user's forward, whatever it raises
         return
-    for name in gathered:
+    for name in copies:
         if name in written:
             raise LayoutError(
-                f"the forward writes to the parameter '{name}', which '{factor}' gathers from shards for each use",
-                given=f"code of '{written[name] or 'the model'}' that changes it in place: a change of the gathered "
-                "copy is lost",
+                f"the forward writes to the parameter '{name}', which '{factor}' {why}",
+                given=f"code of '{written[name] or 'the model'}' that changes it in place, which the copy alone has",
                 allowed="such code where ranks compute with what they store: under dp, pp and tp over one axis",
                 fix="compute the changed weight anew in each forward, as weight = self.weight * mask, or change it "
                 "between steps, by run.load_state_dict({...}, strict=False)",

@@ -219,6 +219,10 @@ def test_every_function_that_draws_is_found(name):
     ("draw", "reason"),
     [
         (lambda x: x[torch.randperm(len(x))], "mix the samples"),
+        (
+            lambda x: x * torch.rand(len(x) ** 2).view(len(x), len(x)).mean(1).view(-1, *[1] * (x.dim() - 1)),
+            "mix the samples",
+        ),
         (lambda x: x * random.random(), "Python's random"),
         (lambda x: x * float(np.random.rand()), "numpy.random"),
     ],

@@ -504,3 +504,34 @@ def test_layers_around_a_gated_linear_unit_are_cut(kind, line):
     verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)
     assert share_cut(plans[0]) > 0.9
+
+
+class HalvesTurned(torch.autograd.Function):
+    """Turns pairs of features as rotary positions do; its backward takes the halves by their numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.cat((dy[..., WIDTH // 2 :], -dy[..., : WIDTH // 2]), -1)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.second(HalvesTurned.apply(self.first(x)).tanh())
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp3", "tp4/2d"])
+def test_what_the_backward_of_a_users_function_takes_by_numbers_is_not_cut(line):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
+    verdict = verify(nn.Sequential(Turned(), Turned()), line, [batch], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

@@ -221,7 +221,9 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
     if not at:
         return None
     around = _around(dims[at[0]], batch)
-    return MIXED if len(at) > 1 or around is None else SamplePlace(at[0], *around)
+    if len(at) > 1 or around is None or (count in COUNTS and any(size % count == 0 for size in around)):
+        return MIXED  # also where another number is the number of samples, as in scores of all with all
+    return SamplePlace(at[0], *around)
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from shardwright.analysis.recording import Recording, TensorUse
+from shardwright.analysis.recording import Recording
 
 
 def written_parameters(recording: Recording) -> dict[str, str]:
     """Returns the parameters that operators of a recorded forward write to, each with the module whose code does.
 
-    Writes through views count too, and so do those through ``parameter.data``.
+    Writes through views count too, and so do those through ``parameter.data``, and ``parameter.data = ...``. Writes in
+    branches that the recorded forward did not take are not seen, nor those through NumPy.
 
     >>> import torch
     >>> from torch import nn
@@ -22,7 +23,7 @@ def written_parameters(recording: Recording) -> dict[str, str]:
     {'0.weight': '0'}
     """
     names = {use: name for name, use in recording.parameters.items()}
-    found: dict[str, str] = {}
+    found = {name: module for name, module in recording.replaced.items() if name}
     for call in recording.calls:
         for use in call.written:
             if use in names:
@@ -30,9 +31,5 @@ def written_parameters(recording: Recording) -> dict[str, str]:
         returns = getattr(getattr(call.function, "_schema", None), "returns", ())
         viewed = next((names[use] for use in call.operands if use in names), None)
         if viewed is not None and any(each.alias_info is not None for each in returns):
-            names |= dict.fromkeys(_new(call.results, names), viewed)
+            names |= {use: viewed for use in call.results if use not in names}
     return found
-
-
-def _new(results: tuple[TensorUse, ...], names: dict[TensorUse, str]) -> list[TensorUse]:
-    return [use for use in results if use not in names]

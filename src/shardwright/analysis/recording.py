@@ -118,7 +118,9 @@ class Recording:
     :class:`TensorUse` of the function's result that it belongs to, and what the backward returns is copied to the
     function's operand."""
     measured_in_backward: list[TensorUse] = field(default_factory=list)
-    """The tensors of which the backward of one of these functions reads the shape, which would be that of a shard."""
+    """The tensors that the backward of one of these functions measures or cuts by numbers, which would be shards."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
@@ -253,8 +255,20 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # as above
+
+_MEASURES = frozenset(
+    (
+        "__get__", "__getitem__", "__len__", "__setitem__", "as_strided", "element_size", "expand", "expand_as",
+        "narrow", "nelement", "numel", "pad", "repeat", "reshape", "select", "size", "split", "split_with_sizes",
+        "stride", "tile", "unflatten", "untyped_storage", "view",
+    )
+)  # fmt: skip
+"""Functions by which the backward of a user's function learns how large a tensor is, or says how large a part is."""
+
+
 class _BackwardReads(TorchFunctionMode):
-    """Notes the tensors of which code reads the shape, in ``found``; other functions run as without a mode."""
+    """Notes the tensors that code measures, in ``found``; functions run as without a mode."""
 
     def __init__(self, recorded: Recorded, found: list[TensorUse]) -> None:
         super().__init__()
@@ -264,8 +278,8 @@ class _BackwardReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            if func in _ASKS_SIZES:
-                self._found.append(self._recorded.use(args[0]))
+            if getattr(func, "__name__", "") in _MEASURES:
+                self._found += map(self._recorded.use, tensors_of((args, kwargs or {})))
             return func(*args, **(kwargs or {}))
 
 
@@ -283,6 +297,9 @@ class _WholeCalls(TorchFunctionMode):
         if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
+        if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
+            recorded = self._recorded
+            recorded.recording.replaced.setdefault(recorded.use(args[0].detach()).name, recorded.where()[0])
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard

@@ -90,6 +90,7 @@ class AttributeReads:
         """The paths of the modules of which code has set an attribute."""
         self._modules = dict(model.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._held_before = {path: self._held(path) for path in self._modules}
         for path, module in self._modules.items():
             with suppress(TypeError):  # classes with slots cannot be replaced
                 module.__class__ = self._recording_class(type(module), path)
@@ -110,6 +111,20 @@ class AttributeReads:
 
         own = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
         return type(kind.__name__, (kind,), own)
+
+    def has_set(self, path: str) -> bool:
+        """Returns whether code has set an attribute of a module, or changed a dict, list or set that it holds."""
+        now, before = vars(self._modules[path]), self._before[path]
+        changed = now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
+        return changed or path in self.given or self._held(path) != self._held_before[path]
+
+    def _held(self, path: str) -> dict[str, list[int]]:
+        held = {name: value for name, value in vars(self._modules[path]).items() if not name.startswith("_")}
+        return {
+            name: [*map(id, value.values() if isinstance(value, dict) else value)]
+            for name, value in held.items()
+            if type(value) in (dict, list, set)
+        }
 
     def has_changed(self) -> bool:
         """Returns whether the code has set an attribute that it has read, so that the next step reads another value."""

@@ -54,7 +54,7 @@ from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
 from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
-from shardwright.strategy import Strategy, cuts_of_traffic
+from shardwright.strategy import Strategy, check_own_writes, cuts_of_traffic
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -114,6 +114,8 @@ def make_plan(
         plan = _placed(on_meta._replace(recorded=True), layout, strategies)
     check_renormed(on_meta.model, plan)
     check_held(on_meta.model, plan)
+    rounded = [name for name, dtype in plan.stored_dtypes.items() if dtype != plan.compute_dtypes[name]]
+    check_own_writes(job.graph, rounded, "mixed precision", "rounds from a master weight")
     if plan.stages is not None:
         blocks = called_modules(on_meta.model, blocks, plan.stages.called())
     offloads = activation_offload_target(layout) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,10 +62,12 @@ class Stages:
         chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()
         for before, chunk in self.chunked.chunk_of.items():
             last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
-        free = {site for _, site in sites(self.chunked.graph)}  # as every stage may call a module without weights
+        known = {site for _, site in sites(self.chunked.graph)}
         for _, site in sites(graph):
-            if site is None or site in chunk_of or site in free:
+            if site is None or site in chunk_of:
                 continue
+            if site in known and keeps_nothing(self.model.get_submodule(site.module)):
+                continue  # on the inputs alone: each stage that needs the result makes this call itself
             if site.module in last_chunk:
                 chunk_of[site] = last_chunk[site.module]
             elif not is_stateless(self.model.get_submodule(site.module)):
@@ -74,6 +78,17 @@ class Stages:
                     fix=f"give these arguments in the example, so that stages are cut with them too: {EXAMPLE}",
                 )
         return ChunkedModel(graph, chunk_of, self.num_chunks, self.chunked.names)
+
+
+def keeps_nothing(module: nn.Module) -> bool:
+    """Returns whether a module has no weights, buffers or dropout, and its forward sets no attribute."""
+    codes = (getattr(inspect.unwrap(type(each).forward), "__code__", None) for each in module.modules())
+    return is_stateless(module) and not any(
+        instruction.opname == "STORE_ATTR"
+        for code in codes
+        if code is not None
+        for instruction in dis.get_instructions(code)
+    )
 
 
 def is_stateless(module: nn.Module) -> bool:

@@ -652,9 +652,53 @@ class SetsCounts(nn.Module):
         return x
 
 
+class Scales(nn.Module):
+    """A layer that reads a factor from a dict, into which the model's code writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.settings = nn.Linear(W, W), {"factor": 1.0}
+
+    def forward(self, x):
+        y = self.layer(x) * self.settings["factor"]
+        self.settings["factor"] = 0.5
+        return y
+
+
+class SetsFactors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scales() for _ in range(4))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            layer.settings["factor"] = 2.0 + number
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("model", [SetsCounts, SetsFactors])
 @pytest.mark.parametrize("line", ["pp2", "pp2/1f1b mb2", "pp4/gpipe mb2"])
-def test_what_code_sets_in_a_layer_before_it_calls_it_is_set_in_every_forward(line):
-    equal(SetsCounts(), line)
+def test_what_code_sets_in_a_layer_before_it_calls_it_is_set_in_every_forward(model, line):
+    equal(model(), line)
+
+
+class CountsItsCalls(nn.Module):
+    """A module without weights whose result depends on how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def forward(self, x):
+        self.number = self.number % 2 + 1
+        return x * self.number
+
+
+def test_a_module_that_keeps_a_number_is_not_called_by_every_stage_for_itself():
+    with pytest.raises((LayoutError, PlanError, RankFailedError)):
+        verify(Blocks(beginning_and_ending, act=CountsItsCalls()), "pp2", pairs())
 
 
 def test_random_numbers_are_refused_in_training_after_an_evaluation_too():

@@ -108,8 +108,7 @@ class Zero:
             plan = replace(plan, param_groups=_groups_as_used(job, plan))
         groups = _groups(plan, stage)
         sharded = {name for group in groups for name in group.parameters}
-        if reshards:
-            check_own_writes(job.graph, sharded, str(plan.layout.factor("dp")))
+        check_own_writes(job.graph, sharded, str(plan.layout.factor("dp")), replaced_only=not reshards)
         for path in dict.fromkeys(use.module for use in plan.uses if use.parameter in sharded):
             plan = plan.wraps(path, Rung.UNSHARD, self.name)
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
