@@ -300,6 +300,8 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
         if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "collections"):
             for name, value in vars(kind).items():
-                if name == "__init__" or _has_nothing(value):  # the first has run, and the second may be shared
-                    continue
+                if name == "__init__":
+                    continue  # it has run
+                if _has_nothing(value):
+                    continue  # it may be shared
                 yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))

@@ -26,9 +26,9 @@ def gather_output_layers(
 ) -> dict[str, nn.Linear]:  # fmt: skip
     """Returns the linear layers, by path, that may be cut by output features that ``size`` ranks gather at once.
 
-    None has a parameter that is among ``taken``, that another of the ``readers`` reads, or whose output features are
-    those of the model's outputs. In the recorded run such a layer sends at most ``most_sent`` elements for each of its
-    parameter elements.
+    Such a layer has no parameter that is among ``taken`` or that other modules read (``readers``), and its output
+    features are not those of the model's outputs. In the recorded run it sends at most ``most_sent`` elements for each
+    element of its parameters. What it sends are its outputs, counted twice as the sums of other cuts are.
 
     >>> import torch
     >>> from shardwright.analysis.model_graph import ModelGraph
