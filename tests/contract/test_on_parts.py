@@ -7,6 +7,7 @@ import torch
 from tests.contract.cases import CHECKS, Case, Pictures, check_equal, job_of, planned
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
@@ -534,4 +535,33 @@ def test_what_the_backward_of_a_users_function_takes_by_numbers_is_not_cut(line)
     torch.manual_seed(0)
     batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
     verdict = verify(nn.Sequential(Turned(), Turned()), line, [batch], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+class ChecksMethod(nn.Module):
+    """A block that checkpoints a method of its own, in which attention and an MLP are cut by what operators do."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def inner(self, x):
+        q, k, v = self.qkv(x * self.scale).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp3", "tp4/2d", "dp2/zero3 tp2", "pp2/1f1b mb2 tp2", "tp2 recompute:full"])
+def test_a_method_that_is_checkpointed_runs_again_as_it_ran(line):
+    torch.manual_seed(0)
+    plans = []
+    batch = torch.randn(8, 6, WIDTH), torch.randn(8, 6, WIDTH)
+    # beside blocks that are cut by their record, so that the model's own code runs on parts
+    model = nn.Sequential(ChecksMethod(), ByKeyword(), ChecksMethod(), ByKeyword())
+    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
     assert verdict.equal, str(verdict)

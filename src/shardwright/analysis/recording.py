@@ -61,7 +61,8 @@ class RecordedCall:
     ``args`` are positional and ``named`` keyword arguments. ``module`` is the name of the module whose forward was
     running, and ``number`` says in which of its calls, counted from 0. ``is_hidden`` says that no function mode sees in
     a run what the operator takes: it ran inside code that ``torch.jit.script`` has compiled, which calls no torch
-    function, or inside a transform such as ``torch.vmap``, which wraps tensors.
+    function, or inside a transform such as ``torch.vmap``, which wraps tensors; or that a backward runs it again by
+    itself, as it does with code that is passed to ``torch.utils.checkpoint`` and is no module.
     """
 
     function: Callable[..., Any]
@@ -153,15 +154,20 @@ class Recorded(MetaValues):
 
     Not recorded are reads of values such as ``item``, ``detach``, ``alias`` and ``lift_fresh``, and what runs in a
     :meth:`quiet` context. A function of :data:`WHOLE_CALLS` is recorded as one operator. ``where`` is a function that
-    returns the name of the running module and the number of its call. ``guess`` is as in :class:`MetaValues`; if it is
-    given, ``selects_all`` is set too.
+    returns the name of the running module and the number of its call, and ``runs_again`` one that tells whether a
+    backward will run the running code again without calling that module. ``guess`` is as in :class:`MetaValues`; if it
+    is given, ``selects_all`` is set too.
 
     Raises: NotImplementedError: code inside it calls autograd, such as ``backward``.
     """
 
-    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None) -> None:
+    def __init__(
+        self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None,
+        runs_again: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         super().__init__(guess=guess, selects_all=guess is not None)
         self.recording = Recording()
+        self.runs_again = runs_again
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
         self._quiet = 0
@@ -230,7 +236,7 @@ class Recorded(MetaValues):
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
                 written.kind = "" if written.kind == "constant" else written.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
-        hidden = self.depth == 0 or self.transformed > 0
+        hidden = self.depth == 0 or self.transformed > 0 or self.runs_again()
         self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
 
     @contextmanager
@@ -361,12 +367,13 @@ class _RecordedParameters(dict[str, Any]):
 
 
 @contextmanager
-def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[str, int]]]:
-    """Yields a function that returns the path of the running module and the number of its call.
+def _running(model: nn.Module, uses: list[Any]) -> Iterator[tuple[Callable[[], tuple[str, int]], Callable[[], bool]]]:
+    """Yields the functions ``where`` and ``runs_again`` of :class:`Recorded`.
 
     Uses of parameters are appended to ``uses``.
     """
     stack, calls, handles = [("", 0)], Counter[str](), []
+    saving = [_saved_by()]  # how autograd's saved tensors were kept where each running module was called
     named: dict[nn.Module, dict[str, str]] = {}
     for _, module, own, name in owners(model):
         named.setdefault(module, {})[own] = name
@@ -377,24 +384,32 @@ def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[s
 
         def enter(module: nn.Module, args: Any, path: str = path) -> None:
             stack.append((path, calls[path]))
+            saving.append(_saved_by())
             calls[path] += 1
             if isinstance(module._parameters, _RecordedParameters):
                 module._parameters.enter()
 
         def leave(module: nn.Module, *_: Any) -> None:
             stack.pop()
+            saving.pop()
             if isinstance(module._parameters, _RecordedParameters):
                 module._parameters.leave()
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
-        yield lambda: stack[-1]
+        yield lambda: stack[-1], lambda: _saved_by() is not saving[-1]
     finally:
         for handle in handles:
             handle.remove()
         for module, parameters in plain.items():
             module._parameters = parameters
+
+
+def _saved_by() -> Any:
+    """Returns the hook by which autograd packs what it saves now, as inside of a checkpoint; None if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def _own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> dict[str, list[RecordedCall]]:
@@ -482,8 +497,8 @@ def _record(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
 ) -> tuple[Recording, int]:  # fmt: skip
     uses: list[Any] = []
-    with _running(model, uses) as where:
-        recorded = Recorded(where, guess=guess)
+    with _running(model, uses) as (where, runs_again):
+        recorded = Recorded(where, guess=guess, runs_again=runs_again)
         recording = recorded.recording
         recording.uses = uses
         for name, parameter in model.named_parameters():
