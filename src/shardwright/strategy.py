@@ -15,7 +15,6 @@ from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms, derived_batch_norms
 from shardwright.analysis.model_graph import ModelGraph
-from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
@@ -187,13 +186,9 @@ def check_own_writes(
     would be lost. With ``replaced_only`` the copies stay from step to step, so that code may write to them, but not
     replace them by ``parameter.data = ...``. A forward that cannot be recorded is not checked.
     """
-    if graph is None or not copies or not any(map(_is_of_user, graph.model.modules())):
+    if graph is None or not copies:
         return
-    try:
-        recording = graph.run.recording
-        written = recording.replaced if replaced_only else written_parameters(recording)
-    except Exception:  # of the user's forward, whatever it raises
-        return
+    written = graph.written_parameters(replaced_only=replaced_only)
     for name in copies:
         if name in written:
             raise LayoutError(
@@ -203,11 +198,6 @@ def check_own_writes(
                 fix="compute the changed weight anew in each forward, as weight = self.weight * mask, or change it "
                 "between steps, by run.load_state_dict({...}, strict=False)",
             )
-
-
-def _is_of_user(module: nn.Module) -> bool:
-    known = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
-    return not known or "forward" in vars(module)
 
 
 TABLE_OPTIONS: Mapping[str, str] = {

@@ -458,31 +458,6 @@ def test_operands_may_be_named(line):
     assert share_cut(plans[0]) > 0.9
 
 
-class Squeezed(nn.Module):
-    """Channels-last pictures that are pooled to one pixel, which gates their channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 4, 1)
-        self.pool, self.gate, self.open = nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1)
-
-    def forward(self, x):
-        h = self.up(x).relu()
-        h = h.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(h.shape)  # as it comes from tokens
-        return x + self.down(h * self.open(self.gate(self.pool(h)).relu()).sigmoid())
-
-
-@pytest.mark.parametrize("line", ["tp2", "tp4/2d"])
-def test_channels_last_pictures_are_pooled_to_one_pixel(line):
-    torch.manual_seed(0)
-    batch = torch.randn(8, 4, 6, 6), torch.randn(8, 4, 6, 6)
-    plans = []
-    model = nn.Sequential(Squeezed(), Squeezed())
-    verdict = verify(model, line, [batch], loss=MeanSquaredError(), alter=lambda run: plans.append(run.plan))
-    assert verdict.equal, str(verdict)
-    assert share_cut(plans[0]) > 0.5
-
-
 class Gated(nn.Module):
     """A gated linear unit between two layers, by torch's own function, over features or channels."""
 

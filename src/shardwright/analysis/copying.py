@@ -280,8 +280,8 @@ def check_apart(model: nn.Module, other: nn.Module) -> None:
         )
 
 
-def _has_nothing(value: Any) -> bool:
-    """Returns whether a value is a module of torch without tensors, hooks and random numbers."""
+def _may_be_shared(value: Any) -> bool:
+    """Returns whether a value is a module of torch with no parameters, buffers or hooks, which draws no numbers."""
     if not isinstance(value, nn.Module) or [*value.parameters(), *value.buffers()]:
         return False
     return all(
@@ -302,6 +302,6 @@ def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
             for name, value in vars(kind).items():
                 if name == "__init__":
                     continue  # it has run
-                if _has_nothing(value):
-                    continue  # it may be shared
+                if _may_be_shared(value):
+                    continue
                 yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))

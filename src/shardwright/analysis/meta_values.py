@@ -77,9 +77,10 @@ def keep_values(buffer: Tensor, copy: Tensor) -> Tensor:
 
 
 def _leaves_elements(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
-    """Returns whether ``tensor.as_strided_(shape, strides, offset)`` changes strides of dims of size 1 alone.
+    """Returns whether ``tensor.as_strided_(shape, strides, offset)`` leaves every element at its index.
 
-    Pooling of channels-last pictures to one pixel does this to its result.
+    It does so if it changes the strides of dims of size 1 only. Torch calls it like that on the result of pooling
+    channels-last pictures to one pixel.
     """
     places = zip(tensor.shape, tensor.stride(), strides, strict=False)
     same = all(size == 1 or stride == given for size, stride, given in places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
+from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
@@ -45,6 +46,11 @@ class RecordedRun:
     def axes(self) -> RunAxes:
         """Which dims of the run's tensors must be sharded alike (:class:`RunAxes`)."""
         return axes_of(self.recording)
+
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """The parameters that the forward writes to, by name, each with the path of the module whose code does."""
+        return written_parameters(self.recording)
 
     @cached_property
     def draws(self) -> Draws:
@@ -141,6 +147,17 @@ class ModelGraph:
         """
         found = self._of_own_code
         return None if found is None else found.draws
+
+    def written_parameters(self, *, replaced_only: bool = False) -> Mapping[str, str]:
+        """Returns the parameters that the model's own code writes to, each with the module whose code does.
+
+        With ``replaced_only`` it returns those that code replaces by ``parameter.data = ...``. It is empty if the
+        forward was not recorded, as for :attr:`draws`.
+        """
+        found = self._of_own_code
+        if found is None:
+            return {}
+        return found.recording.replaced if replaced_only else found.written
 
     def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
         """Returns the first operator in the model's own code that mixes the samples of a batch, or None.

@@ -6,7 +6,7 @@ from shardwright.analysis.recording import Recording
 
 
 def written_parameters(recording: Recording) -> dict[str, str]:
-    """Returns the parameters that operators of a recorded forward write to, each with the module whose code does.
+    """Maps each parameter that a recorded forward writes to, by name, to the path of the module whose code does.
 
     Writes through views count too, and so do those through ``parameter.data``, and ``parameter.data = ...``. Writes in
     branches that the recorded forward did not take are not seen, nor those through NumPy.

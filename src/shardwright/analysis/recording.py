@@ -261,7 +261,8 @@ _ASKS_SIZES = frozenset(
 """The functions that a TorchFunctionMode sees when code reads the shape or size of a tensor."""
 
 
-_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # as above
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
+"""The function that a TorchFunctionMode sees when code replaces a tensor's data; no operator runs."""
 
 _MEASURES = frozenset(
     (
@@ -270,7 +271,10 @@ _MEASURES = frozenset(
         "stride", "tile", "unflatten", "untyped_storage", "view",
     )
 )  # fmt: skip
-"""Functions by which the backward of a user's function learns how large a tensor is, or says how large a part is."""
+"""Names of torch functions that read sizes of a tensor, or take sizes and indices as numbers.
+
+In the backward of a user's own function these would be those of a rank's shard.
+"""
 
 
 class _BackwardReads(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Tells which module's code runs, in a forward and in its backward.
+"""Follows which module's code is running, during a forward and its backward.
 
 A forward enters and leaves modules. A backward runs autograd nodes: each belongs to the module that was running when
 the node was made. The nodes that a module has made are those that lead to its outputs and belong to no module yet.

@@ -230,8 +230,7 @@ def trace(
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         called = [path for path, _, is_entered in submodules if not is_entered]
-        inside = [path for path, _ in copy.named_modules() if any(is_inside(path, whole) for whole in called)]
-        if reads is not None and any(map(reads.has_set, inside)):
+        if reads is not None and any(is_inside(path, whole) for path in reads.changed() for whole in called):
             return None  # the graph has the module's call alone, and not what is set before it
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
     except Exception as failure:  # any Python code may run here; a module that cannot be traced stays one call

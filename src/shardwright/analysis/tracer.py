@@ -112,13 +112,20 @@ class AttributeReads:
         own = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
         return type(kind.__name__, (kind,), own)
 
-    def has_set(self, path: str) -> bool:
-        """Returns whether code has set an attribute of a module, or changed a dict, list or set that it holds."""
-        now, before = vars(self._modules[path]), self._before[path]
-        changed = now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
-        return changed or path in self.given or self._held(path) != self._held_before[path]
+    def changed(self) -> list[str]:
+        """Returns the paths of modules of which code has set an attribute, or changed a collection that they hold."""
+
+        def is_changed(path: str) -> bool:
+            now, before = vars(self._modules[path]), self._before[path]
+            return now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
+
+        return [
+            path for path in self._modules
+            if path in self.given or is_changed(path) or self._held(path) != self._held_before[path]
+        ]  # fmt: skip
 
     def _held(self, path: str) -> dict[str, list[int]]:
+        """Returns the ids of what a module's own dicts, lists and sets hold, by the name of the attribute."""
         held = {name: value for name, value in vars(self._modules[path]).items() if not name.startswith("_")}
         return {
             name: [*map(id, value.values() if isinstance(value, dict) else value)]

@@ -14,9 +14,9 @@ from shardwright.comm.collective_call import CollectiveCall
 
 
 class Record(NamedTuple):
-    """One recorded collective or p2p message: its kind, axis, payload in bytes, and the strategy that made it.
+    """A collective or p2p message of a rank: its kind, mesh axis, payload in bytes, and the strategy that called it.
 
-    ``layer`` is the path of the module that made it, in rehearsals that follow modules, and else "".
+    ``layer`` is the path of the module for which it was called, in rehearsals that follow modules, and else "".
     """
 
     kind: str

@@ -176,10 +176,10 @@ def _started(
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         several = layout.num_microbatches > 1
-        cuts = several or plan.stages is not None or bool(plan.inputs)
+        cuts_batch = several or bool(plan.inputs)
+        cuts = cuts_batch or plan.stages is not None
         apart = (several and not layout.own_statistics) or bool(plan.row_axes)
-        whole = not several and not plan.inputs
-        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=not whole)
+        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch)
     everyone = world.everyone()
     check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages

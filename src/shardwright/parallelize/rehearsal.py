@@ -52,9 +52,9 @@ Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 class MicrobatchRehearsal(NamedTuple):
     """The tensors of one microbatch that pipeline chunks send each other, by name, as meta tensors.
 
-    ``sent`` counts the equal collectives of each chunk, if the stages were cut from a
-    recorded forward and run on tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the
-    recorded calls of modules. ``scattered`` says of each tensor of a value whether ranks each send a part of it; values
+    ``sent`` says how often each chunk calls each collective, if the stages were cut from a recorded forward and run on
+    tensor-parallel shards. Otherwise it is empty, and the collectives are computed from the recorded calls of modules.
+    ``scattered`` says of each tensor of a value whether ranks each send a part of it; values
     of which none is are left out.
     """
 

@@ -144,7 +144,7 @@ class BoundaryTensor(NamedTuple):
 
 
 Sent = Counter[Record]
-"""Numbers of equal collective calls."""
+"""How often each collective is called: calls of equal kind, axis, bytes, strategy and layer are counted together."""
 
 
 class StepCalls(NamedTuple):

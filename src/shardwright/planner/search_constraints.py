@@ -11,7 +11,7 @@ MOST_PRICED = 4
 """The layouts that a search prices by default; each takes seconds of rehearsals."""
 
 MOST_TO_FIT = 8
-"""The most further layouts that a search prices if none of those with the best estimates fits the memory."""
+"""How many more layouts a search may price if none of those with the best estimates fits in memory."""
 
 RECOMPUTE = (None, *(word for word in WORDS if word not in OFFLOADS))
 
@@ -34,7 +34,7 @@ class SearchConstraints:
     most_stages: int = 0
     """The most stages that the model has whole blocks for. 0: unknown."""
     most_to_fit: int = MOST_TO_FIT
-    """The most further layouts that are priced if none of those with the best estimates fits the memory."""
+    """How many more layouts may be priced if none of those with the best estimates fits in memory."""
 
     def allows(self, layout: Layout) -> bool:
         """Returns whether a layout has all parts that must be there, and none of the words that must not."""

@@ -132,7 +132,10 @@ def _balanced(num_elements: int, size: int) -> bytes:
 def _parts(
     recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
 ) -> tuple[dict[str, TensorPart], float]:
-    """Returns how parameters and buffers are cut, by name, and the elements sent for each parameter element.
+    """Returns the part of each parameter and buffer that is cut, by name, and what these cuts send.
+
+    The second value is the number of elements that a step of the recorded run sends for each parameter element that is
+    cut, 0 if none is.
 
     There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
     or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.

@@ -477,7 +477,7 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
 
 
 def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Sent:
-    """Returns the collectives of one microbatch's forward and backward, counted."""
+    """Returns how often each collective is called in one microbatch's forward and backward, on the meta device."""
     try:
         return _rehearsed_with(plan, note, coord, inputs, guess=False)
     except Exception:  # of the user's own code: a check that has failed, as where the forward was recorded
