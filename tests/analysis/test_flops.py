@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.analysis.costs import flops_of
-from shardwright.analysis.recording import record_forward
+from shardwright.analysis.record_forward import record_forward
 
 attend = functional.scaled_dot_product_attention
 

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.operator_results import run_on_meta
-from shardwright.analysis.recording import Recorded, record_forward
+from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.recording import Recorded
 
 
 class ChecksItsInputs(nn.Module):

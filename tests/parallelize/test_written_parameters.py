@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwright import verify
 from shardwright.analysis.parameter_writes import written_parameters
-from shardwright.analysis.recording import record_forward
+from shardwright.analysis.record_forward import record_forward
 from shardwright.errors import LayoutError
 from shardwright.models.losses import MeanSquaredError
 

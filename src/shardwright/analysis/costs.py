@@ -94,7 +94,7 @@ class CostCounting(DispatchMode):
 def flops_of(call: RecordedCall) -> int:
     """Returns the floating-point operations of a recorded matrix product, convolution or attention, else 0.
 
-    >>> from shardwright.analysis.recording import record_forward
+    >>> from shardwright.analysis.record_forward import record_forward
     >>> recording = record_forward(nn.Linear(4, 8).to("meta"), torch.empty(2, 4, device="meta"))
     >>> [flops_of(call) for call in recording.calls]
     [128]

@@ -67,6 +67,7 @@ class Draws:
     the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
     draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
     lists modules in which the samples of a batch meet, with the function by which they do (:func:`meetings`).
+    ``backwards`` names the user's autograd functions whose backward draws.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Draws:
     others: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
     across: tuple[tuple[str, str], ...] = ()
+    backwards: tuple[str, ...] = ()
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
@@ -100,15 +102,22 @@ class Draws:
     def check(self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True) -> None:
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
-        These are draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches), and draws from the
-        generators of Python and NumPy. A forward may draw from those it seeds itself, unless ranks are threads, which
-        share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much it draws may depend
-        on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it also warns of a module
-        in which samples meet (``across``): a rank would see only its own samples, so the result may differ from one
-        device.
+        These are draws of a backward, draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches),
+        and draws from the generators of Python and NumPy. A forward may draw from those it seeds itself, unless ranks
+        are threads, which share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much
+        it draws may depend on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it
+        also warns of a module in which samples meet (``across``): a rank would see only its own samples, so the result
+        may differ from one device.
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
+        if self.backwards:
+            raise PlanError(
+                "random numbers are drawn in a backward, where nothing makes them independent of the layout",
+                given=f"the backward of {' and '.join(self.backwards)}, under several ranks or microbatches",
+                allowed="random numbers that a forward draws; one rank and one microbatch",
+                fix="draw them in the forward of the function, and keep them with ctx.save_for_backward",
+            )
         unseeded = [name for name in self.others if are_threads or cuts or name not in self.seeded]
         if unseeded:
             names, is_shared = " and ".join(unseeded), not cuts and set(unseeded) <= {*self.seeded}
@@ -141,7 +150,10 @@ def draws_of(
     ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
     than torch's from which the run drew, and ``seeded`` those that it seeds itself.
     """
-    draws = Draws(others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)))
+    backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
+    draws = Draws(
+        others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards
+    )
     for key, use, function in found:
         place = _place(use, recording, axes)
         if place is None and any(is_inside(key[0], module) for module in recording.selecting):

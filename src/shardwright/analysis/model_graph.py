@@ -20,7 +20,8 @@ from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.parameter_writes import written_parameters
-from shardwright.analysis.recording import Recorded, RecordedCall, Recording, record_forward
+from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.errors import PlanError

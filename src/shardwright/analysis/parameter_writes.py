@@ -13,7 +13,7 @@ def written_parameters(recording: Recording) -> dict[str, str]:
 
     >>> import torch
     >>> from torch import nn
-    >>> from shardwright.analysis.recording import record_forward
+    >>> from shardwright.analysis.record_forward import record_forward
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
     ...         self.weight.data[:, 0].zero_()

@@ -7,27 +7,22 @@ operators on each device (``WHOLE_CALLS``) are recorded as one call.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.device_moves import TAKES_GRADIENT, call_on_meta
-from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
 from shardwright.analysis.meta_values import MetaValues, view_key
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.module_log import ParameterUse
 from shardwright.analysis.operator_results import leaves_of, map_tensors, tensors_of
-from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -112,7 +107,7 @@ class Recording:
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
-    functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
+    functions: dict[str, list[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
 
     The keys are the names of the backward's nodes: ``SquareBackward`` for a class ``Square``. A gradient has the
@@ -120,17 +115,15 @@ class Recording:
     function's operand."""
     measured_in_backward: list[TensorUse] = field(default_factory=list)
     """The tensors that the backward of one of these functions measures or cuts by numbers, which would be shards."""
+    drawing_backwards: list[str] = field(default_factory=list)
+    """The names of those of these nodes that draw random numbers of their own, not those of a forward again."""
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
-    uses: list[tuple[Literal["use", "hold", "release"], str]] = field(default_factory=list)
-    """The uses of parameters in order, each as the kind of use and the parameter's name.
-
-    A call of a module uses all of its own parameters. Code that reads one as an attribute uses it. If the forward of
-    the module that has the parameter is running then, the read also holds it, and the end of that forward releases it.
-    """
+    uses: list[ParameterUse] = field(default_factory=list)
+    """The uses of parameters in order, as :class:`ModuleLog` lists them."""
     selecting: dict[str, int] = field(default_factory=dict)
     """The modules whose code selects by a condition on values, as a mixture of experts does.
 
@@ -182,6 +175,12 @@ class Recorded(MetaValues):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._above.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # what a recorder asks of tensors is no code of the user's
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
         """Returns the record of a tensor of the run (:class:`TensorUse`), a new one if it was not seen before.
@@ -264,34 +263,6 @@ _ASKS_SIZES = frozenset(
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
 """The function that a TorchFunctionMode sees when code replaces a tensor's data; no operator runs."""
 
-_MEASURES = frozenset(
-    (
-        "__get__", "__getitem__", "__len__", "__setitem__", "as_strided", "element_size", "expand", "expand_as",
-        "narrow", "nelement", "numel", "pad", "repeat", "reshape", "select", "size", "split", "split_with_sizes",
-        "stride", "tile", "unflatten", "untyped_storage", "view",
-    )
-)  # fmt: skip
-"""Names of torch functions that read sizes of a tensor, or take sizes and indices as numbers.
-
-In the backward of a user's own function these would be those of a rank's shard.
-"""
-
-
-class _BackwardReads(TorchFunctionMode):
-    """Notes the tensors that code measures, in ``found``; functions run as without a mode."""
-
-    def __init__(self, recorded: Recorded, found: list[TensorUse]) -> None:
-        super().__init__()
-        self._recorded, self._found = recorded, found
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunction():
-            if getattr(func, "__name__", "") in _MEASURES:
-                self._found += map(self._recorded.use, tensors_of((args, kwargs or {})))
-            return func(*args, **(kwargs or {}))
-
 
 class _WholeCalls(TorchFunctionMode):
     """Records the functions of ``WHOLE_CALLS`` as one operator each."""
@@ -342,181 +313,3 @@ def _with_positional(
             break
         args = (*args, named[name])
     return args, {name: value for name, value in named.items() if name not in operands[: len(args)]}
-
-
-class _RecordedParameters(dict[str, Any]):
-    """A module's ``_parameters`` dict that notes which parameters code reads as attributes."""
-
-    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[Any]) -> None:
-        super().__init__(parameters)
-        self.names, self._uses = names, uses
-        self._read: list[list[str]] = []  # by each call of the module's forward that runs
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.names:
-            self._uses.append(("use", self.names[name]))
-            if self._read:
-                self._uses.append(("hold", self.names[name]))
-                self._read[-1].append(self.names[name])
-        return super().__getitem__(name)
-
-    def enter(self) -> None:
-        """Notes that the module's forward begins."""
-        self._read.append([])
-        self._uses.extend(("use", name) for name in self.names.values())
-
-    def leave(self) -> None:
-        """Notes that the module's forward has ended, so that the parameters it read are released."""
-        self._uses.extend(("release", name) for name in self._read.pop())
-
-
-@contextmanager
-def _running(model: nn.Module, uses: list[Any]) -> Iterator[tuple[Callable[[], tuple[str, int]], Callable[[], bool]]]:
-    """Yields the functions ``where`` and ``runs_again`` of :class:`Recorded`.
-
-    Uses of parameters are appended to ``uses``.
-    """
-    stack, calls, handles = [("", 0)], Counter[str](), []
-    saving = [_saved_by()]  # how autograd's saved tensors were kept where each running module was called
-    named: dict[nn.Module, dict[str, str]] = {}
-    for _, module, own, name in owners(model):
-        named.setdefault(module, {})[own] = name
-    plain = {module: module._parameters for module in named}
-    for module, names in named.items():
-        module._parameters = _RecordedParameters(module._parameters, names, uses)
-    for path, module in model.named_modules():
-
-        def enter(module: nn.Module, args: Any, path: str = path) -> None:
-            stack.append((path, calls[path]))
-            saving.append(_saved_by())
-            calls[path] += 1
-            if isinstance(module._parameters, _RecordedParameters):
-                module._parameters.enter()
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            stack.pop()
-            saving.pop()
-            if isinstance(module._parameters, _RecordedParameters):
-                module._parameters.leave()
-
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield lambda: stack[-1], lambda: _saved_by() is not saving[-1]
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, parameters in plain.items():
-            module._parameters = parameters
-
-
-def _saved_by() -> Any:
-    """Returns the hook by which autograd packs what it saves now, as inside of a checkpoint; None if there is none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
-def _own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> dict[str, list[RecordedCall]]:
-    """Returns the operators in the backward of each user-defined autograd function that leads to the outputs.
-
-    ``recorded`` has recorded the forward. It knows the tensors that the functions have saved.
-    """
-    found: dict[str, list[RecordedCall]] = {}
-    nodes = [node for node in nodes_behind(outputs) if isinstance(node, BackwardCFunction)]
-    if not nodes:
-        return found
-    forward, recorded.recording = recorded.recording, Recording()
-    running: list[ExitStack] = []
-    made = {(each.grad_fn, each.output_nr): each for each in recorded.kept() if each.grad_fn is not None}
-    for node in nodes:
-        calls = found.setdefault(type(node).__name__, [])
-        node.register_prehook(partial(_begin, recorded, node, made, running, forward.measured_in_backward))
-        node.register_hook(partial(_end, recorded, node, made, running, calls))
-    learning = [output for output in outputs if output.requires_grad]
-    with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
-        torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
-    recorded.recording = forward
-    return found
-
-
-_Made = Mapping[tuple[Any, int], Tensor]
-"""Tensors of a forward by the autograd node that made each, and its place among that node's results."""
-
-
-def _begin(
-    recorded: Recorded, node: Any, made: _Made, running: list[ExitStack], measured: list[TensorUse], gradients: Any
-) -> None:  # fmt: skip
-    recorded.recording.calls.clear()
-    for place, gradient in enumerate(gradients):
-        if gradient is not None and (node, place) in made:
-            recorded.treat_as(gradient, made[node, place])
-    running.append(ExitStack())
-    running[-1].enter_context(torch._C._EnableTorchFunction())
-    running[-1].enter_context(_BackwardReads(recorded, measured))
-
-
-def _end(
-    recorded: Recorded, node: Any, made: _Made, running: list[ExitStack], calls: list[RecordedCall], gradients: Any,
-    _: Any,
-) -> None:  # fmt: skip
-    running.pop().close()
-    calls += recorded.recording.calls
-    for gradient, (before, place) in zip(gradients, node.next_functions, strict=True):
-        operand = getattr(before, "variable", None) if (before, place) not in made else made[before, place]
-        if gradient is not None and operand is not None and operand.shape == gradient.shape:
-            copy = recorded.use(gradient), recorded.use(operand.detach())
-            calls.append(RecordedCall(torch.ops.aten.clone.default, copy[:1], {}, copy[1:]))
-
-
-def record_forward(
-    model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
-) -> Recording:
-    """Runs one forward of a model and returns a record of its operators; model and inputs are on the meta device.
-
-    The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
-    inputs or parameters counts as false, and a mask that selects elements by them as true everywhere. If the code then
-    raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
-    that uses more parameters is returned. The backward runs too if the user's own autograd functions lead to the
-    outputs, and adds gradients to the parameters.
-
-    Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
-        forward takes a gradient itself. If the code raises in both runs, the second exception is raised.
-
-    >>> recording = record_forward(nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta"))
-    >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape
-    (['linear'], (2, 4))
-    """
-    try:
-        recording, num_guessed = _record(model, inputs, within, guess=False)
-    except Exception:  # of the user's own code: a check that has failed, for example
-        return _record(model, inputs, within, guess=True)[0]
-    if num_guessed and len(recording.parameters_used) < len(recording.parameters):
-        with suppress(Exception):  # as above
-            other, _ = _record(model, inputs, within, guess=True)
-            return max(recording, other, key=lambda each: len(each.parameters_used))
-    return recording
-
-
-def _record(
-    model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
-) -> tuple[Recording, int]:  # fmt: skip
-    uses: list[Any] = []
-    with _running(model, uses) as (where, runs_again):
-        recorded = Recorded(where, guess=guess, runs_again=runs_again)
-        recording = recorded.recording
-        recording.uses = uses
-        for name, parameter in model.named_parameters():
-            recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
-        for name, buffer in model.named_buffers():
-            recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
-        recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
-        for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
-            found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
-                      if isinstance(tensor, Tensor)]  # fmt: skip
-        with torch.enable_grad(), within(recorded), recorded:
-            outputs = call_model(model, inputs)
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    recording.outputs = [recorded.use(tensor) for tensor in tensors]
-    recording.num_numbers = recorded.num_numbers
-    recording.functions = _own_functions(tensors, recorded)
-    return recording, recorded.num_guessed

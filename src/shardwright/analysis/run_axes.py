@@ -306,7 +306,7 @@ def axes_of(recording: Recording) -> RunAxes:
 
     >>> import torch
     >>> from torch import nn
-    >>> from shardwright.analysis.recording import record_forward
+    >>> from shardwright.analysis.record_forward import record_forward
     >>> model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).to("meta")
     >>> recording = record_forward(model, torch.empty(2, 6, device="meta"))
     >>> axes = axes_of(recording)

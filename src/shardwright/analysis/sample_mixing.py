@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.marked_inputs import sample_tensors
-from shardwright.analysis.recording import RecordedCall, Recording, TensorUse, record_forward
+from shardwright.analysis.record_forward import record_forward
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)

@@ -26,7 +26,7 @@ def operator_work(
 
     >>> import torch
     >>> from torch import nn
-    >>> from shardwright.analysis.recording import record_forward
+    >>> from shardwright.analysis.record_forward import record_forward
     >>> from shardwright.analysis.run_axes import axes_of
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job

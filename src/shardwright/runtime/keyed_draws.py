@@ -9,7 +9,7 @@ is known from the recorded run (``analysis/draws.py``). Only the modules that dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
+from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
 from shardwright.analysis.draws import FIRST, MIXED, Draws, SamplePlace
 from shardwright.attention_scores import attend_dropping
@@ -29,11 +30,17 @@ from shardwright.runtime.keyed_numbers import KeyedNumbers, Tokens
 
 Rows = Callable[[], Sequence[int]]
 
+ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers]]
+"""A draw of a forward: the name of the function, and a function that returns its numbers for tensors on a device."""
+
+_DRAWN = "_shardwright_drawn"
+"""The attribute of a function that a checkpoint will run again, under which the draws of its forward are kept."""
+
 
 class _ModuleDraws:
     """A context around one call of a module, in which :class:`KeyedDraws` is on; counts the call's draws."""
 
-    __slots__ = ("call", "keyed", "number", "path", "rows", "tokens")
+    __slots__ = ("around", "call", "keyed", "number", "path", "rows", "tokens")
 
     def __init__(self, keyed: KeyedDraws, path: str, rows: Rows | None, tokens: Tokens | None) -> None:
         self.keyed, self.path, self.rows, self.tokens = keyed, path, rows, tokens
@@ -44,6 +51,7 @@ class _ModuleDraws:
             self.call: int | PlanError = self.keyed.rng.count(self.path)
         except PlanError as error:  # it matters only if the call draws
             self.call = error
+        self.around = saved_by(), torch.is_grad_enabled()
         if not self.keyed.running:
             self.keyed.__enter__()
         self.keyed.running.append(self)
@@ -78,7 +86,51 @@ class _ModuleDraws:
             drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
-        return self.keyed.numbers(self.path, self.call, self.number - 1, samples, device, self.tokens)
+        numbers = partial(self.keyed.numbers, self.path, self.call, self.number - 1, samples, tokens=self.tokens)
+        if self.around != (saved_by(), torch.is_grad_enabled()):  # the module's code has called torch.utils.checkpoint
+            code = checkpoint_call(_KeyedForward.__call__.__code__)
+            if code is not None:
+                _drawn_in(code).append((name, numbers))
+        return numbers(device)
+
+
+class _CheckpointDraws(TorchFunctionMode):
+    """A torch function mode in which the draws of code that a backward repeats get the numbers of the forward.
+
+    It is for code that a module passes to ``torch.utils.checkpoint``. Where a backward calls a module again, the module
+    counts its draws itself, under :class:`KeyedDraws`. ``drawn`` are the draws of the forward, in order: the name of
+    the function, and what returns its numbers for a device.
+    """
+
+    def __init__(self, drawn: Sequence[ForwardDraw]) -> None:
+        super().__init__()
+        self._drawn, self._number = drawn, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return in_multihead(*args, **named)
+        call = draw_of(func, args, named)
+        if call is None:
+            return func(*args, **named)
+        x = call.drawn(None)
+        device = x.device if isinstance(x, Tensor) else call.empty().device
+        return _KEYED[call.kind](call, x, self._next(call.name)(device))
+
+    def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers]:
+        if self._number >= len(self._drawn) or self._drawn[self._number][0] != name:
+            names = ", ".join(each for each, _ in self._drawn)
+            raise PlanError(
+                f"a backward draws by '{name}' in code of a checkpoint, and what it repeats cannot be known",
+                given=f"draws of the forward there: {names}",
+                allowed="code that draws the same again in the backward; one checkpoint, and not several in each other",
+                fix="draw in a module of its own, such as nn.Dropout, or leave out torch.utils.checkpoint",
+            )
+        self._number += 1
+        return self._drawn[self._number - 1][1]
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -240,6 +292,23 @@ class _KeyedForward:
             result = self.inner(*args, **named)
         self.idle = self.keyed.draws is None and self.module.training and not draws.number  # or it would have
         return result
+
+
+def _drawn_in(code: CheckpointCall) -> list[ForwardDraw]:
+    """Returns the draws of a checkpoint's forward so far, to be added to; its backward will repeat them."""
+    if not hasattr(code.function, _DRAWN):
+        drawn: list[ForwardDraw] = []
+        again = code.function
+
+        @wraps(again)
+        def repeated(*args: Any, **named: Any) -> Any:
+            with _CheckpointDraws(drawn):
+                return again(*args, **named)
+
+        setattr(repeated, _DRAWN, drawn)
+        code.function = repeated
+    found: list[ForwardDraw] = getattr(code.function, _DRAWN)
+    return found
 
 
 # ---- the kinds of draws

@@ -57,17 +57,23 @@ _SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorPart], Any]] = {
     torch.numel: lambda part: prod(part.shape),
     Tensor.__len__: lambda part: part.shape[0],
 }
+_OF_MEMORY: Mapping[Any, Callable[[Tensor, TensorPart], Any]] = {
+    Tensor.stride: lambda x, part: like(x, part.shape).stride(),
+    Tensor.nbytes.__get__: lambda x, part: prod(part.shape) * x.element_size(),  # type: ignore[attr-defined]
+}
+"""What code asks of a tensor's memory. Strides are those of a whole tensor whose dims lie in the same order."""
+
 _READS = frozenset(
     (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__contains__,
      Tensor.__repr__, Tensor.__index__)
 )  # fmt: skip
 _OF_PARTS = frozenset(
-    (Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.is_contiguous, Tensor.element_size,
+    (Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size,
      Tensor.get_device, Tensor.data_ptr, Tensor.storage_offset, Tensor.requires_grad_, Tensor.register_hook,
      Tensor.retain_grad, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex)
 )  # fmt: skip
 """The functions that give for a shard the same answer as for the whole, or concern the shard itself."""
-_ANSWERED = frozenset((*_SIZES_OF_WHOLE, Tensor.size, *_READS, *_OF_PARTS))
+_ANSWERED = frozenset((*_SIZES_OF_WHOLE, *_OF_MEMORY, Tensor.size, *_READS, *_OF_PARTS))
 
 
 _OF_VOCABULARY: Mapping[Any, Callable[..., Tensor | None]] = {
@@ -152,6 +158,11 @@ class PartsMode(TorchFunctionMode):
             if func is Tensor.size:
                 dim = args[1] if len(args) > 1 else named.get("dim")
                 return part.shape if dim is None else part.shape[dim]
+            memory = _OF_MEMORY.get(func)
+            if memory is not None:
+                found = memory(args[0], part)
+                dim = args[1] if len(args) > 1 else named.get("dim")
+                return found if dim is None else found[dim]
         if func in _OF_PARTS:
             if func is Tensor.register_hook:
                 _check_hook(args[1] if len(args) > 1 else named["hook"])

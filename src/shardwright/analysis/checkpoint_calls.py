@@ -1,0 +1,135 @@
+"""Finds code that a backward runs again: what a model passes to ``torch.utils.checkpoint``, or to a like function.
+
+The library's own activation checkpointing is not meant: it runs the forward of whole modules again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import _CheckpointFrame
+
+from shardwright.errors import PlanError
+
+_FUNCTIONS = ("recompute_fn", "run_function")
+"""The attributes under which a checkpoint keeps the function that a backward calls again.
+
+The first is that of torch's frames, the second that of the ``ctx`` of reentrant checkpoints, of torch's and others.
+"""
+
+
+class CheckpointCall:
+    """A checkpoint whose forward is running: ``place`` keeps the function that the backward will call again.
+
+    ``place`` is torch's frame of the checkpoint; or, if it is reentrant, autograd's node of the call, its ``ctx``.
+    """
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+        self._name = next((name for name in _FUNCTIONS if callable(getattr(place, name, None))), "")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known where the function is kept."""
+        return bool(self._name)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that the backward will call again. It can be set to another one."""
+        found: Callable[..., Any] = getattr(self.place, self._name)
+        return found
+
+    @function.setter
+    def function(self, function: Callable[..., Any]) -> None:
+        setattr(self.place, self._name, function)
+
+
+def checkpoint_call(within: CodeType) -> CheckpointCall | None:
+    """Returns the checkpoint inside of whose forward the caller's code runs; None outside of one.
+
+    Only checkpoints are looked for that were called by the innermost running function with the code ``within``, or by
+    what it called.
+
+    Raises: PlanError: the caller's code is inside of several, one in the other.
+
+    >>> found = []
+    >>> def run(x):
+    ...     found.append(checkpoint_call(forward.__code__))
+    ...     return x.exp()
+    >>> def forward(x):
+    ...     run(x)
+    ...     return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    >>> output = forward(torch.ones(2, requires_grad=True))
+    >>> found[0], found[1].is_known
+    (None, True)
+    """
+    places = list(_places(within))
+    if len(places) > 1:
+        raise PlanError(
+            "random numbers are drawn inside of several checkpoints, one in the other",
+            given=f"{len(places)} checkpoints around the same code",
+            allowed="one checkpoint around code that draws; or modules that draw, such as nn.Dropout",
+            fix="draw in a module of its own, or leave out one of the checkpoints",
+        )
+    return places[0] if places else None
+
+
+def saved_by() -> Any:
+    """Returns the hook by which autograd packs what it saves now, as inside of a checkpoint; None if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def compare_local_shapes() -> None:
+    """Makes the checkpoint inside of whose forward the caller's code runs, if any, compare shapes of local tensors.
+
+    It compares what its forward saves with what its backward computes again, and the latter outside of modes that give
+    for a shard the shape of the whole tensor.
+    """
+    frame = _frame_of(saved_by())
+    if frame is not None and not isinstance(frame.metadata_fn, _LocalShape | None):
+        frame.metadata_fn = _LocalShape(frame.metadata_fn)
+
+
+class _LocalShape:
+    """Calls a function with a tensor where no mode answers for it."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        self._function = function
+
+    def __call__(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._function(tensor)
+
+
+def _frame_of(hook: Any) -> _CheckpointFrame | None:
+    """Returns the checkpoint whose hook packs what autograd saves in its forward; None for any other hook."""
+    cells = getattr(hook, "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
+
+
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+
+
+def _places(within: CodeType) -> Iterator[CheckpointCall]:
+    """Yields the checkpoints whose forwards are running in this thread, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not within:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        place: Any = None
+        if frame.f_code is _CHECKPOINT and not frame.f_locals.get("use_reentrant"):
+            place = _frame_of(saved_by())
+        elif frame.f_code.co_name == "forward" and names:
+            place = frame.f_locals.get(names[0])
+            place = place if isinstance(place, BackwardCFunction) else None
+        if place is not None and CheckpointCall(place).is_known:
+            yield CheckpointCall(place)
+        frame = frame.f_back  # type: ignore[assignment]  # None above the first

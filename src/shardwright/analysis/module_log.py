@@ -1,0 +1,132 @@
+"""Follows which module's forward runs while a model is recorded, and which parameters code uses.
+
+Inside of ``torch.utils.checkpoint`` a backward would run the forward of a module again. In a record it does not: what
+the module's operators save for the backward is kept, as outside of a checkpoint, so that the backward of the user's own
+autograd functions computes with tensors that the record has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwright.analysis.checkpoint_calls import saved_by
+from shardwright.analysis.structure import owners
+
+ParameterUse = tuple[Literal["use", "hold", "release"], str]
+"""The kind of use of a parameter, and the parameter's name."""
+
+
+class ModuleLog:
+    """Follows the calls of a model's modules while it is open as a context, and changes nothing of what they compute.
+
+    ``uses`` lists the uses of parameters so far, in order. A call of a module uses all of its own parameters. Code that
+    reads one as an attribute uses it. If the forward of the module that has the parameter is running then, the read
+    also holds it, and the end of that forward releases it.
+
+    >>> with ModuleLog(nn.Sequential(nn.Linear(2, 2))) as running:
+    ...     running.where(), running.uses
+    (('', 0), [])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.uses: list[ParameterUse] = []
+        self._model = model
+        self._stack = [("", 0)]
+        self._calls = Counter[str]()
+        self._saving = [saved_by()]  # how autograd's saved tensors are kept in each running module
+        self._keeping: list[AbstractContextManager[Any]] = []  # of each running module
+        self._open: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> ModuleLog:
+        self._open = self._followed()
+        self._open.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._open is not None, "it was entered"
+        self._open.__exit__(*error)
+
+    def where(self) -> tuple[str, int]:
+        """Returns the name of the module whose forward runs, and the number of that call, from 0."""
+        return self._stack[-1]
+
+    def runs_again(self) -> bool:
+        """Returns whether a backward will run the running code again, and not by a call of the running module."""
+        return saved_by() is not self._saving[-1]
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        named: dict[nn.Module, dict[str, str]] = {}
+        for _, module, own, name in owners(self._model):
+            named.setdefault(module, {})[own] = name
+        plain = {module: module._parameters for module in named}
+        for module, names in named.items():
+            module._parameters = _RecordedParameters(module._parameters, names, self.uses)
+        handles = []
+        for path, module in self._model.named_modules():
+
+            def enter(module: nn.Module, args: Any, path: str = path) -> None:
+                self._begin(path, module)
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(self._end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, parameters in plain.items():
+                module._parameters = parameters
+
+    def _begin(self, path: str, module: nn.Module) -> None:
+        self._stack.append((path, self._calls[path]))
+        self._calls[path] += 1
+        keeping = saved_tensors_hooks(_itself, _itself) if self.runs_again() else nullcontext()
+        self._keeping.append(keeping)
+        keeping.__enter__()
+        self._saving.append(saved_by())
+        if isinstance(module._parameters, _RecordedParameters):
+            module._parameters.enter()
+
+    def _end(self, module: nn.Module, *_: Any) -> None:
+        self._stack.pop()
+        self._saving.pop()
+        self._keeping.pop().__exit__(None, None, None)
+        if isinstance(module._parameters, _RecordedParameters):
+            module._parameters.leave()
+
+
+class _RecordedParameters(dict[str, Any]):
+    """A module's ``_parameters`` dict that notes which parameters code reads as attributes."""
+
+    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[ParameterUse]) -> None:
+        super().__init__(parameters)
+        self.names, self._uses = names, uses
+        self._read: list[list[str]] = []  # by each call of the module's forward that runs
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.names:
+            self._uses.append(("use", self.names[name]))
+            if self._read:
+                self._uses.append(("hold", self.names[name]))
+                self._read[-1].append(self.names[name])
+        return super().__getitem__(name)
+
+    def enter(self) -> None:
+        """Notes that the module's forward begins."""
+        self._read.append([])
+        self._uses.extend(("use", name) for name in self.names.values())
+
+    def leave(self) -> None:
+        """Notes that the module's forward has ended, so that the parameters it read are released."""
+        self._uses.extend(("release", name) for name in self._read.pop())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,120 @@
+"""Records the backward of the user's own autograd functions, of which the forward alone says too little.
+
+Such a backward computes with the tensors that a rank has, and nothing sums over ranks there: a tensor that it sums,
+measures, or cuts by numbers must be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from shardwright.analysis.autograd_graph import nodes_behind
+from shardwright.analysis.checkpoint_calls import CheckpointCall
+from shardwright.analysis.draw_calls import draw_of
+from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.recording import Recorded, RecordedCall, Recording
+
+_MEASURES = frozenset(
+    (
+        "__get__", "__getitem__", "__len__", "__setitem__", "as_strided", "element_size", "expand", "expand_as",
+        "narrow", "nelement", "numel", "pad", "repeat", "reshape", "select", "size", "split", "split_with_sizes",
+        "stride", "tile", "unflatten", "untyped_storage", "view",
+    )
+)  # fmt: skip
+"""Names of torch functions that read sizes of a tensor, or take sizes and indices as numbers.
+
+In the backward of a user's own function these would be those of a rank's shard.
+"""
+
+
+def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
+    """Runs the backward from ``outputs`` and adds that of each of the user's autograd functions to the record.
+
+    ``recorded`` has recorded the forward, and knows the tensors that the functions have saved. What is added are
+    ``functions``, ``measured_in_backward`` and ``drawing_backwards`` of its :class:`Recording`. Without such functions
+    no backward runs.
+    """
+    nodes = [node for node in nodes_behind(outputs) if isinstance(node, BackwardCFunction)]
+    if not nodes:
+        return
+    forward, recorded.recording = recorded.recording, Recording()
+    made = {(each.grad_fn, each.output_nr): each for each in recorded.kept() if each.grad_fn is not None}
+    for node in nodes:
+        function = _FunctionBackward(recorded, forward, node, made)
+        node.register_prehook(function.begin)
+        node.register_hook(function.end)
+    learning = [output for output in outputs if output.requires_grad]
+    try:
+        with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
+            torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
+    finally:
+        recorded.recording = forward
+
+
+class _FunctionBackward:
+    """One call of a user's autograd function, whose backward is recorded into ``forward``, the record of the forward.
+
+    ``node`` is autograd's, and ``made`` has the tensors of the forward by the node that made each and its place among
+    that node's results.
+    """
+
+    def __init__(
+        self, recorded: Recorded, forward: Recording, node: Any, made: Mapping[tuple[Any, int], Tensor]
+    ) -> None:  # fmt: skip
+        self._recorded, self._forward, self._node, self._made = recorded, forward, node, made
+        self._running = ExitStack()
+
+    def begin(self, gradients: Any) -> None:
+        """Begins to record; ``gradients`` are those of the function's results."""
+        self._recorded.recording.calls.clear()
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and (self._node, place) in self._made:
+                self._recorded.treat_as(gradient, self._made[self._node, place])
+        self._running.enter_context(torch._C._EnableTorchFunction())
+        self._running.enter_context(_BackwardReads(self._recorded, self._forward, self._node))
+
+    def end(self, gradients: Any, _: Any) -> None:
+        """Ends the record; ``gradients`` are those of the function's operands."""
+        self._running.close()
+        name, calls = type(self._node).__name__, list(self._recorded.recording.calls)
+        for gradient, (before, place) in zip(gradients, self._node.next_functions, strict=True):
+            at = before, place
+            operand = self._made[at] if at in self._made else getattr(before, "variable", None)
+            if gradient is not None and operand is not None and operand.shape == gradient.shape:
+                copy = self._recorded.use(gradient), self._recorded.use(operand.detach())
+                calls.append(RecordedCall(torch.ops.aten.clone.default, copy[:1], {}, copy[1:]))
+        self._forward.functions.setdefault(name, []).extend(calls)
+
+
+class _BackwardReads(TorchFunctionMode):
+    """Notes what the backward of ``node``, a call of a user's function, measures and draws, in the record ``forward``.
+
+    Functions run as without a mode. What checkpoints repeat inside of it is not the function's own.
+    """
+
+    def __init__(self, recorded: Recorded, forward: Recording, node: Any) -> None:
+        super().__init__()
+        self._recorded, self._forward, self._node = recorded, forward, node
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        with torch._C.DisableTorchFunction():
+            if not self._recorded.runs_again():
+                if getattr(func, "__name__", "") in _MEASURES:
+                    self._forward.measured_in_backward += map(self._recorded.use, tensors_of((args, named)))
+                if draw_of(func, args, named) is not None and not self._repeats():
+                    self._forward.drawing_backwards.append(type(self._node).__name__)
+            return func(*args, **named)
+
+    def _repeats(self) -> bool:
+        """Returns whether the running code draws what a forward has drawn: that of a module, or of a checkpoint."""
+        return bool(self._recorded.where()[0]) or (torch.is_grad_enabled() and CheckpointCall(self._node).is_known)

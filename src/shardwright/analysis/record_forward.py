@@ -1,0 +1,70 @@
+"""Records one forward of a model on the meta device, and the backward of the user's own autograd functions in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
+from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.module_log import ModuleLog
+from shardwright.analysis.own_functions import record_own_functions
+from shardwright.analysis.recording import Recorded, Recording
+
+
+def record_forward(
+    model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
+) -> Recording:
+    """Runs one forward of a model and returns a record of its operators; model and inputs are on the meta device.
+
+    The forward runs inside the context that ``within`` returns for the recorder. A yes-or-no condition on values of
+    inputs or parameters counts as false, and a mask that selects elements by them as true everywhere. If the code then
+    raises, or parameters stay unused behind such a condition, it is run again with the conditions true, and the record
+    that uses more parameters is returned. The backward runs too if the user's own autograd functions lead to the
+    outputs, and adds gradients to the parameters.
+
+    Raises: ValueReadError: the code reads a number that depends on a parameter or an input. NotImplementedError: the
+        forward takes a gradient itself. If the code raises in both runs, the second exception is raised.
+
+    >>> recording = record_forward(nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta"))
+    >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape
+    (['linear'], (2, 4))
+    """
+    try:
+        recording, num_guessed = _record(model, inputs, within, guess=False)
+    except Exception:  # of the user's own code: a check that has failed, for example
+        return _record(model, inputs, within, guess=True)[0]
+    if num_guessed and len(recording.parameters_used) < len(recording.parameters):
+        with suppress(Exception):  # as above
+            other, _ = _record(model, inputs, within, guess=True)
+            return max(recording, other, key=lambda each: len(each.parameters_used))
+    return recording
+
+
+def _record(
+    model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
+) -> tuple[Recording, int]:  # fmt: skip
+    with ModuleLog(model) as running:
+        recorded = Recorded(running.where, guess=guess, runs_again=running.runs_again)
+        recording = recorded.recording
+        for name, parameter in model.named_parameters():
+            recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
+        for name, buffer in model.named_buffers():
+            recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
+        recording.inputs = [recorded.use(tensor, "input") for tensor in sample_tensors(inputs)]
+        for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
+            found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
+                      if isinstance(tensor, Tensor)]  # fmt: skip
+        with torch.enable_grad(), within(recorded), recorded:
+            outputs = call_model(model, inputs)
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        recording.outputs = [recorded.use(tensor) for tensor in tensors]
+        recording.num_numbers = recorded.num_numbers
+        recording.uses = list(running.uses)
+        record_own_functions(tensors, recorded)
+    return recording, recorded.num_guessed
