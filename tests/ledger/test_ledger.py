@@ -16,13 +16,14 @@ from shardwright.ledger.tracking import _TRANSPORTS, KINDS, Tracker
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
+from shardwright.strategies.pipeline import p2p
 
 OVER, UNDER = 0.02, 0.01
 
 
-def plain(dropout=0.1):
+def plain(dropout=0.1, num_layers=2):
     with sw.without_values():
-        return GPT(GPTConfig(num_layers=2, num_heads=4, width=32, max_tokens=16, dropout=dropout))
+        return GPT(GPTConfig(num_layers=num_layers, num_heads=4, width=32, max_tokens=16, dropout=dropout))
 
 
 def data(num_samples=8):
@@ -223,6 +224,24 @@ def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
     last = sw.launch(work, 2, ranks="threads")[1]
     message = 2 * 16 * 32 * 4
     assert last.most()["messages"] <= 3 * message, "one microbatch in hand, and what is posted ahead"
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/1f1b mb4 recompute:full", "pp2/scatter mb2 tp2"])
+def test_what_a_stage_has_received_counts_in_buffers_that_are_kept_too(line, monkeypatch):
+    build = partial(plain, num_layers=4)
+
+    def peaks(least):
+        monkeypatch.setattr(p2p, "LEAST_BYTES", least)
+        run = sw.launch(measured, sw.Layout.parse(line).num_ranks, build, line, data(), ranks="threads")
+        job = Job(build(), CrossEntropy())
+        on_card = [predict_memory(job, line, rank, data(), device="cuda").peak_bytes for rank in range(len(run))]
+        return [each.peak_bytes for each in run], on_card
+
+    (kept, on_card), (anew, the_same) = peaks(1), peaks(2**60)
+    assert on_card == the_same, "an accelerator keeps none"
+    assert all(a <= b for a, b in zip(anew, kept, strict=True))
+    monkeypatch.setattr(p2p, "LEAST_BYTES", 1)
+    check_close(build, line, data())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -30,8 +30,9 @@ from shardwright.formatting import first_line
 from shardwright.layout import Layout
 from shardwright.ledger.device_memory import beside_tensors
 from shardwright.ledger.tracking import MemoryAccount, RehearsalTracker, Tracker
-from shardwright.parallelize import parallelize, under_plan
-from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
+from shardwright.models.given_loss import loss_for
+from shardwright.parallelize import under_plan
+from shardwright.parallelize.planning import job_for, make_plan, narrow_model, num_rows, without_storage
 from shardwright.parallelize.rehearsal import values_crossing
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Job, Plan
@@ -113,6 +114,7 @@ def memory_tracked(
     kind_of_tracker = RehearsalTracker if run.world.device.type == "meta" else Tracker
     tracker = kind_of_tracker(run.world.transport.blocks, run.world.device if kind not in HOST else None)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
+    tracker.hold("messages", run.receiving())
     tracker.hold("gradients", _gradients(_trainable(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
@@ -228,24 +230,22 @@ def _rehearsed(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     has_blocks = ranks == "processes" and device in HOST
     world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if has_blocks else None)
-    if planned is not None:
-        stands_for = "" if device in HOST else device
-        run = under_plan(job._replace(stands_for=stands_for), planned.plan, planned.strategies, world)
-    else:
-        run = parallelize(
-            without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
-            roles=job.roles, example=batch[0], seconds=job.seconds,
-        )  # fmt: skip
+    if planned is None:
+        plain, loss = without_storage(job.model), without_storage(loss_for(job.loss, job.model))
+        job = job_for(plain, loss, layout, batch[0], job.num_tokens, job.roles)._replace(seconds=job.seconds)
+        planned = JobPlan(*make_plan(job, layout))
+    job = job._replace(stands_for="" if device in HOST else device)
+    run = under_plan(job, planned.plan, planned.strategies, world)
     # a part is a view of the whole batch, as in a run on the CPU; values are kept where the model's code needs them
     on_meta_device = map_tensors(batch, lambda tensor: tensor.to("meta"))
     given = cloned(batch[0]) if run.plan.reads_values else on_meta_device[0]
     (microbatch,) = run.shard([(given, on_meta_device[1])])
     if run.plan.stages is not None:
         # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
-        crossing = planned.crossing if planned is not None else []
+        crossing = planned.crossing
         if not crossing:
             crossing += _crossing(job, run, microbatch, num_rows(batch))
-        run.rehearse_with(microbatch, crossing)
+        run.rehearse_with(microbatch, crossing, first_step=first_step)
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
     if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory

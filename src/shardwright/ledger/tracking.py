@@ -28,9 +28,9 @@ KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits
 """The kinds of memory, by use.
 
 ``parameters``: the model's buffers included. ``activations``: all that the forward allocates and no other kind has.
-``logits``: the loss's first argument, and what the loss itself allocates. ``messages``: gathered pieces and send
-buffers. ``backward``: temporaries of the backward, recomputed activations included. ``shared``: blocks of memory shared
-by one machine's ranks, which carry messages.
+``logits``: the loss's first argument, and what the loss itself allocates. ``messages``: gathered pieces, send buffers,
+and the buffers that stages keep for large messages. ``backward``: temporaries of the backward, recomputed activations
+included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages.
 """
 
 ELSEWHERE = ("host", "disk")

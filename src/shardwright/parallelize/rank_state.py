@@ -64,6 +64,10 @@ class RankState:
         """Yields ZeRO's buffers of unsharded parameters, which stay in memory between steps beside the parameters."""
         return (tensor for each in self._applied for tensor in each.kept())
 
+    def receiving(self) -> Iterator[Tensor]:
+        """Yields the buffers into which pipeline stages receive large messages, which stay in memory between steps."""
+        return (tensor for each in self._applied for tensor in each.receiving())
+
     def summing(self) -> Iterator[Tensor]:
         """Yields the tensors in which ZeRO adds up gradients, before they become the ``.grad`` of the parameters."""
         return (tensor for each in self._applied for tensor in each.summing())

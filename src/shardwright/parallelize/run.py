@@ -371,15 +371,18 @@ class Run(RankState):
 
     # ---- observing a step
 
-    def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
+    def rehearse_with(
+        self, batch: Microbatch, values: Sequence[Mapping[str, Any]], *, first_step: bool = True
+    ) -> None:  # fmt: skip
         """Prepares a pipeline stage for a step on ``batch`` on the meta device, in which no other stage runs.
 
         ``values`` holds, for each microbatch, the tensors that the stage would receive, by name, on the meta device.
+        Without ``first_step`` the step is one after the first, in which stages tell each other shapes and dtypes.
         Without pipeline stages nothing is done.
         """
         work = self._executor.work
         if isinstance(work, PipelineStage):
-            work.expect(self.pieces(batch), values)
+            work.expect(self.pieces(batch), values, announced=not first_step)
 
     def pieces(self, batch: Microbatch, num_microbatches: int | None = None) -> list[Microbatch]:
         """Returns this rank's part of a batch split into microbatches, by default as many as the layout has.

@@ -17,6 +17,7 @@ from shardwright.cost.operators import OperatorRecord
 from shardwright.devices import HOST
 from shardwright.dispatch_mode import DispatchMode
 from shardwright.ledger.account import JobPlan, measure_memory, rehearsal_errors_explained, rehearsed
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.runtime.executor import Events
@@ -100,10 +101,11 @@ def _begins_anew(plan: Plan, device_type: str) -> bool:
     """Returns whether a rank's first step does other things than its second, beside making optimizer state.
 
     Weights that are gathered before use, by ZeRO-3 or for products, are gathered ahead in the order of the step before.
-    In the first step stages allocate the buffers into which they receive, and ranks on a CPU blocks of shared memory.
+    In the first step ranks on a CPU allocate blocks of shared memory, and stages of a recorded forward compare records.
     """
     fetches = any(axes for _, note in notes_of(plan) for _, axes in note.fetched())
-    return device_type in HOST or plan.schedule is not None or fetches or bool(plan.unsharded_on_use)
+    is_recorded = isinstance(plan.stages, EventStages)
+    return device_type in HOST or is_recorded or fetches or bool(plan.unsharded_on_use)
 
 
 def _rehearsed(

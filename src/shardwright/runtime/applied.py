@@ -82,6 +82,7 @@ class AppliedStrategy:
       sync may send them.
     - ``offload``: the state that is stored in host memory or on disk.
     - ``kept``: returns tensors beside parameters that stay on the device between steps, such as unshard buffers.
+    - ``receiving``: returns tensors into which messages are received, and which stay on the device between steps.
     - ``summing``: returns tensors in which gradients are summed until they are the ``.grad`` of stored parameters.
     - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
     - ``check(values)``: raises PlanError if other code has written to parameters of the model where that would be
@@ -97,6 +98,7 @@ class AppliedStrategy:
     summed: Callable[[str], bool] = lambda group: True
     offload: Offload | None = None
     kept: Callable[[], Iterable[Tensor]] = tuple
+    receiving: Callable[[], Iterable[Tensor]] = tuple
     summing: Callable[[], Iterable[Tensor]] = tuple
     saving: Saving | None = None
     check: Callable[[bool], None] = lambda values: None

@@ -56,7 +56,7 @@ def test_large_messages_reuse_the_buffers_of_earlier_ones_unless_a_tensor_still_
             run.step(batch)
         kept = [pair for pair in run.model[1].seen if pair is not None]
         assert all(torch.equal(mine, copy) for mine, copy in kept)
-        return len(kept), sum(map(len, run._executor.work.p2p._buffers._kept.values())), run.parameters
+        return len(kept), sum(map(len, run._executor.work.p2p.buffers._kept.values())), run.parameters
 
     (_, gradients, _), (num_kept, values, parameters) = launch(work, 2, ranks="threads")
     assert parameters["1.factor"].grad.item() == pytest.approx(2 * (0 + 1 + 4 + 9) / 4)

@@ -51,18 +51,21 @@ class GhostStage(PipelineStage[EventStages]):
     _names: ParameterIndex | None = None
     _edges: tuple[Edge, ...] = ()
 
-    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+    def expect(
+        self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
+    ) -> None:  # fmt: skip
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
         It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
-        cross between chunks, by name.
+        cross between chunks, by name. ``announced`` says that the others know the shapes and dtypes of what this stage
+        sends, as after a first step.
         """
         self._prepare()
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
             key = self._key(number, microbatch, len(microbatches)), self._chunks_for(microbatch).crossing
             for edge in self.stages.chunked.edges:
                 spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
-                self.p2p.set_spec(key, (edge.source, edge.target), self._sent(spec))
+                self.p2p.set_spec(key, (edge.source, edge.target), self._sent(spec), announced=announced)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output on each of them.

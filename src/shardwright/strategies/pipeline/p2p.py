@@ -15,7 +15,7 @@ There it is received into its place in a buffer for the whole tensor, which an a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm.axis import Axis
 from shardwright.comm.pending import Pending, done
-from shardwright.devices import HOST
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.sharding.tensor_part import part_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
@@ -145,9 +144,16 @@ class ReceiveBuffers:
     The schedule does not tell when a buffer is free: autograd, a module that keeps its input or a user's view may still
     refer to it. So the storage's reference count decides. Smaller messages get fresh tensors, and on a GPU all do:
     torch's caching allocator reuses memory there, and knows which streams use it.
+
+    ``are_reused`` is False on a GPU, and in a rehearsal that stands for one.
     """
 
+    are_reused: bool = True
     _kept: dict[tuple[tuple[int, ...], torch.dtype], list[_Buffer]] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the buffers that are kept now."""
+        return (buffer.memory for buffers in self._kept.values() for buffer in buffers)
 
     def begin(self) -> None:
         """Begins a run of a schedule, and frees the buffers that the last run did not use."""
@@ -159,7 +165,7 @@ class ReceiveBuffers:
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a tensor of this shape and dtype to receive into, from a reused buffer if one is free."""
         shape = tuple(shape)
-        if device.type not in HOST or prod(shape) * dtype.itemsize < LEAST_BYTES:
+        if not self.are_reused or prod(shape) * dtype.itemsize < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
         buffers = self._kept.setdefault((shape, dtype), [])
         for buffer in buffers:
@@ -216,12 +222,12 @@ class P2P:
 
     axis: Axis
     scatter: Axis | None = None
+    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     _by_key: dict[object, _EdgeSpecs] = field(default_factory=dict)
     _by_microbatch: dict[int, _EdgeSpecs] = field(default_factory=dict)
     _queues: dict[int, deque[StageMessage]] = field(default_factory=dict)
     _posted: dict[StageMessage, list[_Receive]] = field(default_factory=dict)
     _source_of: dict[StageMessage, int] = field(default_factory=dict)
-    _buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
 
     def begin(self, arrivals: Mapping[int, Sequence[StageMessage]], keys: Sequence[object]) -> None:
         """Prepares for one run of a schedule; ``arrivals`` are the messages to receive, by sending stage, in order.
@@ -231,7 +237,7 @@ class P2P:
         assert not self._posted, "every message of the last run was taken"
         self._queues = {stage: deque(messages) for stage, messages in arrivals.items()}
         self._source_of = {message: stage for stage, messages in arrivals.items() for message in messages}
-        self._buffers.begin()
+        self.buffers.begin()
         self._by_microbatch = {}
         for number, key in enumerate(keys):
             # Taken out and put back, so that the dict's order is that of the last use.
@@ -243,14 +249,16 @@ class P2P:
         """Returns whether the shapes and dtypes of messages are cached under ``key``."""
         return key in self._by_key
 
-    def set_spec(self, key: object, edge: tuple[int, int], spec: ValueSpec) -> None:
+    def set_spec(self, key: object, edge: tuple[int, int], spec: ValueSpec, *, announced: bool) -> None:
         """Stores, under ``key``, the shapes and dtypes of messages from chunk to chunk (``edge``), as if received.
 
-        Backwards count as reaching all of them. For rehearsals alone: in a run the sender sends both with its first
-        message.
+        Backwards count as reaching all of them. With ``announced`` this stage sends them with no message of its own, as
+        if it had done so before. For rehearsals alone: in a run the sender sends both with its first message.
         """
         kept = self._by_key.setdefault(key, _EdgeSpecs())
         kept.specs[edge] = spec
+        if announced:
+            kept.announced.add(edge)
         kept.reached[edge] = tuple(True for leaf in spec.tensors if leaf.needs_gradient)
 
     def spec(self, message: StageMessage) -> ValueSpec:
@@ -374,7 +382,7 @@ class P2P:
         spec, source, posted = self.spec(message), self._source_of[message], list[_Receive]()
         for leaf in spec.tensors:
             if message.kind == "F" or leaf.needs_gradient:
-                whole = into = self._buffers.take(leaf.shape, leaf.dtype, self.axis.device)
+                whole = into = self.buffers.take(leaf.shape, leaf.dtype, self.axis.device)
                 if leaf.is_scattered:
                     assert self.scatter is not None, "else nothing is scattered"
                     into = whole.view(-1).split(part_sizes(whole.numel(), self.scatter.size))[self.scatter.index]

@@ -38,6 +38,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
+from shardwright.devices import HOST
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
@@ -58,7 +59,8 @@ from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.messages import StageMessage, coming, connected_stages, leaving
-from shardwright.strategies.pipeline.p2p import P2P
+from shardwright.strategies.pipeline.p2p import P2P, ReceiveBuffers
+from shardwright.strategies.pipeline.pipeline_stage import PipelineStage
 from shardwright.strategies.pipeline.scatter import part_sizes
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
@@ -189,12 +191,13 @@ class Pipeline:
 
         axes["pp"].connect(sorted(connected_stages(schedule, stages.chunked.edges)))
         scatter = None if plan.scatter_axis is None else axes[plan.scatter_axis]
-        rest = (schedule.stage_of, P2P(axes["pp"], scatter), repeat, job.frame)
+        buffers = ReceiveBuffers((job.stands_for or axes["pp"].device.type) in HOST)
+        rest = (schedule.stage_of, P2P(axes["pp"], scatter, buffers), repeat, job.frame)
         if isinstance(stages, EventStages):
-            return AppliedStrategy(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
-        if scatter is not None:
-            stages = _computing(stages, plan)
-        return AppliedStrategy(work=Stage(job.model, stages, *rest))
+            work: PipelineStage[Any] = GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng)
+        else:
+            work = Stage(job.model, stages if scatter is None else _computing(stages, plan), *rest)
+        return AppliedStrategy(work=work, receiving=buffers.tensors)
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the p2p messages that the rank at ``coord`` sends and receives in a step, and its collectives.

@@ -118,11 +118,14 @@ class PipelineStage(Generic[StagesT]):
         """This rank's index on the axis ``pp``."""
         return self.p2p.axis.index
 
-    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+    def expect(
+        self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
+    ) -> None:  # fmt: skip
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
         It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
-        cross between chunks, by their names in the model's code. Subclasses implement it.
+        cross between chunks, by their names in the model's code. ``announced`` says that the others know the shapes and
+        dtypes of what this stage sends, as after a first step. Subclasses implement it.
         """
         raise NotImplementedError
 

@@ -63,21 +63,25 @@ class Stage(PipelineStage[Stages]):
     _code: StageCode | None = None
     _by_value: set[tuple[str, ...]] = field(default_factory=set)
 
-    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+    def expect(
+        self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]], *, announced: bool = False
+    ) -> None:  # fmt: skip
         """Sets the shapes and dtypes of all p2p messages, which a stage otherwise learns from the messages themselves.
 
         It is for steps on the meta device, where no message arrives. ``values[m]`` are the values of microbatch m that
-        cross between chunks, by their names in the model's code.
+        cross between chunks, by their names in the model's code. ``announced`` says that the others know the shapes and
+        dtypes of what this stage sends, as after a first step.
         """
-        chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
-        known: dict[object, WholeShapes] = {}
+        code = self._code_of(microbatches[0].inputs)
+        chunked = code.chunked
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
-            wholes = self._whole_shapes(chunked, microbatch, known)
+            wholes = self._whole_shapes(chunked, microbatch, code.wholes)
             for edge in chunked.edges:
                 sent = [_crossing_value(chunked, name, crossing[name]) for name in edge.values]
                 spec, _ = spec_of(sent, f"chunk {edge.source}")
                 key = self._key(number, microbatch, len(microbatches))
-                self.p2p.set_spec(key, (edge.source, edge.target), self._sent(spec, edge, wholes))
+                between = edge.source, edge.target
+                self.p2p.set_spec(key, between, self._sent(spec, edge, wholes), announced=announced)
 
     # ---- ModelPart: called by the executor
 
