@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from shardwright import verify
 from shardwright.analysis.draw_calls import draw_of
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 
 NUM, WIDTH = 8, 8
 
@@ -180,8 +180,40 @@ def test_a_batch_norm_is_not_warned_of(recwarn):
     assert not [each for each in recwarn if "changes the buffer" in str(each.message)]
 
 
-def test_a_sparse_buffer_is_refused_by_name():
+class Sparse(nn.Module):
+    """Whisper's mask of heads, which training does not read, beside a graph's matrix, which it may."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.enter, self.leave, self.reads = nn.Linear(WIDTH, 12), nn.Linear(12, 3), reads
+        self.register_buffer("heads", torch.ones(2, 2).to_sparse(), persistent=False)
+        self.register_buffer("graph", (torch.eye(12) * 2).to_sparse(), persistent=False)
+        self.rows = torch.eye(12, dtype=torch.float64).to_sparse_csr()
+
+    def forward(self, x):
+        x = self.enter(x)
+        if self.reads:
+            x = x + torch.sparse.mm(self.graph.to(x.dtype), x.t()).t() + (self.rows.to(x.dtype) @ x.t()).t()
+        return self.leave(x.tanh())
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "tp2", "pp2/1f1b mb2", "dp2/zero2 mb2 recompute:enter"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("reads", [False, True])
+def test_sparse_buffers_that_no_checkpoint_has_are_copied(line, reads):
+    torch.manual_seed(0)
+    model, batch = Sparse(reads), (torch.randn(NUM, WIDTH), classes())
+    if reads and ("pp" in line or "tp" in line):
+        with pytest.raises(LayoutError, match="Sparse CSR tensors do not have strides|cannot be recorded"):
+            verify(model, line, [batch])
+        return
+    verdict = verify(model, line, [batch] * 2)
+    assert verdict.equal, str(verdict)
+    assert model._buffers["heads"].is_sparse, "the caller's model is left alone"
+
+
+def test_a_sparse_buffer_that_checkpoints_have_is_refused_by_name():
     model = nn.Sequential(nn.Linear(WIDTH, 3))
-    model.register_buffer("heads", torch.ones(2, 2).to_sparse(), persistent=False)
+    model.register_buffer("heads", torch.ones(2, 2).to_sparse())
     with pytest.raises(PlanError, match=r"'heads' is a sparse tensor(?s:.*)module\.heads\.to_dense\(\)"):
         verify(model, "dp2", [(torch.randn(NUM, WIDTH), classes())])

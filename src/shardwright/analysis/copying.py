@@ -16,6 +16,7 @@ from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -81,6 +82,8 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
             kind = type(value)
             if kind in ATOMS or kind is staticmethod:  # deepcopy refuses it; its function is rebuilt below
                 own[name] = value
+            elif isinstance(value, Tensor) and value.layout != torch.strided:  # deepcopy takes no compressed one
+                own[name] = memo.setdefault(id(value), value.detach().clone())
             elif kind in COLLECTIONS and not value and name in _HOOKS:
                 own[name] = memo.setdefault(id(value), kind())  # a hook's handle refers to it
             elif name in REGISTERED and kind in DICTS and known.issuperset(map(id, value.values())):

@@ -87,13 +87,14 @@ def check_model(model: nn.Module) -> None:
                 allowed="tables whose gradients are dense: ranks sum them",
                 fix="leave out sparse=True",
             )
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
+        saved = ((n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set)
+        for name, value in (*module._parameters.items(), *saved):
             if value is not None and value.layout != torch.strided:
                 raise PlanError(
                     f"'{f'{path}.{name}'.lstrip('.')}' is a sparse tensor, of which ranks take no parts and copies",
                     given=f"{type(module).__name__} with a parameter or buffer of layout {value.layout}",
-                    allowed="dense parameters and buffers",
-                    fix=f"write module.{name} = module.{name}.to_dense(), or, if training does not read it, None",
+                    allowed="dense parameters and buffers, and sparse buffers with persistent=False",
+                    fix=f"write module.{name} = module.{name}.to_dense(), or register it with persistent=False",
                 )
         for name, value in vars(module).items():
             # a hook that runs before each forward computes it anew, as that of torch.nn.utils.weight_norm does

@@ -53,6 +53,9 @@ def place_parameters(
             continue
         requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
         _tie(module, tied)
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.layout != torch.strided and device.type != "meta":
+                vars(module)[key] = value.to(device)
         buffers = dict(module.named_buffers(recurse=False))
         if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
             _draw(model, path, module, seed, records)

@@ -67,7 +67,7 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
 
     ``seen_as(tensor)`` returns the tensor that the copy has in place of a parameter or buffer, by default a view of it.
     Tied tensors stay tied. Modules that the model holds in a plain list or a closure, without registering them, are
-    copied too.
+    copied too. Sparse buffers that no checkpoint has are plain attributes of the copy.
 
     Raises: PlanError: a function that holds a part of the model, as in a closure, cannot be rebuilt for the copy.
     """
@@ -77,9 +77,17 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
             if id(p) not in memo:
                 memo[id(p)] = keep_record(p, nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
         for b in each.buffers():
-            if id(b) not in memo:
+            if id(b) not in memo and b.layout != torch.strided:
+                memo[id(b)] = b.detach().clone()
+            elif id(b) not in memo:
                 memo[id(b)] = keep_values(b, keep_record(b, seen_as(b).detach()))
-    return copied(model, memo)
+    copy = copied(model, memo)
+    for module in copy.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.layout != torch.strided and name in module._non_persistent_buffers_set:
+                del module._buffers[name]
+                vars(module)[name] = buffer
+    return copy
 
 
 @traces_kept()

@@ -314,6 +314,8 @@ class Prefetcher:
 
     def pack(self, tensor: Tensor) -> Any:
         """Returns what autograd saves: for a view of an unsharded buffer its position, for other tensors the tensor."""
+        if tensor.layout != torch.strided:  # a sparse one has no storage
+            return tensor
         key = tensor.untyped_storage()._cdata  # not the address, which tensors on the meta device do not have
         for group in self.groups:
             if group.state is UnshardStatus.UNSHARDED:
