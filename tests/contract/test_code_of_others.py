@@ -204,7 +204,7 @@ def test_sparse_buffers_that_no_checkpoint_has_are_copied(line, reads):
     torch.manual_seed(0)
     model, batch = Sparse(reads), (torch.randn(NUM, WIDTH), classes())
     if reads and ("pp" in line or "tp" in line):
-        with pytest.raises(LayoutError, match="Sparse CSR tensors do not have strides|cannot be recorded"):
+        with pytest.raises(LayoutError, match=r"Sparse CSR tensors do not have strides|cannot be recorded"):
             verify(model, line, [batch])
         return
     verdict = verify(model, line, [batch] * 2)

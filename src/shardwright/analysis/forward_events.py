@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
@@ -43,6 +44,9 @@ from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.tracer import is_autograd_function
+
+_HOOKS = frozenset([Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+"""The functions that set hooks on gradients. On the ghost of a tensor that another stage has, a hook would not run."""
 
 _READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """Tensor methods that read a tensor's values without running an operator."""
@@ -152,6 +156,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._made: dict[ValueName, Any] = {}
         self._code_of_call: CodeType | None = None
         self._checkpoints: dict[FrameType, tuple[str, list[str]]] = {}  # of each: who calls it, and what it calls
+        self._functions: set[Any] = set()  # autograd's nodes of the calls of functions of the user's own
 
     def _name(self, tensor: Tensor) -> ValueName | str | None:
         return value_name(tensor) or self.names.of(tensor)
@@ -163,8 +168,9 @@ class _ForwardRecorder(TorchFunctionMode):
         given = tensors_of((args, named))
         if func in TAKES_GRADIENT and any(id(tensor) in self._varying for tensor in given):
             self.record.own_backward.add("")  # with respect to inputs, which are no meta tensors in a run
-        elif func in TAKES_GRADIENT and self._unit is None:
+        elif (func in TAKES_GRADIENT or func in _HOOKS) and self._unit is None:
             self.record.own_backward.add(self._running[-1][0])
+        self._note_functions(given)
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
@@ -329,6 +335,18 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._checkpoints.setdefault(frame, (caller, []))[1].append(called)
             frame = frame.f_back
 
+    def _note_functions(self, tensors: Sequence[Tensor]) -> None:
+        """Notes the autograd functions of the user's own that have returned ``tensors``, in the module that is running.
+
+        One that returns its argument as it is makes no call that could be noted.
+        """
+        with below_functions():
+            nodes = {tensor.grad_fn for tensor in tensors if isinstance(tensor.grad_fn, BackwardCFunction)}
+        for node in nodes:
+            if node not in self._functions and self._unit is None:
+                self.record.own_backward.add(self._running[-1][0])
+            self._functions.add(node)
+
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
         original: Callable[..., Any] = module._call_impl
@@ -340,6 +358,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if self._unit is None and self._running:
                 self._note_callers(sys._getframe(1), self._running[-1][0], path)
+                self._note_functions(tensors_of((args, named)))
                 if torch._C._functorch.peek_interpreter_stack() is not None:  # as of a function in a transform
                     self.record.own_backward.add(self._running[-1][0])
             self._has_autocast |= torch._C._is_any_autocast_enabled()
@@ -360,6 +379,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
         outer, self._scope = self._scope, scope
         results = original(*args, **named)
+        self._note_functions(tensors_of(results))
         self._scope = outer
         cost, stop = self._work.since(before), len(self.record.events)
         is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
@@ -379,6 +399,7 @@ class _ForwardRecorder(TorchFunctionMode):
         results = original(*args, **named)
         with below_functions():
             written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
+            self._note_functions(tensors_of(results))
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
             self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost)

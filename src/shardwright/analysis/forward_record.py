@@ -122,8 +122,8 @@ class ForwardRecord:
     code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
     outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
     ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
-    and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``, or
-    that runs functions inside of a transform such as ``torch.vmap``.
+    and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``,
+    that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on the gradient of a tensor.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)

@@ -23,7 +23,7 @@ from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.kept_traces import kept
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
-from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
+from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer, refusing_own_functions
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -225,7 +225,8 @@ def trace(
         bound = inspect.signature(copy.forward).bind_partial()
         bound.arguments.update(inputs)
         full_precision = torch.autocast("cpu", enabled=False)
-        with RefusesRandomNumbers(), ShowsReads(tracer, weights), torch.enable_grad(), full_precision:
+        reading = ShowsReads(tracer, weights)
+        with refusing_own_functions(), RefusesRandomNumbers(), reading, torch.enable_grad(), full_precision:
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,6 +64,36 @@ def _in_autograd_function() -> bool:
     while frame is not None and not is_autograd_function(frame):
         frame = frame.f_back
     return frame is not None
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of a class method
+
+
+@contextmanager
+def refusing_own_functions() -> Iterator[None]:
+    """Returns a context in which code that calls an autograd function of the user's own is an error at the end.
+
+    A function that returns its argument as it is, and does all its work in the backward, makes no node. Under a
+    profiler (``sys.setprofile``) it is not seen.
+
+    Raises: RuntimeError: such a function was called, where gradients are enabled.
+    """
+    if sys.getprofile() is not None:
+        yield
+        return
+    called = False
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal called
+        called |= event == "call" and frame.f_code is _APPLY and torch.is_grad_enabled()
+
+    sys.setprofile(look)  # of this thread alone
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+    if called:
+        raise RuntimeError("a part of the code is an autograd function with a backward of its own")
 
 
 ATTRIBUTES = "attributes"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.optimizer_trial import check_options, check_steps
+from shardwright.checkpoint.optimizer_trial import check_options, check_steps, lacks_entry
 from shardwright.checkpoint.saved_groups import saved_options
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
@@ -258,6 +258,11 @@ def _fill_optimizer(
                 states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         every.append({key: _like(value, group.get(key), tuple) for key, value in options.items()})
         check_options(optimizer, group, every[-1])
+        for parameter in held.values():
+            state = states.get(parameter, {})
+            # earlier versions saved a step count alone for a parameter without a gradient, if a rank had no part of it
+            if state and not elementwise & state.keys() and lacks_entry(optimizer, group, every[-1], parameter, state):
+                del states[parameter]
         if lost := sorted(name for name, p in held.items() if states.get(p) and name not in listed):
             raise ValueError(f"{MANIFEST}: no param group has '{lost[0]}', of which there is state")
         check_steps(optimizer, group, every[-1], {name: (p, states.get(p, {})) for name, p in held.items()})

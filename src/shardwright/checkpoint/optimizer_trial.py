@@ -82,6 +82,24 @@ def check_steps(
             raise ValueError(f"{type(optimizer).__name__} cannot step with {why}") from failure
 
 
+def lacks_entry(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any],
+    parameter: nn.Parameter, state: Mapping[str, Any],
+) -> bool:  # fmt: skip
+    """Returns whether an optimizer misses an entry in the saved state of a parameter, but could begin without state.
+
+    The arguments are those of :func:`check_steps`, for one parameter. An optimizer that cannot be tried gives False.
+
+    >>> weight = nn.Parameter(torch.ones(3))
+    >>> adam, sgd = torch.optim.AdamW([weight]), torch.optim.SGD([weight])
+    >>> [lacks_entry(each, each.param_groups[0], {}, weight, {"step": torch.ones(())}) for each in (adam, sgd)]
+    [True, False]
+    """
+    small = {key: _small(value, parameter) for key, value in state.items()}
+    failure = _failure(optimizer, {**group, **options}, parameter, small)
+    return isinstance(failure, KeyError) and _failure(optimizer, group, parameter, {}) is None
+
+
 def _small(value: Any, parameter: nn.Parameter) -> Any:
     """Returns an entry of a parameter's state for a parameter of one element."""
     if is_elementwise(value, parameter):

@@ -345,12 +345,16 @@ def is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Returns the state that is equal on all ranks: optimizer scalars such as step counts, and the loss scale.
+    """Returns the state that is equal on all ranks that have it: optimizer scalars such as step counts, the loss scale.
+
+    Scalars are left out for a parameter of which this rank stores no element.
 
     Raises: CheckpointError: an entry of a parameter's state is neither a tensor of real numbers nor such as JSON holds.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items():
+        if not parameter.numel() and 0 not in run.plan.state[name].optimizer.shape:
+            continue  # an empty gradient comes whether or not a backward reached the elements, so steps count wrongly
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if not is_elementwise(value, parameter) and value is not None:
                 is_real = isinstance(value, Tensor) and not value.is_complex()

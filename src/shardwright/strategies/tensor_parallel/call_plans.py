@@ -445,7 +445,7 @@ def _letter(part: Any) -> int:
 
 def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
     """Returns these elements' share of a mean over ``count`` elements; the ranks' shares add up to the mean."""
-    total: Tensor = torch.ops.aten.sum.dim_IntList(x, *args, **named)
+    total: Tensor = torch.ops.aten.sum(x, *args, **named)  # over all dims, or those that are given
     return total / count
 
 

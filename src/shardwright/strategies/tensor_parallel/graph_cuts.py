@@ -104,6 +104,9 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     held = tensors_outside(model)
     kept = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
     readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
+    for use in recording.outputs:
+        if use.kind == "parameter":  # the loss reads it
+            readers[use.name].add("")
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":
