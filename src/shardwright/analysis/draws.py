@@ -20,6 +20,7 @@ from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,9 @@ class SamplePlace(NamedTuple):
 MIXED = SamplePlace(-1)
 """Marks a drawn tensor whose samples are not one factor of one dim, so that it cannot be cut by samples."""
 
+TORCHS = "torch's generator"
+"""The name of torch's default generator, as of one whose numbers depend on the seeds that a forward gives it."""
+
 _OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
@@ -54,8 +58,20 @@ FIRST = SamplePlace(0)
 """The place of samples in most drawn tensors: dim 0, with no other factor."""
 
 
-FoundDraw = tuple[tuple[str, int, int], TensorUse, str]
-"""A draw of a recorded run: its key (module, call, number), the drawn tensor, and the name of the torch function."""
+DrawKey = tuple[str, int, int]
+"""The module that draws, the number of its call in the forward, and the number of the draw in that call."""
+
+
+class FoundDraw(NamedTuple):
+    """A draw of a recorded run: its key, the drawn tensor, and the name of the torch function.
+
+    ``is_seeded`` says that the forward has seeded the generator from which the function draws.
+    """
+
+    key: DrawKey
+    use: TensorUse
+    function: str
+    is_seeded: bool
 
 
 @dataclass
@@ -67,7 +83,8 @@ class Draws:
     the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
     draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
     lists modules in which the samples of a batch meet, with the function by which they do (:func:`meetings`).
-    ``backwards`` names the user's autograd functions whose backward draws.
+    ``backwards`` names the user's autograd functions whose backward draws. ``seeds`` are the keys of the draws from a
+    generator of torch that the forward seeds, which are the same numbers in every forward.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -76,6 +93,11 @@ class Draws:
     seeded: tuple[str, ...] = ()
     across: tuple[tuple[str, str], ...] = ()
     backwards: tuple[str, ...] = ()
+    seeds: frozenset[DrawKey] = frozenset()
+
+    def is_seeded(self, module: str, number: int) -> bool:
+        """Returns whether a draw is one from a generator that the forward seeds, as known of any call of the module."""
+        return any((path, n) == (module, number) for path, _, n in self.seeds)
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
@@ -129,9 +151,23 @@ class Draws:
                 allowed="torch's random functions, whose numbers are the same under every layout; one rank"
                 + ("; ranks that are processes" if is_shared else " and one microbatch"),
                 fix=("launch with ranks='processes', " if is_shared else "")
-                + "draw with torch.rand, or draw in the data loader",
+                + (
+                    "leave out the seed, draw from a torch.Generator of the forward's own"
+                    if TORCHS in unseeded
+                    else "draw with torch.rand"
+                )
+                + ", or draw in the data loader",
             )
-        for (path, _, _), place in self.places.items() if cuts_batch else ():
+        for key, place in self.places.items() if cuts_batch else ():
+            path = key[0]
+            if key in self.seeds and place is not None:
+                raise PlanError(
+                    f"'{path or 'the model'}' draws numbers for each sample from a generator that its forward seeds",
+                    given=f"{self.functions[key]} with a seed, under a layout that cuts the batch, so that ranks or "
+                    "microbatches would draw the same numbers for other samples",
+                    allowed="draws from such a generator that have no samples; draws without a generator",
+                    fix="leave out the seed, or draw in the data loader",
+                )
             if place == MIXED:
                 function = next(name for (other, _, _), name in self.functions.items() if other == path)
                 raise PlanError(
@@ -151,10 +187,12 @@ def draws_of(
     than torch's from which the run drew, and ``seeded`` those that it seeds itself.
     """
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
+    found = list(found)
     draws = Draws(
-        others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards
-    )
-    for key, use, function in found:
+        others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
+        seeds=frozenset(each.key for each in found if each.is_seeded),
+    )  # fmt: skip
+    for key, use, function, _ in found:
         place = _place(use, recording, axes)
         if place is None and any(is_inside(key[0], module) for module in recording.selecting):
             place = MIXED  # for the samples that a real run selects
@@ -257,10 +295,16 @@ def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
 
 
 class FindsDraws(TorchFunctionMode):
-    """A torch mode that notes each random draw of a recorded forward in ``found``, without drawing the numbers."""
+    """A torch mode that notes each random draw of a recorded forward in ``found``, without drawing the numbers.
 
-    def __init__(self, recorded: Recorded) -> None:
+    ``kept`` are the generators that the model keeps. ``is_reseeded`` says whether a draw was one from torch's default
+    generator, which the forward has seeded.
+    """
+
+    def __init__(self, recorded: Recorded, kept: Iterable[torch.Generator] = ()) -> None:
         super().__init__()
+        self.is_reseeded = False
+        self._seeds = {id(each): each.initial_seed() for each in (torch.default_generator, *kept)}
         self.found: list[FoundDraw] = []
         self._recorded = recorded
         self._numbers: dict[tuple[str, int], int] = {}
@@ -284,5 +328,8 @@ class FindsDraws(TorchFunctionMode):
         where = self._recorded.where()
         number = self._numbers.get(where, 0)
         self._numbers[where] = number + 1
-        self.found.append(((*where, number), use, call.name))
+        generator = call.get("generator", torch.default_generator)
+        is_seeded = generator.initial_seed() != self._seeds.get(id(generator))
+        self.is_reseeded |= is_seeded and generator is torch.default_generator
+        self.found.append(FoundDraw((*where, number), use, call.name, is_seeded))
         return result

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.draws import TORCHS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
@@ -25,6 +25,7 @@ from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.errors import PlanError
+from shardwright.initial_values.recorded_writes import numbers_from
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
 """What a forward must be to be recorded, for errors."""
@@ -240,16 +241,20 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
         recorded.give_kept(on_meta.buffers())
-        mode = finds[id(recorded.recording)] = FindsDraws(recorded)
+        mode = finds[id(recorded.recording)] = FindsDraws(recorded, generators)
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
     on_meta = on_meta if on_meta.training else on_meta.train()
-    with other_generators() as others:
+    held = (value for module in on_meta.modules() for value in vars(module).values())
+    generators = [value for value in held if isinstance(value, torch.Generator)]
+    with numbers_from("a record"), other_generators() as others:
         recording = record_forward(on_meta, cloned(inputs), within)
     again: dict[str, Any] = {}
+    reseeded = [TORCHS] if finds[id(recording)].is_reseeded else []
     if others:  # from another start, a forward that seeds them itself ends in the same state
         with other_generators(1) as again:
             record_forward(on_meta, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
-    return RecordedRun(recording, finds[id(recording)].found, tuple(others), seeded)
+    found = finds[id(recording)].found
+    return RecordedRun(recording, found, (*others, *reseeded), [*seeded, *reseeded])

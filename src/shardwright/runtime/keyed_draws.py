@@ -62,6 +62,12 @@ class _ModuleDraws:
         if not self.keyed.running:
             self.keyed.__exit__(*error)
 
+    def leave_out(self, name: str) -> None:
+        """Counts a draw by the function ``name`` that takes its numbers from a generator with a seed."""
+        if isinstance(self.call, int) and not self.keyed.rng.repeats:
+            self.keyed.drawn.setdefault((self.path, self.call), [])[self.number :] = [name]
+        self.number += 1
+
     def next(self, name: str, device: torch.device) -> KeyedNumbers:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``.
 
@@ -195,7 +201,11 @@ class KeyedDraws(TorchFunctionMode):
             return func(*args, **named)
         x = call.drawn(None)
         device = x.device if isinstance(x, Tensor) else call.empty().device
-        numbers = self.running[-1].next(call.name, device)
+        mine = self.running[-1]
+        if device.type != "meta" and self.draws is not None and self.draws.is_seeded(mine.path, mine.number):
+            mine.leave_out(call.name)
+            return _seeded(func, args, named, x, self.rng)
+        numbers = mine.next(call.name, device)
         if not getattr(_get_current_function_mode(), "takes_draws", False):
             return _KEYED[call.kind](call, x, numbers)
 
@@ -292,6 +302,22 @@ class _KeyedForward:
             result = self.inner(*args, **named)
         self.idle = self.keyed.draws is None and self.module.training and not draws.number  # or it would have
         return result
+
+
+def _seeded(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], x: Any, rng: RngTracker) -> Any:
+    """Returns what a function draws from a generator that the forward has seeded: the same as on one device.
+
+    Raises: PlanError: it draws for a tensor ``x`` of which ranks hold parts.
+    """
+    if isinstance(x, Tensor) and rng.part_of(x) is not None:
+        raise PlanError(
+            f"'{func.__name__}' draws from a generator with a seed, for a tensor of which each rank holds a part",
+            given="a generator that the forward seeds, under tp",
+            allowed="torch.randn(shape, generator=...) and the like, which draw a whole tensor",
+            fix="draw the whole tensor by its shape, leave out the seed, or leave out tp",
+        )
+    with torch._C.DisableTorchFunction():  # a mode below refuses what is drawn without a key
+        return func(*args, **named)
 
 
 def _drawn_in(code: CheckpointCall) -> list[ForwardDraw]:
