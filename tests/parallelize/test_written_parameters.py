@@ -81,3 +81,29 @@ def test_a_write_to_a_parameter_that_has_a_master_weight_is_refused(how, line):
 def test_what_a_forward_writes_to_is_found_in_its_record(how):
     found = written_parameters(record_forward(model(how).to("meta"), torch.empty(2, 16, device="meta")))
     assert found == ({} if how == "none" else {f"2.{HOW[how]}": "2"})
+
+
+class Momentum(nn.Module):
+    """A layer beside a frozen copy that follows it, updated in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.slow = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return self.layer(x) * self.slow(x)
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "pp2/1f1b mb2 dp2"])
+def test_a_momentum_encoder_is_updated_once_a_step_or_refused(line):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Momentum())
+    if "mb2" in line:
+        with pytest.raises(LayoutError, match=r"writes to the frozen parameter '2\.slow\.bias', and 'mb' makes"):
+            verify(model, line, batches(), loss=MeanSquaredError())
+        return
+    verdict = verify(model, line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)

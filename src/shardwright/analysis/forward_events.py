@@ -200,6 +200,8 @@ class _ForwardRecorder(TorchFunctionMode):
                 tag_value(tensor, inside)
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
+            if any(self.names.any_of(given[place]) is not None for place in written):
+                self.record.writing.add(self._running[-1][0])
             self._note_callers(sys._getframe(1), self._running[-1][0], "")
             plain, cost = plain_of(args, named), self._work.since(before)
             self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
@@ -260,14 +262,16 @@ class _ForwardRecorder(TorchFunctionMode):
         return self._stored[id(tensor)][1] if id(tensor) in self._stored else frozenset([name] if name else [])
 
     def note_changed_buffers(self) -> None:
-        """Notes the modules whose code read a buffer that the forward has replaced or written to.
+        """Notes the modules whose code read a buffer that the forward has replaced or written to, or replaced one.
 
         What a forward changes is another value in each stage and step, so that stages would not decide alike.
         """
-        changed = set[str]()
+        changed, scopes = set[str](), {scope.path for scope in self.record.scopes}
         for path, module, name, buffer, version, shape in self._state:
             if module._buffers.get(name) is not buffer or buffer._version != version or buffer.shape != shape:
                 changed.add(path)
+            if module._buffers.get(name) is not buffer and path.rpartition(".")[0] in scopes:
+                self.record.writing.add(path.rpartition(".")[0])
         self.record.selecting.update(path for path, names in self._reading if names & changed)
 
     def begin(self, inputs: Any) -> None:

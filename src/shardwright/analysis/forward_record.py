@@ -124,6 +124,7 @@ class ForwardRecord:
     ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
     and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``,
     that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on the gradient of a tensor.
+    ``writing`` are those whose code writes values of events into a parameter or buffer, or replaces a buffer.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -141,6 +142,7 @@ class ForwardRecord:
     selecting: set[str] = field(default_factory=set)
     checkpointed: set[str] = field(default_factory=set)
     own_backward: set[str] = field(default_factory=set)
+    writing: set[str] = field(default_factory=set)
     draws: bool = False
 
 

@@ -221,6 +221,7 @@ def trace(
         if shows_weights and type(copy) in KNOWN_LOOPS:
             copy.forward = loop_of(copy)
         reads = AttributeReads(copy) if shows_weights else None
+        buffers = [(each, dict(each._buffers)) for each in copy.modules()] if shows_weights else []
         forward = traceable_forward(copy, result_class, tracer)
         bound = inspect.signature(copy.forward).bind_partial()
         bound.arguments.update(inputs)
@@ -228,6 +229,8 @@ def trace(
         reading = ShowsReads(tracer, weights)
         with refusing_own_functions(), RefusesRandomNumbers(), reading, torch.enable_grad(), full_precision:
             output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
+        if any(each._buffers.get(name) is not buffer for each, kept in buffers for name, buffer in kept.items()):
+            return None  # a graph does not replace a module's buffers
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         called = [path for path, _, is_entered in submodules if not is_entered]

@@ -164,9 +164,9 @@ def check_loss(loss: nn.Module) -> None:
 def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError for layers, such as BatchNorm, whose result depends on how ``mb`` splits the batch.
 
-    With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too. The layout option
-    ``own-statistics`` allows both, but not embeddings with ``scale_grad_by_freq``. Without microbatches nothing is
-    checked.
+    With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too, and so is code
+    that writes to frozen parameters, as a momentum encoder does. The layout option ``own-statistics`` allows all, but
+    not embeddings with ``scale_grad_by_freq``. Without microbatches nothing is checked.
     """
     if layout.num_microbatches == 1:
         return
@@ -186,6 +186,14 @@ def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | Non
         )
     if graph is not None and not layout.own_statistics:
         check_own_code(graph, number)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        for name in sorted(frozen & graph.written_parameters().keys()) if frozen else ():
+            raise LayoutError(
+                f"the forward writes to the frozen parameter '{name}', and 'mb' makes several calls a step",
+                given=f"code that changes it in each of {number}'s calls, as that of a momentum encoder",
+                allowed=f"such code without mb; under {number}/own-statistics each microbatch changes it once",
+                fix=f"write {own}, leave out mb, or change it between steps by run.load_state_dict",
+            )
 
 
 def check_renormed(model: nn.Module, plan: Plan) -> None:

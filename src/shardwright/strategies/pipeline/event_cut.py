@@ -91,6 +91,14 @@ def cut_events(
     closed |= record.checkpointed | record.own_backward  # a backward runs their code, or code of theirs, as a whole
     if "" in closed:
         raise _own_backward(model)
+    if "" in record.writing:
+        raise LayoutError(
+            f"the code of {type(model).__name__} writes into a buffer, so it cannot be cut into stages",
+            given="a buffer of the model's own that each forward changes by what layers compute, or replaces",
+            allowed="such code in a module inside, as a block",
+            fix="move the buffer and the code that changes it into a module of its own",
+        )
+    closed |= record.writing  # only the stage that runs it has what it writes
     best: tuple[float, EventStages] | None = None
     failures: list[LayoutError] = []
     for finest in FINEST[:1] if names or seconds else FINEST:
