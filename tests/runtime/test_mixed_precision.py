@@ -11,7 +11,7 @@ from torch import nn
 from shardwright import launch, load, parallelize, save
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.models import CrossEntropy, GPTConfig, MLPConfig, build_mlp
+from shardwright.models import CrossEntropy, GPTConfig, MeanSquaredError, MLPConfig, build_mlp
 from shardwright.models.gpt import GPT
 from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job
@@ -287,3 +287,31 @@ def test_wide_sums_are_those_of_microbatches_gradients_too():
     plain, wide = (f"dp1/zero1{word} bf16 mb32" for word in ("", "/fp32-sums"))
     exact, narrow, summed = (launch(work, 1, line, ranks="threads")[0] for line in ("mb32", plain, wide))
     assert (summed - exact).norm() < 0.7 * (narrow - exact).norm()
+
+
+class Counts(nn.Module):
+    """A layer that counts its calls in a buffer of floats, and scales by another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("num_calls", torch.tensor(256.0))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.layer(x) * self.scale
+
+
+def test_a_count_without_dims_keeps_its_dtype_and_changes_none():
+    def work(world):
+        run = parallelize(Counts(), "dp2 bf16", world, loss=MeanSquaredError())
+        (batch,) = run.shard([(torch.ones(4, 4), torch.zeros(4, 4))])
+        for _ in range(3):
+            run.step(batch)
+        return run.state_dict()["num_calls"], run.model(torch.ones(1, 4, dtype=torch.bfloat16)).dtype
+
+    for count, dtype in launch(work, 2, ranks="threads"):
+        assert count.dtype == torch.float32
+        assert count.item() == 259.0
+        assert dtype == torch.bfloat16

@@ -230,11 +230,11 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
     """Casts a model's floating-point buffers to the layout's compute dtype, in place.
 
     Running statistics of batch and instance norms keep their dtype: they average many steps, whose small changes would
-    be lost in bf16 or fp16.
+    be lost in bf16 or fp16. So do buffers without dims, such as counts: beside tensors with dims they change no dtype.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(module, _NormBase):
+            if buffer is not None and buffer.dim() and not isinstance(module, _NormBase):
                 module._buffers[name] = cast_to_compute(buffer, plan)
 
 
