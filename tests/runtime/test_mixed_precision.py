@@ -304,8 +304,10 @@ class Counts(nn.Module):
 
 
 def test_a_count_without_dims_keeps_its_dtype_and_changes_none():
+    model = Counts()
+
     def work(world):
-        run = parallelize(Counts(), "dp2 bf16", world, loss=MeanSquaredError())
+        run = parallelize(model, "dp2 bf16", world, loss=MeanSquaredError())
         (batch,) = run.shard([(torch.ones(4, 4), torch.zeros(4, 4))])
         for _ in range(3):
             run.step(batch)
