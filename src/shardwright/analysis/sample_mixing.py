@@ -14,13 +14,16 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import copied
+from shardwright.analysis.loss_means import other_means
 from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
+from shardwright.analysis.sample_selections import picking_calls
+from shardwright.analysis.sample_windows import adds_up_groups, needs_other_samples
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 """The batch sizes tried for a recording: primes, which few other dims have as their size, so that the samples' dim is
@@ -47,8 +50,9 @@ _REDUCTIONS = frozenset((
 """Operators whose result on all samples is not the sum of the results on some of them."""
 
 _ALONG = {
-    "_log_softmax": 1, "_safe_softmax": 1, "_softmax": 1, "cumprod": 1, "cumsum": 1, "flip": 1, "log_softmax": 1,
-    "logcumsumexp": 1, "roll": 2, "softmax": 1, "sort": 1, "topk": 2,
+    "_fft_c2c": 1, "_fft_c2r": 1, "_fft_r2c": 1, "_log_softmax": 1, "_safe_softmax": 1, "_softmax": 1,
+    "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "flip": 1, "glu": 1, "kthvalue": 2, "log_softmax": 1,
+    "logcumsumexp": 1, "roll": 2, "softmax": 1, "sort": 1, "topk": 2, "unfold": 1,
 }  # fmt: skip
 """Operators that compute each value from others along some dims, and the number of the argument that names these."""
 
@@ -97,15 +101,18 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     return min(found, key=recording.calls.index, default=None)
 
 
-def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
+def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> dict[tuple[str, str], None]:
     """Returns (module, operator) for each operator by which the samples of a batch meet otherwise than in a sum.
 
-    These are reductions such as a maximum, softmax along the samples, and operators that compare or multiply all
-    samples with one another, as a contrastive loss does. So are functions that are not linear, such as a root, of sums
-    over samples, if parameters and outputs depend on these; writes of such a sum into a buffer; and reads of such a sum
-    by code.
+    These are reductions such as a maximum, softmax along the samples, operators that compare or multiply all samples
+    with one another, as a contrastive loss does, and those that need the dim of the samples whole, as a convolution
+    over them does. So are choices of samples by their number, if code combines these with others, and sums of samples
+    in groups; functions that are not linear, such as a root, of sums over samples, if parameters and outputs depend on
+    these; writes of such a sum into a buffer; and reads of such a sum by code. Without ``follows``, choices of samples
+    by number are not looked for, as where some inputs have other things than samples in dim 0.
     """
     batch = axes.of_samples(recording.inputs)
+    count = next((use.shape[0] for use in recording.inputs if use.shape), 1)
     sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
     trained, leading = _trained(recording), _leading(recording)
 
@@ -114,7 +121,7 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
 
     for call in recording.calls:
         name, first = call.name.removesuffix("_"), next(iter(call.operands), None)
-        results = [use for use in call.results if use.dtype.is_floating_point]
+        results = [use for use in call.results if _has_values(use)]
         if first is None or not results:
             continue
         before, meets = of_batch(first), False
@@ -122,9 +129,12 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
             meets = any(sum(map(bool, of_batch(use))) > 1 for use in results)
         if name in _REDUCTIONS and first.kind != "constant":
             meets |= bool(set().union(*before) - set().union(*of_batch(results[0])))
-        if name in _ALONG and first.dtype.is_floating_point:
+        if name in _ALONG and _has_values(first):
             given = call.argument(_ALONG[name], "dims" if name in ("flip", "roll") else "dim", -1)
             meets |= any(before[dim] for dim in ([given] if isinstance(given, int) else given) if before)
+        meets |= needs_other_samples(call, axes, batch)
+        is_used = not trained.isdisjoint(call.operands) and not leading.isdisjoint((*results, *call.written))
+        meets |= is_used and adds_up_groups(call, axes, batch, count)
         of_sums = [use for use in call.operands if use in sums and use in trained]
         bends = name in _BENDS or (name in _PRODUCTS and len(of_sums) > 1)
         meets |= bool(of_sums) and bends and any(use in leading for use in results)
@@ -136,6 +146,8 @@ def meetings(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]
     for module, use in recording.read:
         if use in sums:
             found[module, f"a decision by a {sums[use].name}"] = None
+    for call in picking_calls(recording, axes, trained, leading) if follows else ():
+        found[call.module, call.name] = None
     return found
 
 
@@ -168,9 +180,33 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     if not number or any(x.is_meta for x in given):
         return
     prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
+    # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0
+    alike = {len(x) for x in given} == {number} and not _has_list(targets)
+    # code that halves the batch, as that of two views of each sample does, runs with even numbers only
+    tried = (_recorded_loss(loss, output, targets, number, count) for count in ((prime, number) if alike else (prime,)))
+    recording = next((each for each in tried if each is not None), None)
+    if recording is None:
+        return
+    axes = axes_of(recording)
+    sums, back = _sums(recording, axes)
+    names = [call.name for call in back] + [name for _, name in meetings(recording, axes, follows=alike)]
+    names += other_means(recording, axes, sums, _trained(recording), targets)
+    for name in dict.fromkeys(names):
+        warn_of_meeting("the loss", name, stacklevel=2)
+
+
+def _has_list(tree: Any) -> bool:
+    return any(isinstance(each, list) for each in tree_leaves(tree, is_leaf=lambda each: isinstance(each, list)))
+
+
+def _recorded_loss(loss: nn.Module, output: Any, targets: Any, number: int, count: int) -> Recording | None:
+    """Returns the record of a loss on ``count`` samples in place of ``number``, or None if it does not run on these.
+
+    The tensors of the output count as parameters.
+    """
 
     def with_others(x: Tensor) -> Tensor:
-        several = prime * len(x) // number if x.dim() and len(x) % number == 0 else 0
+        several = count * len(x) // number if x.dim() and len(x) % number == 0 else 0
         return torch.empty((several, *x.shape[1:]) if several else x.shape, dtype=x.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, with_others, (output, targets))
@@ -179,13 +215,10 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
         with torch.random.fork_rng(devices=()):
             recording = record_forward(copied(loss, {}), inputs)  # a copy: the loss may keep state
     except Exception:  # of the user's own code, on tensors without values
-        return
+        return None
     learning = [use for x, use in zip(sample_tensors(inputs), recording.inputs, strict=True) if id(x) in outputs]
-    recording.parameters.update({f"output {number}": use for number, use in enumerate(learning)})
-    axes = axes_of(recording)
-    names = [call.name for call in _sums(recording, axes)[1]] + [name for _, name in meetings(recording, axes)]
-    for name in dict.fromkeys(names):
-        warn_of_meeting("the loss", name, stacklevel=2)
+    recording.parameters.update({f"output {place}": use for place, use in enumerate(learning)})
+    return recording
 
 
 def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, RecordedCall], list[RecordedCall]]:

@@ -1,0 +1,141 @@
+"""Finds means in a loss over something else than the count that the loss returns, such as a mean over a mask.
+
+A rank has its own samples' mean, and of such means the mean by counts of targets is not that of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from shardwright.analysis.marked_inputs import sample_tensors
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
+from shardwright.analysis.run_axes import RunAxes, leaves
+
+_CLASS_LOSSES = ("nll_loss2d_forward", "nll_loss_forward")
+"""Operators that may take their mean over weights of classes, or over the targets that are not ignored."""
+
+_MEAN = 1
+"""How these operators write that they take a mean."""
+
+_SAME_NUMBER = frozenset(("_to_copy", "alias", "clamp", "clamp_min", "clone", "detach", "maximum", "squeeze", "view"))
+"""Operators after which a count is still the same, unless it is of no targets."""
+
+
+def other_means(
+    recording: Recording, axes: RunAxes, sums: Collection[TensorUse], trained: Collection[TensorUse], targets: Any
+) -> list[str]:
+    """Returns the operators of a loss that divide a sum over samples by a sum of weights or a count of some of them.
+
+    ``sums`` are the values that are made of all samples, and ``trained`` those that depend on the model's output.
+    Where the loss multiplies its mean by that sum or count again, as :class:`MeanLoss` does with the targets that it
+    does not ignore, nothing is found. ``targets`` tell whether there are classes to be ignored.
+    """
+    numbers = _LossNumbers(recording, axes)
+    found: list[str] = []
+    for call in recording.calls:
+        is_other = False
+        if call.name in _CLASS_LOSSES and call.argument(3, "reduction") == _MEAN and call.results[0] in sums:
+            times = numbers.multiplied_by(call.results[0])
+            if call.argument(2, "weight") is not None:
+                is_other = not any(use.dtype.is_floating_point and use.kind != "constant" for use in times)
+            else:
+                is_other = numbers.leaves_out(int(call.argument(4, "ignore_index", -100)), times, targets)
+        elif call.name.removesuffix("_") == "div" and len(call.operands) == 2:
+            whole, divisor = call.operands
+            is_mean = whole in sums and whole in trained and divisor not in trained and numbers.sums_samples(divisor)
+            if not is_mean:
+                continue
+            ignored, times = numbers.class_left_out(divisor), numbers.multiplied_by(call.results[0])
+            if ignored is None:
+                is_other = all(numbers.number(use) != numbers.number(divisor) for use in times)
+            else:
+                is_other = numbers.leaves_out(ignored, times, targets)
+        if is_other:
+            found.append(call.name)
+    return found
+
+
+class _LossNumbers:
+    """How the numbers of a recorded loss were made."""
+
+    def __init__(self, recording: Recording, axes: RunAxes) -> None:
+        self._axes, self._calls = axes, recording.calls
+        making = [call for call in recording.calls if call.results and call.results[0] not in call.operands]
+        self._maker = {use: call for call in making for use in call.results}
+        self._batch = axes.of_samples(recording.inputs)
+        self._numbers: dict[TensorUse, int] = {}
+        known, args_of = dict[Any, int](), dict[RecordedCall, Any]()
+        for call in recording.calls:
+            given = tree_leaves(call.args, is_leaf=lambda leaf: isinstance(leaf, TensorUse))
+            args = tuple(self.number(leaf) if isinstance(leaf, TensorUse) else repr(leaf) for leaf in given)
+            for place, use in enumerate(call.results):
+                if call.name.removesuffix("_") in _SAME_NUMBER:
+                    self._numbers[use] = self.number(call.operands[0])
+                else:
+                    equal = self._equal(call)
+                    key = (call.name, args, place) if equal is None else ("ne", args_of[equal], place)
+                    self._numbers[use] = known.setdefault(key, len(known))
+                    args_of[call] = args
+
+    def number(self, use: TensorUse) -> int:
+        """Returns a number that is the same for values that were made alike, such as two counts of one mask."""
+        return self._numbers.setdefault(use, -1 - len(self._numbers))
+
+    def sums_samples(self, use: TensorUse) -> bool:
+        """Returns whether a value is a sum over samples of what depends on the batch, such as the count of a mask."""
+        call = self._maker.get(self._source(use))
+        if call is None or call.name not in ("count_nonzero", "mean", "sum"):
+            return False
+        return (
+            call.operands[0].kind != "constant" and self._has_samples(call.operands[0]) and not self._has_samples(use)
+        )
+
+    def class_left_out(self, use: TensorUse) -> int | None:
+        """Returns the class of which the targets are not counted, if a value counts all others, or else None."""
+        call = self._maker.get(self._source(use))
+        kept = None if call is None or call.name != "sum" else self._maker.get(self._source(call.operands[0]))
+        compared = None if kept is None else kept if kept.name == "ne" else self._equal(kept)
+        number = None if compared is None else compared.args[1]
+        return number if isinstance(number, int) else None
+
+    def leaves_out(self, ignored: int, times: Collection[TensorUse], targets: Any) -> bool:
+        """Returns whether a mean leaves out targets of a class, and is not multiplied by the count of the others.
+
+        ``times`` are what it is multiplied by. A class below 0 is left out if a target has it.
+        """
+        if any(self.class_left_out(use) == ignored for use in times):
+            return False
+        return ignored >= 0 or _has_class(targets, ignored)
+
+    def multiplied_by(self, mean: TensorUse) -> list[TensorUse]:
+        """Returns the tensors by which a mean, or what is made of it, is multiplied later on."""
+        derived, found = {mean}, list[TensorUse]()
+        for call in self._calls:
+            if not derived.isdisjoint(call.operands):
+                if call.name.removesuffix("_") == "mul":
+                    found += [use for use in call.operands if use not in derived]
+                derived.update(call.results)
+        return found
+
+    def _equal(self, call: RecordedCall) -> RecordedCall | None:
+        """Returns the comparison for equality of which a call is the opposite, or None."""
+        compared = self._maker.get(call.operands[0]) if call.name in ("bitwise_not", "logical_not") else None
+        return compared if compared is not None and compared.name == "eq" else None
+
+    def _source(self, use: TensorUse) -> TensorUse:
+        call = self._maker.get(use)
+        while call is not None and call.name.removesuffix("_") in _SAME_NUMBER:
+            use = call.operands[0]
+            call = self._maker.get(use)
+        return use
+
+    def _has_samples(self, use: TensorUse) -> bool:
+        return any(leaf in self._batch for axis in self._axes.of(use) for leaf in leaves(axis))
+
+
+def _has_class(targets: Any, number: int) -> bool:
+    classes = [each for each in sample_tensors(targets) if not each.is_floating_point() and not each.is_meta]
+    return any(bool((each == number).any()) for each in classes)

@@ -1,0 +1,348 @@
+"""Finds code that picks samples of a batch by their number and combines them with others, as ``h - h[:1]`` does.
+
+The record is followed from the inputs on: which samples each value is made of, and where its dims hold them. Code that
+takes samples apart and puts them together again, as a loop over the samples of a batch does, combines none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
+from shardwright.analysis.operator_dims import relation_of
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
+from shardwright.analysis.run_axes import RunAxes, leaves
+
+NO_SAMPLE = -1
+"""Stands for a row of a dim of samples that is of no sample, such as one that is concatenated to them."""
+
+_DIM_ARGUMENTS = {
+    "chunk": 2, "index_select": 1, "narrow": 1, "select": 1, "slice": 1, "split": 2, "split_with_sizes": 2,
+    "tensor_split": 2, "unbind": 1, "unsafe_split": 2,
+}  # fmt: skip
+"""Operators that pick elements of a dim by their numbers, and the number of the argument that names the dim."""
+
+_COMBINES = frozenset((
+    "_cdist_forward", "add", "addcdiv", "addcmul", "addmm", "atan2", "baddbmm", "bmm", "div", "dot", "fmod", "lerp",
+    "linear", "maximum", "minimum", "mm", "mul", "mv", "pow", "rsub", "sub", "where", "xlogy",
+    "binary_cross_entropy", "huber_loss", "mse_loss", "scaled_dot_product_attention", "smooth_l1_loss",
+))  # fmt: skip
+"""Operators whose results have to do with all operands at once; others, such as ``cat``, only put them together."""
+
+_TOO_LARGE = 1 << 16
+"""A number of elements above which constants are not computed to see which samples they choose."""
+
+
+class SampleDim(NamedTuple):
+    """Which sample each index of a dim belongs to; the dim is a product of ``outside``, the rows, and ``inside``.
+
+    ``rows`` has the number of a sample for each row, or :data:`NO_SAMPLE`. The indices ``inside`` vary the fastest.
+    """
+
+    rows: tuple[int, ...]
+    outside: int = 1
+    inside: int = 1
+
+    @property
+    def each(self) -> list[int]:
+        """The number of the sample for each index of the dim."""
+        return [row for row in self.rows for _ in range(self.inside)] * self.outside
+
+
+class SampleUse(NamedTuple):
+    """What samples a value is made of, and where its dims hold them.
+
+    ``samples`` is None if that is not known. ``dims`` has None for a dim without samples. ``picked`` is the last
+    operator that picked some of the samples.
+    """
+
+    samples: frozenset[int] | None
+    dims: tuple[SampleDim | None, ...]
+    picked: RecordedCall | None = None
+
+
+def picking_calls(
+    recording: Recording, axes: RunAxes, trained: Collection[TensorUse], leading: Collection[TensorUse]
+) -> list[RecordedCall]:
+    """Returns the operators that pick samples by number, of which code combines what it picked with other samples.
+
+    One that permutes the samples is among them too. What is combined must be made of parameters (``trained``), and
+    outputs must depend on the result (``leading``).
+    """
+    batch = axes.of_samples(recording.inputs)
+
+    def may_pick(call: RecordedCall) -> bool:
+        first = next(iter(call.operands), None)
+        name = call.name.removesuffix("_copy")
+        if first is None or first.kind == "constant" or (name != "index" and name not in _DIM_ARGUMENTS):
+            return False
+        return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
+
+    if not any(map(may_pick, recording.calls)):
+        return []
+    found = _SampleFollower(recording, trained, leading)
+    for call in recording.calls:
+        found.follow(call)
+    return list(found.picking)
+
+
+class _SampleFollower:
+    """What samples the values of a recorded run are made of, operator by operator (:meth:`follow`)."""
+
+    def __init__(
+        self, recording: Recording, trained: Collection[TensorUse], leading: Collection[TensorUse]
+    ) -> None:  # fmt: skip
+        self._trained, self._leading = trained, leading
+        self._values: dict[TensorUse, SampleUse] = {}
+        self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
+        self.picking: dict[RecordedCall, None] = {}
+        number = next((use.shape[0] for use in recording.inputs if use.shape), 0)
+        for use in recording.inputs:
+            if use.shape and use.shape[0] == number:
+                rows = SampleDim(tuple(range(number)))
+                self._values[use] = SampleUse(frozenset(rows.rows), (rows, *(None for _ in use.shape[1:])))
+            else:
+                self._values[use] = SampleUse(None, tuple(None for _ in use.shape))
+
+    def follow(self, call: RecordedCall) -> None:
+        """Notes what samples the results of the next operator are made of, and whether it combines picked ones."""
+        given = [self._values[use] for use in call.operands if use in self._values]
+        if not given:
+            for use in (*call.results, *call.written):
+                self._values.pop(use, None)
+            return
+        name = call.name.removesuffix("_copy")
+        first = self._values.get(call.operands[0])
+        if first is not None and name in _DIM_ARGUMENTS and len(given) == 1:
+            results = self._picked(call, first, call.argument(_DIM_ARGUMENTS[name], "dim", 0))
+        elif name == "index":
+            results = self._indexed(call, first)
+        else:
+            results = self._combined(call, given)
+        for use, value in zip(call.results, results, strict=True):
+            self._values[use] = value
+
+    def _picked(self, call: RecordedCall, value: SampleUse, dim: int) -> list[SampleUse]:
+        """Returns the results of an operator that picks elements of dim ``dim`` by their numbers."""
+        x = call.operands[0].shape
+        dim %= max(len(x), 1)
+        dims = self._dims(call)
+        rows = value.dims[dim]
+        if rows is None:
+            is_known = value.samples is not None and (len(value.samples) < 2 or any(value.dims))
+            samples = value.samples if is_known else None
+            return [SampleUse(samples, each, value.picked) for each in dims]
+        numbers = self._numbers(call, x[dim], dim)
+        results = []
+        for number, chosen in enumerate(numbers):
+            if chosen is None:
+                results.append(SampleUse(None, _none(call.results[number])))
+                continue
+            held = rows.each if len(chosen) < x[dim] or list(chosen) != list(range(x[dim])) else None
+            if held is None:  # the whole dim
+                results.append(SampleUse(value.samples, value.dims, value.picked))
+                continue
+            each = tuple(held[index] for index in chosen)
+            kept = list(dims[number])
+            if len(call.results[number].shape) == len(x):
+                kept[dim] = _rows_of(each, rows)
+            results.append(self._chosen(call, value, rows, each, tuple(kept)))
+        return results
+
+    def _chosen(
+        self, call: RecordedCall, value: SampleUse, rows: SampleDim, each: tuple[int, ...],
+        dims: tuple[SampleDim | None, ...],
+    ) -> SampleUse:  # fmt: skip
+        """Returns what is left of a value if an operator has picked these samples, ``each`` element of one."""
+        samples = frozenset(each) - {NO_SAMPLE}
+        is_permuted = samples == value.samples and len(each) == len(rows.rows) and each != rows.rows
+        if is_permuted and (rows.inside, rows.outside) == (1, 1):
+            self._note(call, call.operands[:1], call.results)
+        picked = value.picked if samples == value.samples else call
+        return SampleUse(samples, dims, picked)
+
+    def _indexed(self, call: RecordedCall, value: SampleUse | None) -> list[SampleUse]:
+        """Returns the result of a choice by index tensors, of which a constant one tells which samples it chooses."""
+        out = call.results[0]
+        indices = [(dim, index) for dim, index in enumerate(call.args[1]) if index is not None]
+        lost = [SampleUse(None, _none(out))]
+        if value is None or any(index.dtype is torch.bool for _, index in indices):
+            return lost
+        dims = list(self._dims(call)[0])
+        held = [(value.dims[dim], index, dim) for dim, index in indices if value.dims[dim] is not None]
+        if not held:
+            is_known = value.samples is not None and any(value.dims)
+            others = {self._values[index].samples for _, index in indices if index in self._values} - {value.samples}
+            return [SampleUse(value.samples, tuple(dims), value.picked)] if is_known and not others else lost
+        rows, index, _ = held[0]
+        chosen = self._constant(index)
+        if len(held) > 1 or rows is None or chosen is None:
+            return lost
+        varying = [dim for dim, size in enumerate(chosen.shape) if size > 1]
+        if len(varying) > 1:
+            return lost
+        each = tuple(rows.each[number] for number in chosen.flatten().tolist())
+        places = [dim for dim, _ in indices]
+        joint = len(torch.broadcast_shapes(*(other.shape for _, other in indices)))
+        start = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+        if varying:
+            dims[start + joint - len(chosen.shape) + varying[0]] = _rows_of(each, rows)
+        return [self._chosen(call, value, rows, each, tuple(dims))]
+
+    def _combined(self, call: RecordedCall, given: Sequence[SampleUse]) -> list[SampleUse]:
+        """Returns the results of any other operator, and notes one that combines picked samples with others."""
+        dims = self._dims(call)
+        known = {value.samples for value in given}
+        picked = next((value.picked for value in given if value.picked is not None), None)
+        samples: frozenset[int] | None = None
+        if None not in known:
+            samples = frozenset().union(*(each for each in known if each is not None))
+            if len(known) > 1 and call.name.removesuffix("_") in _COMBINES:
+                self._compare(call)
+            elif len(known) > 1 and call.name not in ("cat", "stack"):
+                samples = None
+        return [SampleUse(samples, each, picked) for each in dims]
+
+    def _compare(self, call: RecordedCall) -> None:
+        """Notes what picked samples that a call combines with others."""
+        large = [use for use in call.operands if use in self._values and use.shape]
+        if len({self._values[use].samples for use in large}) < 2:
+            return  # numbers, such as the losses of samples, are added up
+        for use in large:
+            picked = self._values[use].picked
+            if picked is not None:
+                self._note(picked, [use], call.results)
+                return
+
+    def _note(self, picked: RecordedCall, operands: Sequence[TensorUse], results: Sequence[TensorUse]) -> None:
+        is_trained = any(use in self._trained and use.dtype.is_floating_point for use in operands)
+        if is_trained and any(use in self._leading for use in results):
+            self.picking[picked] = None
+
+    def _numbers(self, call: RecordedCall, size: int, dim: int) -> list[Sequence[int] | None]:
+        """Returns, for each result of an operator that picks elements by number, which it has, or None."""
+        name = call.name.removesuffix("_copy")
+        if name == "select":
+            return [[call.args[2] % size]]
+        if name == "unbind":
+            return [[number] for number in range(size)]
+        if name in ("slice", "narrow"):
+            start = call.args[2] if name == "narrow" else call.argument(2, "start") or 0
+            start = min(max(start + size if start < 0 else start, 0), size)
+            step = 1 if name == "narrow" else call.argument(4, "step", 1)
+            return [range(start, start + step * call.results[0].shape[dim], step)]
+        if name == "index_select":
+            index = self._constant(call.operands[1])
+            return [None if index is None else index.flatten().tolist()]
+        found: list[Sequence[int] | None] = []
+        start = 0
+        for use in call.results:
+            found.append(range(start, start + use.shape[dim]))
+            start += use.shape[dim]
+        return found
+
+    def _dims(self, call: RecordedCall) -> list[tuple[SampleDim | None, ...]]:
+        """Returns where the dims of an operator's results hold samples, by the rule that relates them."""
+        relation = relation_of(call)
+        of_letters: dict[int, SampleDim] = {}
+        for use, dims in zip(call.operands, relation.operands, strict=True):
+            if use not in self._values or dims is None:
+                continue
+            for rows, dim in zip(self._values[use].dims, dims, strict=True):
+                if rows is not None:
+                    _give(of_letters, relation.letters, rows, dim)
+        return [tuple(_taken(of_letters, relation.letters, dim) for dim in dims) for dims in relation.results]
+
+    def _constant(self, use: TensorUse) -> Tensor | None:
+        """Returns a constant's values, computed again by the operators that made it, or None if that is impossible."""
+        call = self._made_by.get(use)
+        if call is None or call.written or prod(use.shape) > _TOO_LARGE or len(call.results) > 1:
+            return None
+        given: dict[TensorUse, Tensor] = {}
+        for each in call.operands:
+            made = self._constant(each)
+            if made is None:
+                return None
+            given[each] = made
+
+        def replaced(leaf: Any) -> Any:
+            return given[leaf] if isinstance(leaf, TensorUse) else leaf
+
+        args, named = tree_map(replaced, (call.args, call.named))
+        if "device" in named or not given:
+            named = {**named, "device": torch.device("cpu")}
+        try:
+            found = call.function(*args, **named)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+        return found if isinstance(found, Tensor) and len(tree_leaves(found)) == 1 else None
+
+
+def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:
+    return tuple(None for _ in use.shape)
+
+
+def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
+    """Returns what samples a dim holds of which ``each`` index belongs to one, with the factors that it had before."""
+    if len(each) < 2:
+        return None
+    inside = before.inside if len(each) % before.inside == 0 else 1
+    rows = each[::inside]
+    found = SampleDim(rows, 1, inside)
+    return found if tuple(found.each) == each else SampleDim(each)
+
+
+def _give(of_letters: dict[int, SampleDim], letters: DimLetters, rows: SampleDim, dim: Dim) -> None:
+    """Notes what samples the letters (independent indices) of a dim have, of which ``rows`` says where they are."""
+    total = letters.size(dim)
+    if total != len(rows.rows) * rows.outside * rows.inside:
+        return  # a dim that an operator broadcasts
+    slower = 1
+    for piece in dim:
+        size = letters.size((piece,))
+        faster = total // (slower * size)
+        if rows.inside % faster == 0 and rows.outside % slower == 0:
+            inner = SampleDim(rows.rows, rows.outside // slower, rows.inside // faster)
+            if not isinstance(piece, Concat):
+                of_letters.setdefault(piece, inner)
+            elif inner.outside == 1:
+                start = 0
+                for part in piece.parts:
+                    end = start + letters.size(part)
+                    if start % inner.inside == 0 and end % inner.inside == 0 and end > start:
+                        own = inner.rows[start // inner.inside : end // inner.inside]
+                        _give(of_letters, letters, SampleDim(own, 1, inner.inside), part)
+                    start = end
+        slower *= size
+
+
+def _taken(of_letters: dict[int, SampleDim], letters: DimLetters, dim: Dim) -> SampleDim | None:
+    """Returns what samples a dim holds according to its letters (independent indices), or None if it holds none."""
+    total, slower, found = letters.size(dim), 1, None
+    for piece in dim:
+        size = letters.size((piece,))
+        faster = total // (slower * size) if size else 1
+        own = _joined(of_letters, letters, piece) if isinstance(piece, Concat) else of_letters.get(piece)
+        if own is not None and found is None:
+            found = SampleDim(own.rows, own.outside * slower, own.inside * faster)
+        slower *= size
+    return found
+
+
+def _joined(of_letters: dict[int, SampleDim], letters: DimLetters, joined: Concat) -> SampleDim | None:
+    parts = [(_taken(of_letters, letters, part), letters.size(part)) for part in joined.parts]
+    inside = next((rows.inside for rows, _ in parts if rows is not None), 0)
+    if not inside:
+        return None
+    made: list[int] = []
+    for rows, size in parts:
+        if size % inside or (rows is not None and (rows.inside != inside or len(rows.rows) * inside != size)):
+            return None
+        made += [NO_SAMPLE] * (size // inside) if rows is None else rows.rows
+    return SampleDim(tuple(made), 1, inside)

@@ -1,0 +1,89 @@
+"""Tells which operators compute one sample's values from others, because a dim that they need whole holds the samples.
+
+Such are convolutions, pooling and norms over the samples, attention whose tokens are the samples, and sums of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, Role
+from shardwright.analysis.operator_dims import relation_of
+from shardwright.analysis.recording import RecordedCall, TensorUse
+from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
+
+_POOLS = frozenset((
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
+))  # fmt: skip
+"""Operators that take windows, whose size argument 1 gives, along the last dims."""
+
+_RESIZES = frozenset((
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "adaptive_avg_pool2d",
+    "adaptive_max_pool2d", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+))  # fmt: skip
+"""Operators that compute a dim from all of it, unless they leave its size as it is."""
+
+_NORMS = frozenset(("_fused_rms_norm", "native_group_norm", "native_layer_norm"))
+
+_SCATTERS = frozenset(("index_add", "index_reduce", "scatter_add", "scatter_reduce"))
+"""Operators that add up elements of argument 3 along a dim, argument 1, each where an index says."""
+
+
+def needs_other_samples(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis]) -> bool:
+    """Returns whether an operator needs a dim whole that holds the samples, so that each result has several of them.
+
+    ``batch`` has the indices of the samples (:meth:`RunAxes.of_samples`). Only operators are told of that treat each
+    index of other dims alone: convolutions, pooling, interpolation, norms and attention.
+    """
+    x = call.operands[0] if call.operands else None
+    if x is None or not x.dtype.is_floating_point:
+        return False
+
+    def holds(use: TensorUse, dim: int) -> bool:
+        return any(leaf in batch for leaf in leaves(axes.of(use)[dim]))
+
+    name, last = call.name, len(x.shape)
+    if name == "convolution":
+        kernel = call.operands[1].shape[2:]
+        return any(size > 1 and holds(x, 2 + number) for number, size in enumerate(kernel))
+    if name in _POOLS:
+        sizes = [call.args[1]] if isinstance(call.args[1], int) else list(call.args[1])
+        spaces = next(int(each) for each in name if each.isdigit())
+        sizes = sizes * spaces if len(sizes) == 1 else sizes
+        return any(size > 1 and holds(x, last - spaces + number) for number, size in enumerate(sizes))
+    if name in _RESIZES:
+        after = call.results[0].shape
+        return any(n != m and holds(x, dim) for dim, (n, m) in enumerate(zip(x.shape, after, strict=True)))
+    if name in _NORMS:
+        relation = relation_of(call)
+        own = relation.operands[0] or ()
+        return any(_is_whole(dim, relation.letters) and holds(x, number) for number, dim in enumerate(own))
+    if name == "scaled_dot_product_attention":
+        keys = call.operands[1]
+        is_masked = call.argument(3, "attn_mask") is not None
+        tokens = set(leaves(axes.of(keys)[-2]))
+        # samples of several tokens each, end to end, may be kept apart by the mask
+        return not tokens.isdisjoint(batch) and (not is_masked or tokens <= {*batch})
+    return False
+
+
+def adds_up_groups(call: RecordedCall, axes: RunAxes, batch: Collection[DimAxis], count: int) -> bool:
+    """Returns whether an operator adds up samples in groups that an index names, such as ``index_add``.
+
+    ``count`` is the number of samples: what is put back into a dim of samples is not added up.
+    """
+    if call.name.removesuffix("_") not in _SCATTERS or len(call.args) < 4 or not isinstance(call.args[3], TensorUse):
+        return False
+    target, source = call.args[0], call.args[3]
+    if not source.shape or not source.dtype.is_floating_point:
+        return False
+    dim = call.args[1] % len(source.shape)
+    into = any(leaf in batch for leaf in leaves(axes.of(target)[dim])) or target.shape[dim] % count == 0
+    return not into and any(leaf in batch for leaf in leaves(axes.of(source)[dim]))
+
+
+def _is_whole(dim: Dim, letters: DimLetters) -> bool:
+    return any(not isinstance(piece, Concat) and letters.roles[piece] is Role.WHOLE for piece in dim)
