@@ -105,6 +105,18 @@ def test_draws_inside_of_two_checkpoints_are_an_error(how):
         gradients(blocks(how, block=Nested))
 
 
+class Mixed(Draws):
+    """A checkpoint without reentry inside of a reentrant one, in which it keeps nothing."""
+
+    def forward(self, x):
+        return checkpoint(lambda x: checkpoint(self.run, x, use_reentrant=False).tanh(), x, use_reentrant=True)
+
+
+def test_draws_inside_of_two_checkpoints_of_unlike_kinds_are_an_error_too():
+    with pytest.raises(PlanError, match="one in the other"):
+        gradients(blocks("none", block=Mixed))
+
+
 class InCheckpoint(nn.Module):
     """A block that is checkpointed as a whole, and has a checkpoint inside."""
 

@@ -7,11 +7,16 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import launch, parallelize, verify
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
+from shardwright.rng import RngTracker
+from shardwright.runtime.keyed_draws import key_draws
 
 WIDTH = 8
 
@@ -23,6 +28,7 @@ class Projects(nn.Module):
         super().__init__()
         self.first, self.last, self.drop = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 4), nn.Dropout(0.0)
         self.draw, self.generator = draw, torch.Generator()
+        self.others = {"noise": torch.Generator()}
 
     def forward(self, x):
         h = self.drop(torch.tanh(self.first(x)))
@@ -41,10 +47,8 @@ def kept(model, h):
     return torch.rand(WIDTH, WIDTH, generator=model.generator.manual_seed(5), dtype=h.dtype)
 
 
-def forks(model, h):
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(3)  # as torch.manual_seed does
-        return torch.randn(WIDTH, WIDTH, dtype=h.dtype)
+def held(model, h):
+    return torch.randn(WIDTH, WIDTH, generator=model.others["noise"], dtype=h.dtype)
 
 
 def per_sample(model, h):
@@ -90,16 +94,64 @@ def test_numbers_of_a_generator_that_the_forward_seeds_are_those_of_plain_torch(
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.of_threads
-def test_torchs_generator_may_be_seeded_on_one_rank_and_not_where_ranks_share_it():
+@pytest.mark.parametrize("line", ["mb3", "dp2", "dp2 mb3", "pp2/1f1b mb2"])
+def test_numbers_of_a_generator_that_the_model_keeps_do_not_depend_on_the_layout(line):
     torch.manual_seed(0)
-    model = Projects(forks).double()
-    plain = plain_losses(model)
-    (losses,) = launch(run_losses, 1, model, "single", ranks="threads")
-    assert losses == pytest.approx(plain, abs=1e-12)
-    for line in ("dp2", "tp2", "mb2"):
-        with pytest.raises(PlanError, match=r"from torch's generator(.*\n)*.*Generator of the forward's own"):
-            launch(run_losses, Layout.parse(line).num_ranks, model, line, ranks="threads")
+    verdict = verify(Projects(held).double(), line, [batch()] * 2, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+class Checkpoints(nn.Module):
+    """A block that draws with a seed and without one inside of a checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.enter, self.reentrant = nn.Linear(6, 6), reentrant
+        self.first, self.last = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 4)
+
+    def run(self, x):
+        h = torch.tanh(self.first(x))
+        h = h @ torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+        return self.last(functional.dropout(h, 0.3, self.training))
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_draws_with_and_without_a_seed_in_a_checkpoint_have_gradients_as_without_it(reentrant):
+    def gradients(how):
+        torch.manual_seed(0)
+        model, x = Checkpoints(how).double(), batch()[0].requires_grad_()
+        key_draws(model, RngTracker(3, samples=range(6)), ModelGraph(model, x.detach().to("meta")).draws)
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(gradients(reentrant), gradients(None), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_in_evaluation_only_draws_from_a_generator_of_their_own_are_those_with_a_seed():
+    class Evaluates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x):
+            if self.training:
+                x = x * torch.rand(6, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+            return functional.dropout(self.layer(x), 0.5, True)
+
+    torch.manual_seed(0)
+    model = Evaluates().double()
+
+    def work(world):
+        run = parallelize(model, "single", world, loss=MeanSquaredError(), example=batch()[0])
+        return run.predict(batch()[0]), run.predict(batch()[0])
+
+    ((first, second),) = launch(work, 1, ranks="threads")
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("line", ["dp2", "mb2"])

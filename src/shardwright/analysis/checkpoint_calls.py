@@ -72,7 +72,7 @@ def checkpoint_call(within: CodeType) -> CheckpointCall | None:
     (None, True)
     """
     places = list(_places(within))
-    if len(places) > 1:
+    if len(places) > 1 and any(each is not None for each in places):
         raise PlanError(
             "random numbers are drawn inside of several checkpoints, one in the other",
             given=f"{len(places)} checkpoints around the same code",
@@ -119,15 +119,21 @@ def _frame_of(hook: Any) -> _CheckpointFrame | None:
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
-def _places(within: CodeType) -> Iterator[CheckpointCall]:
-    """Yields the checkpoints whose forwards are running in this thread, innermost first."""
+def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
+    """Yields the checkpoints whose forwards are running in this thread, innermost first.
+
+    It is None for one of torch's that keeps nothing now, because gradients are off around it: its forward may run again
+    where another checkpoint, which is around it, repeats its own.
+    """
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not within:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         place: Any = None
         if frame.f_code is _CHECKPOINT and not frame.f_locals.get("use_reentrant"):
             place = _frame_of(saved_by())
-        elif frame.f_code.co_name == "forward" and names:
+            if place is None:
+                yield None
+        elif frame.f_code.co_name == "forward" and names and names[0] != "self":
             place = frame.f_locals.get(names[0])
             place = place if isinstance(place, BackwardCFunction) else None
         if place is not None and CheckpointCall(place).is_known:

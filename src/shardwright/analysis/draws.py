@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -48,9 +48,6 @@ class SamplePlace(NamedTuple):
 MIXED = SamplePlace(-1)
 """Marks a drawn tensor whose samples are not one factor of one dim, so that it cannot be cut by samples."""
 
-TORCHS = "torch's generator"
-"""The name of torch's default generator, as of one whose numbers depend on the seeds that a forward gives it."""
-
 _OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
@@ -65,13 +62,13 @@ DrawKey = tuple[str, int, int]
 class FoundDraw(NamedTuple):
     """A draw of a recorded run: its key, the drawn tensor, and the name of the torch function.
 
-    ``is_seeded`` says that the forward has seeded the generator from which the function draws.
+    ``generator`` is the one that the code gives the function, with its state then; None for torch's default one.
     """
 
     key: DrawKey
     use: TensorUse
     function: str
-    is_seeded: bool
+    generator: tuple[torch.Generator, Tensor] | None = None
 
 
 @dataclass
@@ -84,7 +81,7 @@ class Draws:
     draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
     lists modules in which the samples of a batch meet, with the function by which they do (:func:`meetings`).
     ``backwards`` names the user's autograd functions whose backward draws. ``seeds`` are the keys of the draws from a
-    generator of torch that the forward seeds, which are the same numbers in every forward.
+    ``torch.Generator`` that the forward makes or seeds, which are the same numbers in every forward.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -95,9 +92,9 @@ class Draws:
     backwards: tuple[str, ...] = ()
     seeds: frozenset[DrawKey] = frozenset()
 
-    def is_seeded(self, module: str, number: int) -> bool:
-        """Returns whether a draw is one from a generator that the forward seeds, as known of any call of the module."""
-        return any((path, n) == (module, number) for path, _, n in self.seeds)
+    def is_seeded(self, module: str, function: str) -> bool:
+        """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
+        return any(path == module and self.functions[path, call, n] == function for path, call, n in self.seeds)
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the drawn tensor of one draw holds the samples of the batch, or None if it holds none.
@@ -151,12 +148,7 @@ class Draws:
                 allowed="torch's random functions, whose numbers are the same under every layout; one rank"
                 + ("; ranks that are processes" if is_shared else " and one microbatch"),
                 fix=("launch with ranks='processes', " if is_shared else "")
-                + (
-                    "leave out the seed, draw from a torch.Generator of the forward's own"
-                    if TORCHS in unseeded
-                    else "draw with torch.rand"
-                )
-                + ", or draw in the data loader",
+                + "draw with torch.rand, or draw in the data loader",
             )
         for key, place in self.places.items() if cuts_batch else ():
             path = key[0]
@@ -179,18 +171,19 @@ class Draws:
 
 
 def draws_of(
-    recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str], seeded: Iterable[str] = ()
+    recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str], seeded: Iterable[str] = (),
+    seeds: Iterable[DrawKey] = (),
 ) -> Draws:  # fmt: skip
     """Returns the random draws of a recorded run, and where each drawn tensor holds the samples of the batch.
 
     ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
-    than torch's from which the run drew, and ``seeded`` those that it seeds itself.
+    than torch's from which the run drew, and ``seeded`` those that it seeds itself; ``seeds`` are those of
+    :class:`Draws`.
     """
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
-    found = list(found)
     draws = Draws(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
-        seeds=frozenset(each.key for each in found if each.is_seeded),
+        seeds=frozenset(seeds),
     )  # fmt: skip
     for key, use, function, _ in found:
         place = _place(use, recording, axes)
@@ -295,16 +288,10 @@ def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
 
 
 class FindsDraws(TorchFunctionMode):
-    """A torch mode that notes each random draw of a recorded forward in ``found``, without drawing the numbers.
+    """A torch mode that notes each random draw of a recorded forward in ``found``, without drawing the numbers."""
 
-    ``kept`` are the generators that the model keeps. ``is_reseeded`` says whether a draw was one from torch's default
-    generator, which the forward has seeded.
-    """
-
-    def __init__(self, recorded: Recorded, kept: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         super().__init__()
-        self.is_reseeded = False
-        self._seeds = {id(each): each.initial_seed() for each in (torch.default_generator, *kept)}
         self.found: list[FoundDraw] = []
         self._recorded = recorded
         self._numbers: dict[tuple[str, int], int] = {}
@@ -328,8 +315,39 @@ class FindsDraws(TorchFunctionMode):
         where = self._recorded.where()
         number = self._numbers.get(where, 0)
         self._numbers[where] = number + 1
-        generator = call.get("generator", torch.default_generator)
-        is_seeded = generator.initial_seed() != self._seeds.get(id(generator))
-        self.is_reseeded |= is_seeded and generator is torch.default_generator
-        self.found.append(FoundDraw((*where, number), use, call.name, is_seeded))
+        given = call.get("generator")
+        own = None if given is None or given is torch.default_generator else (given, given.get_state())
+        self.found.append(FoundDraw((*where, number), use, call.name, own))
         return result
+
+
+@contextmanager
+def moved_on(found: Sequence[FoundDraw]) -> Iterator[None]:
+    """Returns a context in which the generators that code has drawn from have drawn some more, and at its end have not.
+
+    A forward that is run in it, and makes or seeds a generator itself, draws from one that has not.
+    """
+    generators = {id(each.generator[0]): each.generator[0] for each in found if each.generator is not None}
+    before = [generator.get_state() for generator in generators.values()]
+    for generator in generators.values():
+        torch.rand(3, generator=generator, device=generator.device)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators.values(), before, strict=True):
+            generator.set_state(state)
+
+
+def seeded_draws(first: Sequence[FoundDraw], again: Sequence[FoundDraw]) -> list[DrawKey]:
+    """Returns the keys of draws from generators that a forward makes or seeds: they are alike in both of its runs.
+
+    ``again`` are those of a run :func:`moved_on` from the ``first``. A generator that the model keeps has another
+    state there, unless the forward has seeded it.
+    """
+    states = {each.key: each.generator[1] for each in again if each.generator is not None}
+    alike = (
+        each.key
+        for each in first
+        if each.generator is not None and each.key in states and torch.equal(each.generator[1], states[each.key])
+    )
+    return list(alike)

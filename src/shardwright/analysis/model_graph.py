@@ -14,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import TORCHS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
+from shardwright.analysis.draws import (
+    DrawKey,
+    Draws,
+    FindsDraws,
+    FoundDraw,
+    draws_as_known,
+    draws_of,
+    moved_on,
+    other_generators,
+    seeded_draws,
+)
 from shardwright.analysis.marked_inputs import map_samples, marks_in
 from shardwright.analysis.meta_values import keep_values
 from shardwright.analysis.module_calls import may_read_values
@@ -25,7 +35,6 @@ from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
 from shardwright.errors import PlanError
-from shardwright.initial_values.recorded_writes import numbers_from
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
 """What a forward must be to be recorded, for errors."""
@@ -36,13 +45,14 @@ class RecordedRun:
     """A recorded training forward on the meta device: its operators, and the random numbers that it draws.
 
     ``found`` lists the draws, and ``others`` names random generators other than torch's from which the forward drew, of
-    which it seeds those in ``seeded``.
+    which it seeds those in ``seeded``. ``seeds`` are the keys of draws from a ``torch.Generator`` that it seeds.
     """
 
     recording: Recording
     found: Sequence[FoundDraw]
     others: Sequence[str]
     seeded: Sequence[str] = ()
+    seeds: Sequence[DrawKey] = ()
 
     @cached_property
     def axes(self) -> RunAxes:
@@ -57,7 +67,7 @@ class RecordedRun:
     @cached_property
     def draws(self) -> Draws:
         """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
-        return draws_of(self.recording, self.axes, self.found, self.others, self.seeded)
+        return draws_of(self.recording, self.axes, self.found, self.others, self.seeded, self.seeds)
 
 
 @dataclass
@@ -241,20 +251,20 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
         recorded.give_kept(on_meta.buffers())
-        mode = finds[id(recorded.recording)] = FindsDraws(recorded, generators)
+        mode = finds[id(recorded.recording)] = FindsDraws(recorded)
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
     on_meta = on_meta if on_meta.training else on_meta.train()
-    held = (value for module in on_meta.modules() for value in vars(module).values())
-    generators = [value for value in held if isinstance(value, torch.Generator)]
-    with numbers_from("a record"), other_generators() as others:
+    with other_generators() as others:
         recording = record_forward(on_meta, cloned(inputs), within)
+    found, seeds = finds[id(recording)].found, list[DrawKey]()
+    if any(each.generator is not None for each in found):
+        with other_generators(), moved_on(found):
+            seeds = seeded_draws(found, finds[id(record_forward(on_meta, cloned(inputs), within))].found)
     again: dict[str, Any] = {}
-    reseeded = [TORCHS] if finds[id(recording)].is_reseeded else []
     if others:  # from another start, a forward that seeds them itself ends in the same state
         with other_generators(1) as again:
             record_forward(on_meta, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
-    found = finds[id(recording)].found
-    return RecordedRun(recording, found, (*others, *reseeded), [*seeded, *reseeded])
+    return RecordedRun(recording, found, tuple(others), seeded, seeds)

@@ -30,8 +30,11 @@ from shardwright.runtime.keyed_numbers import KeyedNumbers, Tokens
 
 Rows = Callable[[], Sequence[int]]
 
-ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers]]
-"""A draw of a forward: the name of the function, and a function that returns its numbers for tensors on a device."""
+ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers] | None]
+"""A draw of a forward: the name of the function, and a function that returns its numbers for tensors on a device.
+
+It is None for a draw from a generator that the forward seeds.
+"""
 
 _DRAWN = "_shardwright_drawn"
 """The attribute of a function that a checkpoint will run again, under which the draws of its forward are kept."""
@@ -67,6 +70,14 @@ class _ModuleDraws:
         if isinstance(self.call, int) and not self.keyed.rng.repeats:
             self.keyed.drawn.setdefault((self.path, self.call), [])[self.number :] = [name]
         self.number += 1
+        self._keep(name, None)
+
+    def _keep(self, name: str, numbers: Callable[[torch.device], KeyedNumbers] | None) -> None:
+        """Keeps a draw for the backward, if the module's code has called ``torch.utils.checkpoint`` around it."""
+        if self.around != (saved_by(), torch.is_grad_enabled()):
+            code = checkpoint_call(_KeyedForward.__call__.__code__)
+            if code is not None:
+                _drawn_in(code).append((name, numbers))
 
     def next(self, name: str, device: torch.device) -> KeyedNumbers:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``.
@@ -93,10 +104,7 @@ class _ModuleDraws:
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
         numbers = partial(self.keyed.numbers, self.path, self.call, self.number - 1, samples, tokens=self.tokens)
-        if self.around != (saved_by(), torch.is_grad_enabled()):  # the module's code has called torch.utils.checkpoint
-            code = checkpoint_call(_KeyedForward.__call__.__code__)
-            if code is not None:
-                _drawn_in(code).append((name, numbers))
+        self._keep(name, numbers)
         return numbers(device)
 
 
@@ -124,9 +132,13 @@ class _CheckpointDraws(TorchFunctionMode):
             return func(*args, **named)
         x = call.drawn(None)
         device = x.device if isinstance(x, Tensor) else call.empty().device
-        return _KEYED[call.kind](call, x, self._next(call.name)(device))
+        numbers = self._next(call.name)
+        if numbers is None:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **named)
+        return _KEYED[call.kind](call, x, numbers(device))
 
-    def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers]:
+    def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers] | None:
         if self._number >= len(self._drawn) or self._drawn[self._number][0] != name:
             names = ", ".join(each for each, _ in self._drawn)
             raise PlanError(
@@ -202,7 +214,8 @@ class KeyedDraws(TorchFunctionMode):
         x = call.drawn(None)
         device = x.device if isinstance(x, Tensor) else call.empty().device
         mine = self.running[-1]
-        if device.type != "meta" and self.draws is not None and self.draws.is_seeded(mine.path, mine.number):
+        is_own = call.get("generator") is not None and device.type != "meta"
+        if is_own and self.draws is not None and self.draws.is_seeded(mine.path, call.name):
             mine.leave_out(call.name)
             return _seeded(func, args, named, x, self.rng)
         numbers = mine.next(call.name, device)
