@@ -79,8 +79,8 @@ def picking_calls(
 
     def may_pick(call: RecordedCall) -> bool:
         first = next(iter(call.operands), None)
-        name = call.name.removesuffix("_copy")
-        if first is None or first.kind == "constant" or (name != "index" and name not in _DIM_ARGUMENTS):
+        picks = call.name == "index" or call.name.removesuffix("_copy") in _DIM_ARGUMENTS
+        if first is None or first.kind == "constant" or not picks:
             return False
         return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
 
@@ -121,7 +121,7 @@ class _SampleFollower:
         first = self._values.get(call.operands[0])
         if first is not None and name in _DIM_ARGUMENTS and len(given) == 1:
             results = self._picked(call, first, call.argument(_DIM_ARGUMENTS[name], "dim", 0))
-        elif name == "index":
+        elif call.name == "index":
             results = self._indexed(call, first)
         else:
             results = self._combined(call, given)
