@@ -141,6 +141,7 @@ def test_in_evaluation_only_draws_from_a_generator_of_their_own_are_those_with_a
         def forward(self, x):
             if self.training:
                 x = x * torch.rand(6, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+            x = x * (1 + torch.rand(x.shape, dtype=x.dtype))
             return functional.dropout(self.layer(x), 0.5, True)
 
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Finds code that a backward runs again: what a model passes to ``torch.utils.checkpoint``, or to a like function.
+"""Finds the call of ``torch.utils.checkpoint``, or of a like function, inside of which a model's code is running.
+
+The backward of such a call runs the function again that the model has passed to it.
 
 The library's own activation checkpointing is not meant: it runs the forward of whole modules again.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -125,7 +127,7 @@ def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
     It is None for one of torch's that keeps nothing now, because gradients are off around it: its forward may run again
     where another checkpoint, which is around it, repeats its own.
     """
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not within:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         place: Any = None
@@ -138,4 +140,4 @@ def _places(within: CodeType) -> Iterator[CheckpointCall | None]:
             place = place if isinstance(place, BackwardCFunction) else None
         if place is not None and CheckpointCall(place).is_known:
             yield CheckpointCall(place)
-        frame = frame.f_back  # type: ignore[assignment]  # None above the first
+        frame = frame.f_back

@@ -113,6 +113,12 @@ class DrawCall:
         return default if value is None else value
 
     @property
+    def device(self) -> torch.device:
+        """The device of the result: that of the tensor for which the function draws, or the one it is given."""
+        x = self.drawn(None)
+        return x.device if isinstance(x, Tensor) else self.empty().device
+
+    @property
     def size(self) -> tuple[int, ...]:
         """The shape of the result of a function that takes sizes and no tensor, such as ``torch.rand``."""
         size = (self["n"],) if "n" in self.given else self.get("size", ())

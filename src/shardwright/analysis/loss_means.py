@@ -18,7 +18,7 @@ _CLASS_LOSSES = ("nll_loss2d_forward", "nll_loss_forward")
 """Operators that may take their mean over weights of classes, or over the targets that are not ignored."""
 
 _MEAN = 1
-"""How these operators write that they take a mean."""
+"""The value of the argument ``reduction`` of these operators for a mean."""
 
 _SAME_NUMBER = frozenset(("_to_copy", "alias", "clamp", "clamp_min", "clone", "detach", "maximum", "squeeze", "view"))
 """Operators after which a count is still the same, unless it is of no targets."""

@@ -61,7 +61,7 @@ class RecordedRun:
 
     @cached_property
     def written(self) -> dict[str, str]:
-        """The parameters that the forward writes to, by name, each with the path of the module whose code does."""
+        """Maps the name of each parameter that the forward writes to, to the path of the module whose code writes."""
         return written_parameters(self.recording)
 
     @cached_property

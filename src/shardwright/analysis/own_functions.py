@@ -35,7 +35,7 @@ In the backward of a user's own function these would be those of a rank's shard.
 
 
 def record_own_functions(outputs: Sequence[Tensor], recorded: Recorded) -> None:
-    """Runs the backward from ``outputs`` and adds that of each of the user's autograd functions to the record.
+    """Runs a backward from ``outputs``, and records the operators in that of each ``torch.autograd.Function``.
 
     ``recorded`` has recorded the forward, and knows the tensors that the functions have saved. What is added are
     ``functions``, ``measured_in_backward`` and ``drawing_backwards`` of its :class:`Recording`. Without such functions

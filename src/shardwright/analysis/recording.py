@@ -261,7 +261,7 @@ _ASKS_SIZES = frozenset(
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs declare it as a plain attribute
-"""The function that a TorchFunctionMode sees when code replaces a tensor's data; no operator runs."""
+"""The function that a TorchFunctionMode is given for ``tensor.data = ...``, which calls no operator."""
 
 
 class _WholeCalls(TorchFunctionMode):

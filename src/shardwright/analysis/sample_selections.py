@@ -51,7 +51,7 @@ class SampleDim(NamedTuple):
 
     @property
     def each(self) -> list[int]:
-        """The number of the sample for each index of the dim."""
+        """For each index of the dim, the number of the sample to which its elements belong."""
         return [row for row in self.rows for _ in range(self.inside)] * self.outside
 
 
@@ -279,7 +279,7 @@ class _SampleFollower:
             named = {**named, "device": torch.device("cpu")}
         try:
             found = call.function(*args, **named)
-        except (RuntimeError, TypeError, NotImplementedError):
+        except (RuntimeError, TypeError):  # an operator that takes no tensors of the CPU, or none of these
             return None
         return found if isinstance(found, Tensor) and len(tree_leaves(found)) == 1 else None
 

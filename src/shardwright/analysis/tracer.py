@@ -66,12 +66,9 @@ def _in_autograd_function() -> bool:
     return frame is not None
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of a class method
-
-
 @contextmanager
 def refusing_own_functions() -> Iterator[None]:
-    """Returns a context in which code that calls an autograd function of the user's own is an error at the end.
+    """Returns a context that raises an error at its end if code inside has called a ``torch.autograd.Function``.
 
     A function that returns its argument as it is, and does all its work in the backward, makes no node. Under a
     profiler (``sys.setprofile``) it is not seen.
@@ -85,7 +82,7 @@ def refusing_own_functions() -> Iterator[None]:
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal called
-        called |= event == "call" and frame.f_code is _APPLY and torch.is_grad_enabled()
+        called |= event == "call" and is_autograd_function(frame) and torch.is_grad_enabled()
 
     sys.setprofile(look)  # of this thread alone
     try:

@@ -31,9 +31,9 @@ from shardwright.runtime.keyed_numbers import KeyedNumbers, Tokens
 Rows = Callable[[], Sequence[int]]
 
 ForwardDraw = tuple[str, Callable[[torch.device], KeyedNumbers] | None]
-"""A draw of a forward: the name of the function, and a function that returns its numbers for tensors on a device.
+"""A draw of a forward: the name of the torch function that drew, and what returns its numbers for a device.
 
-It is None for a draw from a generator that the forward seeds.
+The second is None for a draw from a generator that the forward seeds: torch gives the same numbers again.
 """
 
 _DRAWN = "_shardwright_drawn"
@@ -130,13 +130,11 @@ class _CheckpointDraws(TorchFunctionMode):
         call = draw_of(func, args, named)
         if call is None:
             return func(*args, **named)
-        x = call.drawn(None)
-        device = x.device if isinstance(x, Tensor) else call.empty().device
         numbers = self._next(call.name)
         if numbers is None:
             with torch._C.DisableTorchFunction():
                 return func(*args, **named)
-        return _KEYED[call.kind](call, x, numbers(device))
+        return _KEYED[call.kind](call, call.drawn(None), numbers(call.device))
 
     def _next(self, name: str) -> Callable[[torch.device], KeyedNumbers] | None:
         if self._number >= len(self._drawn) or self._drawn[self._number][0] != name:
@@ -211,8 +209,7 @@ class KeyedDraws(TorchFunctionMode):
         call = draw_of(func, args, named)
         if call is None:
             return func(*args, **named)
-        x = call.drawn(None)
-        device = x.device if isinstance(x, Tensor) else call.empty().device
+        x, device = call.drawn(None), call.device
         mine = self.running[-1]
         is_own = call.get("generator") is not None and device.type != "meta"
         if is_own and self.draws is not None and self.draws.is_seeded(mine.path, call.name):
