@@ -9,12 +9,15 @@ from typing import Any
 from shardwright.cost.cluster import Cluster
 from shardwright.cost.constants import Constants
 from shardwright.cost.device import profile
-from shardwright.cost.operators import OperatorRecord, operator_s, smooth_max
+from shardwright.cost.operators import MESSAGE_STARTS, OperatorRecord, operator_s, smooth_max
 from shardwright.nodes import Nodes
 
 HALF = 2  # bytes of an element
 OPTIMIZER_BYTES = 36  # read and written for each parameter: fp16 and fp32 copies, gradients, two moments
 A_PASS = 30  # operators that the host starts in a block's forward
+SCORE_BYTES = 52
+"""Read and written for each logit: fp16 to fp32 (6), its maximum (4), less that (8), exp (8), their sum (4), the
+quotient (8); in the backward the product with the gradient (8), and fp32 to fp16 (6)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
     products, num_bytes = block_forward(tokens, samples, seq, hidden, heads, tp)
     forward = of(products) + moved(num_bytes)
     backward = of([b for each in products for b in backward_of(each)]) + moved(2 * num_bytes)
-    forward, backward = (smooth_max(s, n * constants.launch_s) for s, n in ((forward, A_PASS), (backward, 2 * A_PASS)))
+    sums = 2 * MESSAGE_STARTS * (tp > 1)  # two all-reduces in a forward, as in a backward
+    starts = ((forward, A_PASS + sums), (backward, 2 * A_PASS + sums))
+    forward, backward = (smooth_max(seconds, number * constants.launch_s) for seconds, number in starts)
 
     def message_s(kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
         return cluster.message_s(kind, num_bytes, ranks) if sends else 0.0
@@ -115,7 +120,7 @@ def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
     reduce_s = message_s("all_reduce", HALF * tokens * hidden, range(tp))
     block = 2 * forward + backward + 6 * reduce_s
     head = product(tokens, vocabulary // tp, hidden)
-    head_s = of([head, *backward_of(head)]) + moved(tokens * (vocabulary // tp) * 24)
+    head_s = of([head, *backward_of(head)]) + moved(tokens * (vocabulary // tp) * SCORE_BYTES)
     head_s += 2 * reduce_s
     per_stage = -(-layers // pp) * block
     heaviest = max(per_stage, layers // pp * block + head_s)
@@ -123,8 +128,8 @@ def step_s(run: Run, constants: Constants, *, sends: bool = True) -> float:
     everything = layers * block + head_s
     body = everything + (micro - 1) * heaviest + 2 * crossing * (micro + pp - 2) * (pp > 1)
     parameters = (layers / pp * (12 * hidden**2 + 13 * hidden) + vocabulary * hidden) / tp
-    sums = message_s("all_reduce", HALF * parameters, range(0, dp * tp, tp)) if dp > 1 else 0.0
+    gradients_s = message_s("all_reduce", HALF * parameters, range(0, dp * tp, tp)) if dp > 1 else 0.0
     if pp > 1:  # the tied table's gradient, between the first stage and the last
-        sums += message_s("all_reduce", HALF * vocabulary * hidden / tp, (0, (pp - 1) * dp * tp))
+        gradients_s += message_s("all_reduce", HALF * vocabulary * hidden / tp, (0, (pp - 1) * dp * tp))
     update = OPTIMIZER_BYTES * parameters / (device.memory_bytes_per_s * constants.memory_efficiency)
-    return body + sums + update + constants.step_s
+    return body + gradients_s + update + constants.step_s

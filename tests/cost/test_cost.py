@@ -109,6 +109,17 @@ def test_rings_between_nodes_share_the_links_of_a_node():
     assert together < alone, "eight links carry one ring of sixteen, each of eight rings of two has one"
 
 
+@pytest.mark.parametrize("num_nodes", [2, 3, 4])
+def test_a_sum_over_nodes_crosses_as_often_as_one_of_nodes_and_never_takes_longer_than_a_ring_of_its_ranks(num_nodes):
+    cluster = replace(Cluster.parse(f"a100-80gb:{num_nodes}x8"), constants=Constants(between_hop_s=0, in_node_hop_s=0))
+    every, one_each = range(8 * num_nodes), range(0, 8 * num_nodes, 8)
+    sums = cluster.message_s("all_reduce", 1e9, every)
+    assert sums == pytest.approx(cluster.message_s("all_reduce", 1e9 / 8, one_each))  # eight rings of an eighth each
+    assert sums < sum(cluster.message_s(kind, 1e9, every) for kind in ("reduce_scatter", "all_gather"))
+    slow = replace(cluster, device=replace(cluster.device, in_node_bytes_per_s=1e9))
+    assert slow.message_s("all_reduce", 1e9, every) == pytest.approx(slow.message_s("all_reduce", 1e9, range(8)))
+
+
 @pytest.mark.parametrize("dims", [(1, 0, 8, 8), (1, 8, 8, 0)])
 def test_a_product_of_no_rows_or_its_weight_gradient_takes_the_time_of_its_bytes(dims):
     record = OperatorRecord("matmul", 0, 64.0, "bf16", dims)

@@ -19,6 +19,7 @@ from shardwright.cli.main import app
 from shardwright.comm.launch import launch
 from shardwright.cost.calibration import Calibration, LinkTimes
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.constants import Constants
 from shardwright.cost.device import profile
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
@@ -31,7 +32,7 @@ from shardwright.planner import measuring, stopwatch
 from shardwright.planner.anchors import INTERVAL
 from shardwright.planner.calibrate import CalibratedCluster, calibrate
 from shardwright.planner.layer_seconds import predicted_layer_seconds
-from shardwright.planner.measuring import CalibrationJob, StepTime
+from shardwright.planner.measuring import CalibrationJob, LinkTiming, StepTime
 from shardwright.planner.plans import plan_layouts
 from shardwright.planner.predicted import predict_step
 from shardwright.planner.stopwatch import Stopwatch, Timing
@@ -189,6 +190,23 @@ def test_messages_take_what_was_measured_and_in_other_groups_what_a_ring_of_them
     assert cluster.message_s("all_gather", 5500, (0, 1)) == Cluster.parse("a100-80gb:1x8").message_s(
         "all_gather", 5500, (0, 1)
     )
+
+
+@pytest.mark.parametrize(("ranks", "stride"), [(4, 1), (2, 2), (4, 2), (8, 1)])
+def test_links_between_nodes_are_those_of_which_sums_take_as_long_as_measured(ranks, stride):
+    """What a cluster's own formula says of an all-reduce over nodes gives back the links that it was told."""
+    constants = Constants(between_efficiency=0.4, in_node_hop_s=0.0)
+    known = replace(Cluster.parse("a100-80gb:4x2"), constants=constants)
+    group = range(0, ranks * stride, stride)
+    links = [
+        LinkTiming("dp", "all_reduce", ranks, stride, size, Timing(known.message_s("all_reduce", size, group), 0.0, 10))
+        for size in (1, 10**8)
+    ]
+    found = replace(measured().measurements, links=links)
+    table = {"between_nodes_GB_per_s": known.device.between_nodes_bytes_per_s / 1e9, "sources": {}}
+    _, constants_of_links, _ = calibrating._links(found, known.nodes, known.device, table)
+    assert constants_of_links["between_efficiency"] == pytest.approx(0.4, rel=1e-3)
+    assert constants_of_links["between_hop_s"] == pytest.approx(known.constants.between_hop_s, rel=1e-3)
 
 
 def test_factors_lengthen_the_operators_of_a_block_alone():

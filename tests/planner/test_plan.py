@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.operators import OperatorRecord
+from shardwright.cost.operators import MESSAGE_STARTS, OperatorRecord
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.ledger import predict_memory
@@ -65,8 +65,11 @@ def test_operators_that_the_host_starts_are_counted_and_named_where_they_may_bou
     found = Pricing(plan_cluster(layout)).price(layout, records)
     (whole,) = recorded(line, 6, whole=True)[-1].stages
     shapes = [*whole.fewer.actions.values(), whole.fewer.update]
-    operators = [each for shape in shapes for each in shape.records if isinstance(each, OperatorRecord)]
-    assert found.starts == sum(each.launches for each in operators)
+    every = [each for shape in shapes for each in shape.records]
+    launches = sum(each.launches for each in every if isinstance(each, OperatorRecord))
+    messages = sum(isinstance(each, MessageRecord) for each in every)
+    assert messages > 0
+    assert found.starts == launches + MESSAGE_STARTS * messages
 
     def notes(**constants):
         cluster = plan_cluster(layout)

@@ -328,3 +328,31 @@ def test_a_gradient_taken_in_a_forward_is_that_of_one_device(line, create_graph)
 def test_a_gradient_taken_in_a_forward_that_ranks_compute_again_together_is_refused():
     with pytest.raises(PlanError, match="'1' takes a gradient in its forward"):
         verify(nn.Sequential(nn.Linear(6, 6), Force(create_graph=False)), "tp2 recompute:1", [SIX])
+
+
+class Transformed(nn.Module):
+    """Layers of which the middle one adds the gradient that ``torch.func`` gives of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList([self.Block(), self.Block()])
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.layer(x + torch.func.grad(lambda each: (each**3).sum())(x))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(torch.tanh(self.first(x)))
+        return x
+
+
+def test_a_gradient_by_torch_func_in_a_block_that_is_computed_again_is_refused_by_name():
+    batch = (torch.randn(4, 6), torch.randn(4, 6))
+    assert verify(Transformed(), "dp2", [batch], loss=nn.MSELoss()).equal
+    with pytest.raises((PlanError, RankFailedError), match=r"'blocks\.0' takes a gradient by torch\.func in its forward"):
+        verify(Transformed(), "dp2 recompute:full", [batch], loss=nn.MSELoss())

@@ -88,6 +88,15 @@ def uses_batch(module: nn.Module) -> bool:
     return module.training or module._buffers.get("running_mean") is None
 
 
+def is_frozen(module: nn.Module) -> bool:
+    """Returns whether a layer that can compute statistics over samples is in eval mode, and has running statistics.
+
+    >>> is_frozen(nn.BatchNorm1d(2).eval()), is_frozen(nn.BatchNorm1d(2)), is_frozen(nn.Linear(2, 2).eval())
+    (True, False, False)
+    """
+    return sees_batch(module) and not uses_batch(module)
+
+
 def ignore_batch_statistics(model: nn.Module) -> None:
     """Replaces the forwards of a model's BatchNorms, so that a batch of one sample, or of none, raises no error.
 

@@ -29,7 +29,7 @@ from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
-from shardwright.analysis.structure import is_inside
+from shardwright.analysis.structure import is_inside, is_known
 from shardwright.errors import PlanError
 
 
@@ -201,8 +201,7 @@ def draws_as_known(module: nn.Module) -> bool:
     any other dropout, ``nn.RReLU`` and a recurrent network give False. A model whose modules all give True needs no
     recorded run.
     """
-    home = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
-    return home and "forward" not in vars(module) and not isinstance(module, _DRAWING)
+    return is_known(module) and "forward" not in vars(module) and not isinstance(module, _DRAWING)
 
 
 _DRAWING = (

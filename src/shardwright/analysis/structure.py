@@ -51,6 +51,15 @@ def is_inside(path: str, module: str) -> bool:
     return not module or f"{path}.".startswith(f"{module}.")
 
 
+def is_known(module: nn.Module) -> bool:
+    """Returns whether a module is of a class of torch's or shardwright's own, whose code is known.
+
+    >>> is_known(nn.Linear(2, 2)), is_known(type("Mine", (nn.Linear,), {"__module__": "mine"})(2, 2))
+    (True, False)
+    """
+    return type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
+
+
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's full name.
 

@@ -100,31 +100,51 @@ class Cluster:
         return replace(self, nodes=Nodes(num_ranks // in_node, in_node))
 
     def message_s(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Returns the seconds that a collective or send of ``num_bytes`` of payload takes in a ring of ``ranks``.
+        """Returns the seconds that a collective or send of ``num_bytes`` of payload takes between ``ranks``.
 
-        The ring goes node by node, and all groups along the same axis are taken to send at once, so rings that cross
-        between nodes share a node's links. Fewer than two ranks, no bytes, a receive and a barrier take 0 seconds.
-        Kinds that were measured take the seconds that were measured for as many bytes.
+        It goes in a ring, node by node. All groups along the same axis are taken to send at once, so rings that cross
+        between nodes share a node's links. An all-reduce of several ranks on each of several nodes has two levels: sums
+        in each node, and rings of one rank of each node, at the same time; each node then sends what a ring of nodes
+        sends, which is less than a ring of ranks does. Fewer than two ranks, no bytes, a receive and a barrier take 0
+        seconds. Kinds that were measured take the seconds that were measured for as many bytes.
 
         >>> cluster = Cluster.parse("a100-80gb:2x8")
-        >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in ((0, 1), (0, 8))]
-        [4.45, 66.69]
+        >>> groups = (0, 1), (0, 8), range(16)
+        >>> [round(cluster.message_s("all_reduce", 1e9, ranks) * 1e3, 2) for ranks in groups]
+        [4.45, 66.69, 8.4]
         """
         size = len(ranks)
         if size < 2 or not num_bytes:
             return 0.0
         by_node = Counter(rank // self.nodes.ranks_per_node for rank in ranks)
-        constants = self.constants
-        bandwidth, hop_s = self.device.in_node_bytes_per_s * constants.in_node_efficiency, constants.in_node_hop_s
-        if len(by_node) > 1:
-            between = self.device.between_nodes_bytes_per_s * constants.between_efficiency * min(by_node.values())
-            bandwidth = between if min(by_node.values()) == 1 else min(bandwidth, between)
-            hop_s = constants.between_hop_s
-        tier = "in_node" if len(by_node) == 1 else "between"
-        measured = self.calibration.message_s(kind, num_bytes, tier, size, abs(ranks[1] - ranks[0]), hop_s)
+        crosses, in_node = len(by_node) > 1, min(by_node.values())
+        inner, inner_hop_s = self._link(crosses=False)
+        outer, outer_hop_s = self._link(crosses=True)
+        measured = self.calibration.message_s(
+            kind, num_bytes, "between" if crosses else "in_node", size, abs(ranks[1] - ranks[0]),
+            outer_hop_s if crosses else inner_hop_s,
+        )  # fmt: skip
         if measured is not None:
             return measured
-        return float(ring_factor(kind, size)) * num_bytes / bandwidth + num_hops(kind, size) * hop_s
+
+        def ring_s(size: int, bandwidth: float) -> float:
+            return float(ring_factor(kind, size)) * num_bytes / bandwidth
+
+        if not crosses:
+            return ring_s(size, inner) + num_hops(kind, size) * inner_hop_s
+        if in_node == 1:
+            return ring_s(size, outer) + num_hops(kind, size) * outer_hop_s
+        if kind == "all_reduce":
+            hops_s = num_hops(kind, in_node) * inner_hop_s + num_hops(kind, len(by_node)) * outer_hop_s
+            return max(ring_s(in_node, inner), ring_s(len(by_node), in_node * outer)) + hops_s
+        return ring_s(size, min(inner, in_node * outer)) + num_hops(kind, size) * outer_hop_s
+
+    def _link(self, *, crosses: bool) -> tuple[float, float]:
+        """Returns the bytes that a rank sends in a second, inside a node or between nodes, and a hop's latency."""
+        device, constants = self.device, self.constants
+        if crosses:
+            return device.between_nodes_bytes_per_s * constants.between_efficiency, constants.between_hop_s
+        return device.in_node_bytes_per_s * constants.in_node_efficiency, constants.in_node_hop_s
 
     def __str__(self) -> str:
         return f"{self.device.name}:{self.nodes}"

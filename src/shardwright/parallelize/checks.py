@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.analysis.batch_norms import iterates, sees_batch
+from shardwright.analysis.batch_norms import is_frozen, iterates, sees_batch
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.operator_results import tensors_of
 from shardwright.analysis.reached import tensors_outside
@@ -164,6 +164,7 @@ def check_loss(loss: nn.Module) -> None:
 def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | None = None) -> None:
     """Raises LayoutError for layers, such as BatchNorm, whose result depends on how ``mb`` splits the batch.
 
+    Allowed are BatchNorms in eval mode inside of a model in training, which normalize by their running statistics.
     With a recorded ``graph`` of the model, code outside of layers that mixes samples is an error too, and so is code
     that writes to frozen parameters, as a momentum encoder does. The layout option ``own-statistics`` allows all, but
     not embeddings with ``scale_grad_by_freq``. Without microbatches nothing is checked.
@@ -175,6 +176,8 @@ def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | Non
         check_table(name, module, number, ["scale_grad_by_freq"])
         if layout.own_statistics or not (sees_batch(module) or iterates(module)):
             continue
+        if model.training and is_frozen(module):  # runtime/buffer_writes.py raises an error if it no longer is
+            continue
         raise LayoutError(
             f"'{name}' changes its state with every call, and 'mb' makes several calls of one"
             if iterates(module)
@@ -182,7 +185,9 @@ def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | Non
             given=f"{type(module).__name__} under {layout}",
             allowed="layers that treat each sample alone; "
             f"under {number}/own-statistics each microbatch has its own statistics",
-            fix=f"write {own}, leave out mb, or use GroupNorm or LayerNorm",
+            fix=f"write {own}, leave out mb, freeze it by .eval(), or use GroupNorm or LayerNorm"
+            if sees_batch(module)
+            else f"write {own}, or leave out mb",
         )
     if graph is not None and not layout.own_statistics:
         check_own_code(graph, number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -280,8 +281,15 @@ def _links(
         if not sums:
             continue
         row = sums[0]
-        constants[f"{prefix}_hop_s"] = row["seconds"][0] / num_hops("all_reduce", row["ranks"])
-        sent = float(ring_factor("all_reduce", row["ranks"])) * row["bytes"][-1]
+        size, in_node = row["ranks"], 1
+        if (
+            tier == "between"
+        ):  # a ring of one rank of each node; those of its other ranks, with parts of the sum, beside
+            by_node = Counter(rank * row["stride"] // nodes.ranks_per_node for rank in range(row["ranks"]))
+            if min(by_node.values()) > 1:
+                size, in_node = len(by_node), min(by_node.values())
+        constants[f"{prefix}_hop_s"] = row["seconds"][0] / num_hops("all_reduce", size)
+        sent = float(ring_factor("all_reduce", size)) * row["bytes"][-1] / in_node
         bandwidth = sent / max(1e-9, row["seconds"][-1] - row["seconds"][0])
         if known is None:
             table[f"{figure}_GB_per_s"] = bandwidth / 1e9

@@ -16,6 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwright.axes import layout_axes
+from shardwright.cost.operators import MESSAGE_STARTS
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
@@ -228,15 +229,27 @@ class Estimator:
         sums_s = max(sums_s / groups, sums_s - backward_s / stages)  # beside the last backward
         sums_s += repeated_s if stages > 1 else 0
         moved_s = self._offloaded_s(passes.at_rest["optimizer"] * share.moved * of_state)
-        update_s = passes.update_s * of_state * share.updated
+        update_s = of_state * max(passes.update_s * share.updated, passes.update_starts_s)
         first_gathers_s = gathers_s / number / max(1, self.num_blocks)  # of the first block, which nothing hides
-        step_s = max(passes_s, hidden_s) + first_gathers_s + sums_s + update_s + moved_s + cluster.constants.step_s
+        starts_s = self._starts_s(share, number, groups) if copies > 1 else 0.0
+        step_s = max(passes_s, hidden_s) + first_gathers_s + sums_s + update_s + moved_s + starts_s
+        step_s += cluster.constants.step_s
         activations = self._activations(layout, passes, schedule, stages, blocks, last_blocks)
         memory = max(
             self._peak(passes, share, at_rest, active, number)
             for at_rest, active in zip(held, activations, strict=True)
         )
         return Estimate(layout, step_s, memory)
+
+    def _starts_s(self, share: StateShares, number: int, groups: int) -> float:
+        """Returns the seconds in which the host of an accelerator starts the messages of copies of the model.
+
+        ``groups`` sum their gradients at once, and gather what each rank has updated, or what it uses in a pass.
+        """
+        if self.pricing.on_host:
+            return 0.0
+        messages = groups * (1 + (2 * number if share.gathered else share.updated < 1))
+        return messages * MESSAGE_STARTS * self.pricing.cluster.constants.launch_s
 
     def _copied(self, passes: PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
         """Returns the seconds that an option of model copies, such as ``zero3``, adds to each microbatch.

@@ -68,6 +68,8 @@ class PassCost:
     adds_s: float
     """The seconds in which gradients are added to those of microbatches before."""
     update_s: float
+    update_starts_s: float
+    """The seconds in which the host starts the optimizer's operators."""
     block_bytes: float
     """The bytes that the forward of a block keeps for the backward."""
     plain_bytes: float
@@ -120,7 +122,8 @@ class PassCost:
         return cls(
             operators, recompute, forward_s, backward_s,
             PassShares(parts[0], round(1 - sum(parts), 2), parts[1]), rest_s, has_rest, rest_flops,
-            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s, with_own(kept), scaled(kept),
-            with_own(lambda e: e.memory.most), few.at_rest, of_block,
-            {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in STATE_KINDS}, few.memory.update, few.beside,
+            with_own(lambda e: e.times.hidden_s), few.times.adds_s, few.times.update_s,
+            few.times.update_starts_s, with_own(kept), scaled(kept), with_own(lambda e: e.memory.most),
+            few.at_rest, of_block, {kind: few.at_rest[kind] - blocks * of_block[kind] for kind in STATE_KINDS},
+            few.memory.update, few.beside,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
-from shardwright.cost.operators import PARTS, OperatorRecord, operator_s, smooth_max
+from shardwright.cost.operators import MESSAGE_STARTS, PARTS, OperatorRecord, operator_s, smooth_max
 from shardwright.devices import HOST
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
@@ -58,7 +58,8 @@ class Price(NamedTuple):
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
     starts: float = 0.0
-    """The operators that the host of one rank starts in a step, on the stage that finishes last."""
+    """The operators that the host of one rank starts in a step, on the stage that finishes last; a collective counts
+    as ``MESSAGE_STARTS`` of them."""
 
     def __repr__(self) -> str:
         return f"Price({self.layout}, {self.step_s:.3g} s, {self.memory_bytes / 1e9:.3g} GB)"
@@ -78,7 +79,7 @@ class ActionTime:
     """The seconds of one action of a schedule by part: operators, then exposed messages.
 
     ``parts`` has the operators' seconds in the order of ``PARTS``, followed by the messages' in the order of ``axes``.
-    ``launches`` counts the operators that the host starts.
+    ``launches`` counts the operators that the host starts; a collective on an accelerator counts as several.
     """
 
     parts: tuple[float, ...]
@@ -106,8 +107,9 @@ class PassTimes(NamedTuple):
 
     ``weights_s`` is the part of ``backward_s`` that computes gradients of weights, taken to be half of its matrix
     products, and ``adds_s`` how much longer the backward of a later microbatch takes, which adds its gradients; 0 if
-    there is one microbatch. ``hidden_s`` is the time of its messages during which it computes. Messages of model copies
-    are not counted. ``flops`` are those of the forward.
+    there is one microbatch. ``update_starts_s`` are those in which the host starts the optimizer's operators, a part of
+    ``update_s`` that does not shrink with the state. ``hidden_s`` is the time of its messages during which it computes.
+    Messages of model copies are not counted. ``flops`` are those of the forward.
     """
 
     forward_s: float
@@ -115,6 +117,7 @@ class PassTimes(NamedTuple):
     weights_s: float
     adds_s: float
     update_s: float
+    update_starts_s: float
     hidden_s: float
     flops: float
 
@@ -191,7 +194,7 @@ class Pricing:
         adds_s = max(0.0, seconds(later[0]) - seconds(first)) if later else 0.0
         return PassTimes(
             seconds(forward), seconds(first), first.parts[PARTS[0]] / 2, adds_s, stage.waterfall["optimizer"],
-            max(0.0, first.messages_s - exposed_s), forward.flops,
+            stage.update_starts_s, max(0.0, first.messages_s - exposed_s), forward.flops,
         )  # fmt: skip
 
     # ---- actions
@@ -230,6 +233,7 @@ class Pricing:
                 if record.kind not in P2P:
                     message_s = self.message_s(record)
                     sent_s += message_s
+                    launches += 0 if self.on_host else MESSAGE_STARTS  # of a host that computes, seconds have it all
                     end = max(clock, free.get(record.axis, 0.0)) + message_s
                     free[record.axis] = end
                     ends[number] = (self.axis_of(record.axis), end, message_s)
@@ -342,11 +346,13 @@ class _StageTimes:
         for place, number in times.items():
             for name, s in found[place].parts.items():
                 self.waterfall[name] = self.waterfall.get(name, 0.0) + number * s
-        self.waterfall["optimizer"] = self._offloaded_update_s() or self._priced(None, known).seconds
+        update = self._priced(None, known)
+        self.waterfall["optimizer"] = self._offloaded_update_s() or update.seconds
+        self.update_starts_s = update.starts * pricing.cluster.constants.update_launch_s
         done_s = sum(number * found[place].seconds for place, number in times.items())
         usual_s = sum(number * self._usual[place.slot, place.kind] for place, number in times.items())
         self.rest_s = done_s - usual_s + self.waterfall["optimizer"]
-        self.starts = self._priced(None, known).starts + sum(n * found[place].starts for place, n in times.items())
+        self.starts = update.starts + sum(n * found[place].starts for place, n in times.items())
         self.forward_flops = sum(number * found[place].flops for place, number in times.items() if place.kind == "F")
 
     def _priced(self, place: ActionClass | None, known: dict[object, _ActionCost]) -> _ActionCost:

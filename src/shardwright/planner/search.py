@@ -32,6 +32,9 @@ from shardwright.planner.short import ShortModel
 LOG = logging.getLogger("shardwright.planner")
 """Where a search says what it has priced, at level INFO, since it may take minutes."""
 
+MOST_REFUSED = 50
+"""How many layouts are tried, if the model refuses each, before a search gives up."""
+
 Recorder = Callable[[Layout, int], LayoutRecords]
 """A function that returns the records of a layout on a global batch of a number of samples."""
 
@@ -193,7 +196,8 @@ class _Search:
         return found
 
     def _is_done(self) -> bool:
-        return len(self.tried) >= 3 * self.wanted.most  # refused ones take time too
+        # refused ones take time too; but as long as none could be priced, there is nothing to say
+        return len(self.tried) >= max(3 * self.wanted.most, 0 if self.found.priced else MOST_REFUSED)
 
     def _price(self, layout: Layout) -> None:
         self.tried.add(str(layout))

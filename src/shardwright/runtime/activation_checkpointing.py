@@ -132,8 +132,13 @@ class _Call:
         self.autocasts = self._autocasts()
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         keep = _KeepCostly(self.kept, self.block.shared) if self.block.selective else nullcontext()
-        with saved_tensors_hooks(self._save, self._load), keep:
-            result = self.block.forward(*self.args, **self.named)
+        try:
+            with saved_tensors_hooks(self._save, self._load), keep:
+                result = self.block.forward(*self.args, **self.named)
+        except RuntimeError as failure:
+            if "support saved tensor hooks" in str(failure):
+                raise self.block.transformed() from failure
+            raise
         # a gradient taken inside the forward may have recomputed tensors, but not all that are saved by now
         self.recomputed, self.is_over = None, True
         written = [name for name, buffer in self.block.other_buffers() if buffer._version != buffers.get(name)]
@@ -245,7 +250,7 @@ class CheckpointedBlock:
         """Runs the module's own forward, and returns its result; the backward runs the forward again.
 
         Raises: PlanError: gradients are enabled, and the forward writes into its inputs or into a buffer other than the
-            running statistics of BatchNorms.
+            running statistics of BatchNorms, or takes a gradient by ``torch.func``.
         """
         if not torch.is_grad_enabled():
             return self.forward(*args, **named)
@@ -281,6 +286,14 @@ class CheckpointedBlock:
             f"cannot be recomputed: its forward writes into {f'the buffer {buffer!r}' if buffer else 'its inputs'}",
             given="to be recomputed in the backward",
             allowed="blocks that leave inputs and buffers as they are; BatchNorms may update their statistics",
+        )
+
+    def transformed(self) -> PlanError:
+        """Returns the error for a block whose forward calls ``torch.func.grad`` or another such transform."""
+        return self._error(
+            "takes a gradient by torch.func in its forward, beside which torch keeps no hooks on saved tensors",
+            given="which calls torch.func.grad, vjp, jacrev or hessian",
+            allowed="torch.autograd.grad in blocks that are recomputed",
         )
 
     def too_early(self) -> PlanError:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardwright.analysis.batch_norms import is_frozen
 from shardwright.errors import PlanError
 from shardwright.tensor_bytes import bytes_of
 
@@ -20,7 +21,8 @@ class BufferWrites:
 
     The first two microbatches of each chunk are watched: a buffer that the first writes, as torch's version counters
     show, must keep its values in the second. A buffer that is written once, like a table that is filled at its first
-    use, is allowed. BatchNorms are refused elsewhere, by their type, before anything runs.
+    use, is allowed. BatchNorms in training are refused elsewhere, by their type, before anything runs; one that was
+    frozen then must stay so.
 
     >>> model = nn.BatchNorm1d(2)
     >>> written = BufferWrites(model)
@@ -36,6 +38,7 @@ class BufferWrites:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._frozen = {name: module for name, module in model.named_modules() if is_frozen(module)}
         self._by_chunk: dict[int, tuple[str, ...]] = {}
 
     @contextmanager
@@ -44,8 +47,18 @@ class BufferWrites:
 
         Leaving the context makes the check. ``num_microbatches`` is named in the error.
 
-        Raises: PlanError: the second microbatch changes a buffer that the first one has written.
+        Raises: PlanError: the second microbatch changes a buffer that the first one has written; or a layer that was
+        frozen at first would compute statistics of a microbatch.
         """
+        own = f"mb{num_microbatches}/own-statistics"
+        for name, module in self._frozen.items():
+            if not is_frozen(module):
+                raise PlanError(
+                    f"'{name}' computes statistics over the batch, which 'mb' cuts",
+                    given=f"{type(module).__name__} that was in eval mode when the layout was planned, and trains now",
+                    allowed=f"one that stays in eval mode; under {own} each microbatch has its own statistics",
+                    fix=f"call run.model.get_submodule('{name}').eval() after run.model.train(), or write {own}",
+                )
         names = self._by_chunk.get(chunk)
         if names == ():  # both microbatches were checked, or the first one wrote nothing
             yield
@@ -62,7 +75,6 @@ class BufferWrites:
             )
             return
         self._by_chunk[chunk] = ()
-        own = f"mb{num_microbatches}/own-statistics"
         unchanged = "buffers that a second call leaves as they are"
         for name, value in values.items():
             now = after.get(name)

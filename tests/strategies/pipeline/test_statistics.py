@@ -52,6 +52,43 @@ def test_every_microbatch_counts_once(line):
     assert found - {0} == {6}  # a stage without the layer counts nothing
 
 
+def frozen():
+    """A model in training whose BatchNorms normalize by their running statistics, and change none."""
+    model = normed()[:-2]
+    for module in model:
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.uniform_(-1, 1)
+            module.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "line", ["mb3", "pp2/zb-v mb3", "pp2 mb2 dp2", "pp2/interleaved:v2 mb4 recompute:1", "mb2 tp2"]
+)
+def test_frozen_batch_norms_need_no_statistics_of_microbatches(line):
+    verdict = verify(frozen(), line, pairs(10, 8))
+    assert verdict.equal, verdict
+    assert verdict.buffers_error == 0
+
+
+@pytest.mark.parametrize("line", ["mb2", "pp2 mb2"])
+def test_a_batch_norm_that_is_frozen_no_longer_is_refused_in_the_next_step(line):
+    model = frozen()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        run.step(next(run.shard(pairs(4))))
+        run.model.train()
+        run.step(next(run.shard(pairs(4))))
+
+    with pytest.raises((PlanError, RankFailedError), match=r"was in eval mode.*\n.*\n.*get_submodule\('1'\)\.eval"):
+        launch(work, Layout.parse(line).num_ranks, ranks="threads")
+    with pytest.raises(LayoutError, match=r"'1' computes statistics over the batch.*\n.*\n.*\n.*freeze it by"):
+        verify(normed(), line, pairs(4))
+    with pytest.raises(LayoutError, match="'1' computes statistics"):  # who calls train() in time means to train them
+        verify(frozen().eval(), line, pairs(4))
+
+
 def test_a_mean_that_instances_keep_is_one_for_each_microbatch():
     model = nn.Sequential(
         nn.Conv1d(2, 3, 3), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten(), nn.Linear(12, 4)

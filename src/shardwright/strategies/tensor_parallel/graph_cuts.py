@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
+from typing import NamedTuple
 
 from torch import nn
 
@@ -88,6 +89,17 @@ class _Candidate:
 _Candidates = dict[DimAxis, _Candidate]
 
 
+class _CutParts(NamedTuple):
+    """The part of each parameter and buffer that is cut, by name, and how many elements their parameters have.
+
+    ``most_sent`` is the number of elements that a step of the recorded run sends for each of these; 0 if none is cut.
+    """
+
+    parts: dict[str, TensorPart]
+    num_elements: int = 0
+    most_sent: float = 0.0
+
+
 def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int) -> GraphCuts:
     """Returns how ``size`` ranks cut a model's parameters and buffers, as the operators of a recorded run allow.
 
@@ -113,11 +125,11 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
                 readers[use.name].add(call.module)
     if size == 1:
         return GraphCuts({}, readers, kept)
-    found, most_sent = _parts(recording, axes, size, kept)
-    gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, most_sent)
-    num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in found)
+    cut = _cut(recording, axes, size, kept)
+    found = cut.parts
+    gathered = gather_output_layers(model, recording, axes, size, {*found, *kept}, readers, cut.most_sent)
     more = {f"{path}.{name}": p for path, layer in gathered.items() for name, p in layer.named_parameters()}
-    if sum(p.numel() for p in more.values()) <= WORTH_MORE * num_elements:
+    if sum(p.numel() for p in more.values()) <= WORTH_MORE * cut.num_elements:
         return GraphCuts(found, readers, kept)
     for name, p in more.items():
         part = part_of(p.shape, (_balanced(len(p), size), *(None,) * (p.dim() - 1)))
@@ -132,22 +144,17 @@ def _balanced(num_elements: int, size: int) -> bytes:
     )
 
 
-def _parts(
-    recording: Recording, axes: RunAxes, size: int, kept: Collection[str]
-) -> tuple[dict[str, TensorPart], float]:
-    """Returns the part of each parameter and buffer that is cut, by name, and what these cuts send.
-
-    The second value is the number of elements that a step of the recorded run sends for each parameter element that is
-    cut, 0 if none is.
+def _cut(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> _CutParts:
+    """Returns the parts that ``size`` ranks hold, where operators allow it; none of the parameters in ``kept``.
 
     There are two ways, and the second is taken if it cuts clearly more parameters: no layer needs its input gathered;
     or layers that read a concatenation of which only some parts are cut have it gathered, and their weights stay whole.
     """
     found, features = _candidates(recording, axes, size, kept), _dims_of_features(recording)
     total = sum(prod(use.shape) for use in recording.parameters.values())
-    best: tuple[float, dict[str, TensorPart], float] = 0, {}, 0.0
+    best = _CutParts({})
     for gathers, least in ((False, 0.0), (True, WORTH_GATHERING * total)):
-        if best[0] + least >= total:
+        if best.num_elements + least >= total:
             break
         taken = _chosen(recording, axes, found, features, gathers=gathers)
         cut = {each.axis: _balanced(each.axis.size, size) for each in taken}
@@ -159,9 +166,9 @@ def _parts(
             if part is not None and not stays_whole:
                 parts[name] = part
         num_elements = sum(prod(use.shape) for name, use in recording.parameters.items() if name in parts)
-        if num_elements > best[0] + least:
-            best = num_elements, parts, sum(each.num_sent for each in taken) / num_elements
-    return best[1:]
+        if num_elements > best.num_elements + least:
+            best = _CutParts(parts, num_elements, sum(each.num_sent for each in taken) / num_elements)
+    return best
 
 
 def _chosen(

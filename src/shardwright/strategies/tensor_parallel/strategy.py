@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.model_graph import RecordedRun
-from shardwright.analysis.structure import has_hooks, is_inside, owners
+from shardwright.analysis.structure import has_hooks, is_inside, is_known, owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -149,7 +149,7 @@ class TensorParallel:
         if share >= ENOUGH and any(isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()):
             least = 2.0  # no gain is enough
         # of other code a record tells whether it reads the weights of the layers that would be cut
-        if _is_known(job.model) and least > 1:
+        if all(map(is_known, job.model.modules())) and least > 1:
             return known
         on_parts = place_on_parts(job, plan, mode, least, known)
         if on_parts is None and least < 2 and _cuts_little_work(known, job):  # as of a model whose table is most of it
@@ -166,7 +166,7 @@ class TensorParallel:
         no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in place
         of their parameters.
         """
-        run = None if _is_known(job.model) else _recorded(job)
+        run = None if all(map(is_known, job.model.modules())) else _recorded(job)
         if run is None:
             return {}
         calls, found = run.recording.calls, dict[str, str]()
@@ -238,8 +238,3 @@ def _gathered(model: nn.Module, plan: Plan) -> set[str]:
         return {*note.stored}
     fetched = ((path, own) for path, each in notes_of(plan) for own, axes in each.fetched() if axes)
     return {own_names(model, path)[own] for path, own in fetched}
-
-
-def _is_known(model: nn.Module) -> bool:
-    """Returns whether all modules of a model are torch's or shardwright's own."""
-    return all(type(m).__module__.startswith(("torch.nn.", "shardwright.models.")) for m in model.modules())
