@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contract import cases
 from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
 from shardwright import launch, parallelize, verify
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
 from shardwright.parallelize.planning import make_plan
@@ -354,5 +354,7 @@ class Transformed(nn.Module):
 def test_a_gradient_by_torch_func_in_a_block_that_is_computed_again_is_refused_by_name():
     batch = (torch.randn(4, 6), torch.randn(4, 6))
     assert verify(Transformed(), "dp2", [batch], loss=nn.MSELoss()).equal
-    with pytest.raises((PlanError, RankFailedError), match=r"'blocks\.0' takes a gradient by torch\.func in its forward"):
+    with pytest.raises(
+        (PlanError, RankFailedError), match=r"'blocks\.0' takes a gradient by torch\.func in its forward"
+    ):
         verify(Transformed(), "dp2 recompute:full", [batch], loss=nn.MSELoss())
