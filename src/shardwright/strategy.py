@@ -178,17 +178,19 @@ def check_own_code(graph: ModelGraph, factor: str, shared: Collection[str] = ())
 
 def check_own_writes(
     graph: ModelGraph | None, copies: Collection[str], factor: str, why: str = "gathers from shards", *,
-    replaced_only: bool = False,
+    replaced_only: bool = False, converted: bool = False,
 ) -> None:  # fmt: skip
     """Raises LayoutError if the model's own code writes to one of the parameters of which it computes with ``copies``.
 
     ``factor`` is the part of the layout that makes the copies, and ``why`` says from what. What is written to a copy
     would be lost. With ``replaced_only`` the copies stay from step to step, so that code may write to them, but not
-    replace them by ``parameter.data = ...``. A forward that cannot be recorded is not checked.
+    replace them by ``parameter.data = ...``. ``converted`` says that the copies have another dtype than the parameters:
+    code that converts these to their own dtype would then write to the copies. A forward that cannot be recorded is not
+    checked.
     """
     if graph is None or not copies:
         return
-    written = graph.written_parameters(replaced_only=replaced_only)
+    written = graph.written_parameters(replaced_only=replaced_only, converted=converted)
     for name in copies:
         if name in written:
             raise LayoutError(

@@ -48,6 +48,9 @@ class SamplePlace(NamedTuple):
 MIXED = SamplePlace(-1)
 """Marks a drawn tensor whose samples are not one factor of one dim, so that it cannot be cut by samples."""
 
+SELECTED = SamplePlace(-2)
+"""Marks a drawn tensor of rows that the code selects by values, as experts do: only a run knows whose rows they are."""
+
 _OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
 
@@ -76,12 +79,13 @@ class Draws:
     """The random draws of a model's forward, and in which dim each drawn tensor holds the samples of the batch.
 
     Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
-    has None for a tensor without samples, and :data:`MIXED` for one that cannot be cut by samples. ``functions`` names
-    the torch function of each draw. ``others`` names the random generators other than torch's from which the forward
-    draws, and ``seeded`` those of them that it seeds itself, so that it draws the same numbers each time. ``across``
-    lists modules in which the samples of a batch meet, with the function by which they do (:func:`meetings`).
-    ``backwards`` names the user's autograd functions whose backward draws. ``seeds`` are the keys of the draws from a
-    ``torch.Generator`` that the forward makes or seeds, which are the same numbers in every forward.
+    has None for a tensor without samples, :data:`MIXED` for one that cannot be cut by samples, and :data:`SELECTED` for
+    rows that code selects; ``selecting`` are the modules whose code does. ``functions`` names the torch function of
+    each draw. ``others`` names the random generators other than torch's from which the forward draws, and ``seeded``
+    those of them that it seeds itself, so that it draws the same numbers each time. ``across`` lists modules in which
+    the samples of a batch meet, with the function by which they do (:func:`meetings`). ``backwards`` names the user's
+    autograd functions whose backward draws. ``seeds`` are the keys of the draws from a ``torch.Generator`` that the
+    forward makes or seeds, which are the same numbers in every forward.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -91,6 +95,7 @@ class Draws:
     across: tuple[tuple[str, str], ...] = ()
     backwards: tuple[str, ...] = ()
     seeds: frozenset[DrawKey] = frozenset()
+    selecting: frozenset[str] = frozenset()
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -185,13 +190,35 @@ def draws_of(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
         seeds=frozenset(seeds),
     )  # fmt: skip
+    by_rows = {module for module in recording.selecting if _selects_rows(module, recording, axes)}
     for key, use, function, _ in found:
         place = _place(use, recording, axes)
-        if place is None and any(is_inside(key[0], module) for module in recording.selecting):
-            place = MIXED  # for the samples that a real run selects
+        around = [module for module in recording.selecting if is_inside(key[0], module)]
+        if around and place in (None, MIXED):  # for the samples that a real run selects
+            is_of_rows = function in OF_ROWS and by_rows.issuperset(around)
+            place = SELECTED if is_of_rows else MIXED
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
+    selected = [path for (path, _, _), place in draws.places.items() if place == SELECTED]
+    draws.selecting = frozenset(module for module in by_rows if any(is_inside(path, module) for path in selected))
     return draws
+
+
+OF_ROWS = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rand_like", "randn_like"))
+"""The functions that draw for each row of a tensor that has rows, so that it is enough to know which rows these are."""
+
+
+def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
+    """Returns whether what a module's code selects from has the samples as the slowest factor of its first dim."""
+    selected = False
+    for call in recording.calls[recording.selecting[module] :]:
+        if call.name in ("index", "index_select") and is_inside(call.module, module):
+            place, left = (_place(each, recording, axes) for each in (call.operands[0], call.results[0]))
+            if place not in (None, MIXED) and left in (None, MIXED):
+                if place.outside > 1 or prod(call.operands[0].shape[: place.dim]) > 1:
+                    return False
+                selected = True
+    return selected
 
 
 def draws_as_known(module: nn.Module) -> bool:

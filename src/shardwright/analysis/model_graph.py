@@ -160,16 +160,18 @@ class ModelGraph:
         found = self._of_own_code
         return None if found is None else found.draws
 
-    def written_parameters(self, *, replaced_only: bool = False) -> Mapping[str, str]:
+    def written_parameters(self, *, replaced_only: bool = False, converted: bool = False) -> Mapping[str, str]:
         """Returns the parameters that the model's own code writes to, each with the module whose code does.
 
-        With ``replaced_only`` it returns those that code replaces by ``parameter.data = ...``. It is empty if the
-        forward was not recorded, as for :attr:`draws`.
+        With ``replaced_only`` it returns those that code replaces by ``parameter.data = ...``. With ``converted`` it
+        also returns those that code converts to the dtype that they have now, as ``module.to(torch.float32)`` does. It
+        is empty if the forward was not recorded, as for :attr:`draws`.
         """
         found = self._of_own_code
         if found is None:
             return {}
-        return found.recording.replaced if replaced_only else found.written
+        written = found.recording.replaced if replaced_only else found.written
+        return {**found.recording.converted, **written} if converted else written
 
     def mixing_call(self, shared: Collection[str] = ()) -> RecordedCall | None:
         """Returns the first operator in the model's own code that mixes the samples of a batch, or None.

@@ -119,6 +119,8 @@ class Recording:
     """The names of those of these nodes that draw random numbers of their own, not those of a forward again."""
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
+    converted: dict[str, str] = field(default_factory=dict)
+    """The same of parameters that code converts to the dtype that they have, which it would replace in another one."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 
@@ -280,7 +282,9 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
-            recorded.recording.replaced.setdefault(recorded.use(args[0].detach()).name, recorded.where()[0])
+            is_same = args[1] is args[0]  # as module.to(dtype) leaves it, if it has that dtype
+            found = recorded.recording.converted if is_same else recorded.recording.replaced
+            found.setdefault(recorded.use(args[0].detach()).name, recorded.where()[0])
         if func in TAKES_GRADIENT:
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         # torch.vmap and similar transforms wrap tensors, so the mode that runs a model on shards does not know a shard

@@ -22,6 +22,7 @@ from torch.autograd import Function
 from shardwright.analysis.structure import runs_as
 from shardwright.comm.autograd import once
 from shardwright.forward_stack import Rung, set_forward
+from shardwright.row_numbers import give_rows, is_of_rows, rows_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PACKAGE = __name__.partition(".")[0]
@@ -128,6 +129,8 @@ def _linear(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tensor:
     if _autocasts(input):
         return nn.functional.linear(input, weight, bias)
     y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))
+    if is_of_rows(input):  # no function of torch, which would be seen
+        give_rows(y, rows_of(input))
     return y
 
 

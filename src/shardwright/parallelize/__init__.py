@@ -233,7 +233,8 @@ def _run_of(
     tokens = {
         path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
     }
-    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens)
+    cuts_batch = bool(plan.inputs) or plan.layout.num_microbatches > 1
+    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, cuts_batch=cuts_batch)
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
         norms = (*batch_norms(job.model), *derived_batch_norms(job.model))

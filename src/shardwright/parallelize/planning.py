@@ -123,7 +123,7 @@ def make_plan(
     check_renormed(on_meta.model, plan)
     check_held(on_meta.model, plan)
     rounded = [name for name, dtype in plan.stored_dtypes.items() if dtype != plan.compute_dtypes[name]]
-    check_own_writes(job.graph, rounded, "mixed precision", "rounds from a master weight")
+    check_own_writes(job.graph, rounded, "mixed precision", "rounds from a master weight", converted=True)
     if plan.stages is not None:
         blocks = called_modules(on_meta.model, blocks, plan.stages.called())
     offloads = activation_offload_target(layout) is not None

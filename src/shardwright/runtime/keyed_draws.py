@@ -9,6 +9,7 @@ is known from the recorded run (``analysis/draws.py``). Only the modules that dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
@@ -20,13 +21,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, handl
 
 from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
-from shardwright.analysis.draws import FIRST, MIXED, Draws, SamplePlace
+from shardwright.analysis.draws import FIRST, MIXED, SELECTED, Draws, SamplePlace
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.plan.stages import DROPOUTS
 from shardwright.rng import KEYED, DimSlice, RngTracker, key_dropout, with_samples_in_dim_1
-from shardwright.runtime.keyed_numbers import KeyedNumbers, Tokens
+from shardwright.row_numbers import rows_of
+from shardwright.runtime.keyed_numbers import KeyedNumbers, RowNumbers, Tokens
+from shardwright.runtime.selected_rows import RowsForward
 
 Rows = Callable[[], Sequence[int]]
 
@@ -43,10 +46,12 @@ _DRAWN = "_shardwright_drawn"
 class _ModuleDraws:
     """A context around one call of a module, in which :class:`KeyedDraws` is on; counts the call's draws."""
 
-    __slots__ = ("around", "call", "keyed", "number", "path", "rows", "tokens")
+    __slots__ = ("around", "call", "cuts", "keyed", "number", "path", "rows", "tokens")
 
-    def __init__(self, keyed: KeyedDraws, path: str, rows: Rows | None, tokens: Tokens | None) -> None:
-        self.keyed, self.path, self.rows, self.tokens = keyed, path, rows, tokens
+    def __init__(
+        self, keyed: KeyedDraws, path: str, rows: Rows | None, tokens: Tokens | None, cuts: tuple[DimSlice, ...]
+    ) -> None:
+        self.keyed, self.path, self.rows, self.tokens, self.cuts = keyed, path, rows, tokens, cuts
         self.number = 0
 
     def __enter__(self) -> _ModuleDraws:
@@ -79,11 +84,12 @@ class _ModuleDraws:
             if code is not None:
                 _drawn_in(code).append((name, numbers))
 
-    def next(self, name: str, device: torch.device) -> KeyedNumbers:
+    def next(self, name: str, device: torch.device, x: Any = None) -> KeyedNumbers:
         """Returns the random numbers of the next draw in this call, for tensors on ``device``.
 
-        ``name`` is the function that draws. Code that a backward runs again may leave out draws whose results it has
-        kept, so there the next draw of that function in the forward is the one that is repeated.
+        ``name`` is the function that draws, and ``x`` the tensor for which it draws, if there is one. Code that a
+        backward runs again may leave out draws whose results it has kept, so there the next draw of that function in
+        the forward is the one that is repeated.
         """
         if isinstance(self.call, PlanError):
             raise self.call
@@ -103,7 +109,17 @@ class _ModuleDraws:
             drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
-        numbers = partial(self.keyed.numbers, self.path, self.call, self.number - 1, samples, tokens=self.tokens)
+        rng, number = self.keyed.rng, self.number - 1
+        numbers: Callable[[torch.device], KeyedNumbers]
+        is_selected = self.keyed.place(self.path, self.call, number) == SELECTED
+        chosen = self.keyed.rows_of(self.path, name, x, self.tokens) if is_selected else None
+        if chosen is None:
+            numbers = partial(
+                self.keyed.numbers, self.path, self.call, number, samples, tokens=self.tokens, cuts=self.cuts
+            )
+        else:
+            key = f"{self.path}#{self.call}/{number}"
+            numbers = partial(RowNumbers, rng, key, None, samples, cuts=self.cuts, rows=chosen)
         self._keep(name, numbers)
         return numbers(device)
 
@@ -163,32 +179,54 @@ class KeyedDraws(TorchFunctionMode):
     True
     """
 
-    def __init__(self, rng: RngTracker, draws: Draws | None) -> None:
+    def __init__(self, rng: RngTracker, draws: Draws | None, *, cuts_batch: bool = False) -> None:
         super().__init__()
-        self.rng, self.draws = rng, draws
+        self.rng, self.draws, self.cuts_batch = rng, draws, cuts_batch
         self.running: list[_ModuleDraws] = []
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
-        self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None
-    ) -> KeyedNumbers:
+        self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None,
+        cuts: tuple[DimSlice, ...] = (),
+    ) -> KeyedNumbers:  # fmt: skip
         """Returns the random number generator of one draw, for tensors on ``device``.
 
         Its key is the name ``path`` of the module, the number ``call`` of the module's call in the forward, and the
         ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
-        tensor of this shape is.
+        tensor of this shape is, and ``cuts`` are slices of other dims.
         """
-        place: SamplePlace | None = FIRST
-        if self.draws is not None:
-            try:
-                place = self.draws.place(path, call, number)
-            except KeyError:
-                place = FIRST
-        if place == MIXED:  # one rank has all samples
+        place = self.place(path, call, number)
+        if place in (MIXED, SELECTED):  # one rank has all samples
             place = None
         key = f"{path}#{call}/{number}"
-        return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None)
+        return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
+
+    def place(self, path: str, call: int, number: int) -> SamplePlace | None:
+        """Returns where the tensor of one draw has its samples: dim 0, if the recorded forward made no such draw."""
+        if self.draws is not None:
+            with suppress(KeyError):
+                return self.draws.place(path, call, number)
+        return FIRST
+
+    def rows_of(self, path: str, name: str, x: Any, tokens: Tokens | None) -> Tensor | None:
+        """Returns the numbers of the rows of a tensor for which code draws, and which it has selected by values.
+
+        Returns None if they are not known, and every rank has all samples.
+
+        Raises: PlanError: they are not known, and the layout cuts the batch.
+        """
+        rows = rows_of(x)
+        if self.cuts_batch and (rows is None or tokens is not None):
+            raise PlanError(
+                f"'{path or 'the model'}' draws random numbers for rows that code selects by values",
+                given=f"{name}, of rows that are not known "
+                + ("where sequences are cut" if rows is not None else "under a layout that cuts the batch"),
+                allowed="rows of samples that x[mask], x[indices] or index_select give, then computed row by row; "
+                "layouts of tp and pp without mb",
+                fix="set the dropout's p to 0, or drop before the rows are selected",
+            )
+        return rows
 
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
         """Returns the result of one random function call that a recorded forward has made, computed on the CPU.
@@ -215,7 +253,7 @@ class KeyedDraws(TorchFunctionMode):
         if is_own and self.draws is not None and self.draws.is_seeded(mine.path, call.name):
             mine.leave_out(call.name)
             return _seeded(func, args, named, x, self.rng)
-        numbers = mine.next(call.name, device)
+        numbers = mine.next(call.name, device, x)
         if not getattr(_get_current_function_mode(), "takes_draws", False):
             return _KEYED[call.kind](call, x, numbers)
 
@@ -252,6 +290,8 @@ def key_draws(
     cuts: Mapping[str, tuple[DimSlice, ...]] | None = None,
     rows: Mapping[str, Rows] | None = None,
     tokens: Mapping[str, Tokens] | None = None,
+    *,
+    cuts_batch: bool = False,
 ) -> None:
     """Makes the random numbers of a model's forward depend on seed, step, layer and sample, and not on the layout.
 
@@ -259,11 +299,11 @@ def key_draws(
     may draw runs under :class:`KeyedDraws`, and drawn tensors are taken to have the samples in dim 0. The other
     arguments have entries for names of modules: ``cuts``, which slices of a whole activation the module sees on this
     rank; ``rows``, a function that returns the indices of its samples in the global batch, where they are not the
-    microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. The model's
-    modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
-    :meth:`KeyedDraws.draw`.
+    microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. ``cuts_batch``
+    says that ranks or microbatches have some of the samples. The model's modules are wrapped in place, dropout layers
+    as by :func:`key_dropout`, and ``rng.draw`` is set to :meth:`KeyedDraws.draw`.
     """
-    keyed = KeyedDraws(rng, draws)
+    keyed = KeyedDraws(rng, draws, cuts_batch=cuts_batch)
     rng.draw = keyed.draw
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
@@ -271,12 +311,18 @@ def key_draws(
     for path, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
-        if type(module) in KEYED and (drawing is None or path in of_layer or drawing.get(path, {FIRST}) == {FIRST}):
+        places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
+        if type(module) in KEYED and (places == {FIRST} or (path in of_layer and places.isdisjoint((MIXED, SELECTED)))):
             continue
-        if _may_draw(module) if drawing is None else path in drawing:
+        draws_itself = _may_draw(module) if drawing is None else path in drawing
+        selects = draws is not None and path in draws.selecting
+        if draws_itself or selects:
+            own = (rows or {}).get(path), (tokens or {}).get(path), (cuts or {}).get(path, ())
+            around = _around(keyed, module, path, own, follows=selects, draws=draws_itself)
+            name = "random numbers from the seed, the step and the sample" if draws_itself else "rows that it selects"
+            wrap(module, Rung.DRAWS, name, by="core", around=around)
+        if draws_itself:
             others.add(path)
-            around = _around(keyed, module, path, (rows or {}).get(path), (tokens or {}).get(path))
-            wrap(module, Rung.DRAWS, "random numbers from the seed, the step and the sample", by="core", around=around)
     key_dropout(model, rng, cuts, rows, tokens, but=others)
 
 
@@ -289,19 +335,27 @@ def _may_draw(module: nn.Module) -> bool:
 _MULTIHEAD = signature(functional.multi_head_attention_forward)
 
 
+_Place = tuple[Rows | None, Tokens | None, tuple[DimSlice, ...]]
+"""What a module has of a layer's input: samples, tokens and slices of other dims, as for :func:`key_draws`."""
+
+
 def _around(
-    keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None
+    keyed: KeyedDraws, module: nn.Module, path: str, own: _Place, *, follows: bool, draws: bool
 ) -> Callable[[Forward], Forward]:
-    return lambda forward: _KeyedForward(keyed, module, path, rows, tokens, forward)
+    """Returns what wraps a module that ``draws``, or whose code selects rows that it ``follows``."""
+
+    def around(forward: Forward) -> Forward:
+        inner = _KeyedForward(keyed, module, path, own, forward) if draws else forward
+        return RowsForward(own[0] or partial(getattr, keyed.rng, "samples"), inner) if follows else inner
+
+    return around
 
 
 class _KeyedForward:
     """A module's forward that runs under :class:`KeyedDraws`; a copy of the module has a copy of it."""
 
-    def __init__(
-        self, keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None, inner: Forward
-    ) -> None:
-        self.keyed, self.module, self.own, self.inner = keyed, module, (path, rows, tokens), inner
+    def __init__(self, keyed: KeyedDraws, module: nn.Module, path: str, own: _Place, inner: Forward) -> None:
+        self.keyed, self.module, self.own, self.inner = keyed, module, (path, *own), inner
         self.idle = False
         self.__wrapped__ = inner  # its signature is this one's
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import pi
 from typing import Any
 
@@ -31,6 +31,7 @@ class KeyedNumbers:
     factor of a dim, the tensor has them. Without a ``place``, a number depends on the key and the element's index in
     the tensor. If ``like`` is a rank's shard of a whole tensor, the result is the same shard of the whole tensor's
     numbers. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole a tensor of this shape is.
+    ``cuts`` are the slices of dims that a tensor holds which does not say so itself.
 
     Raises: PlanError, from each method: the size of the dim in ``place`` does not fit the number of samples.
     """
@@ -41,6 +42,7 @@ class KeyedNumbers:
     samples: Sequence[int]
     device: torch.device
     tokens: Tokens | None = None
+    cuts: tuple[DimSlice, ...] = ()
 
     def words(self, like: Like, stream: int = 0) -> Tensor:
         """Returns random integers from 0 to 2**24 - 1; different ``stream`` values give independent integers."""
@@ -59,7 +61,7 @@ class KeyedNumbers:
         if isinstance(like, Tensor):
             part, shape = self.rng.part_of(like), like.shape
         with torch._C.DisableTorchFunction():
-            found = draw(tuple(shape), () if part is None else part[0])
+            found = draw(tuple(shape), self.cuts if part is None else part[0])
             if part is not None:
                 part[1](found)
             return found
@@ -130,3 +132,21 @@ class KeyedNumbers:
     def bernoulli(self, like: Like, p: Any) -> Tensor:
         """Returns a mask whose elements are True with probability ``p``, a number or a tensor of probabilities."""
         return self.words(like).double() / 2**24 < p if isinstance(p, Tensor) else self.kept(like, 1 - p)
+
+
+@dataclass
+class RowNumbers(KeyedNumbers):
+    """The same for a tensor whose rows code has selected: a number depends on the key, the row and the index in it.
+
+    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1.
+    """
+
+    rows: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
+
+    def _bits(
+        self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], least: int | None = None, stream: int = 0
+    ) -> Tensor:
+        row = self.rows.flatten()
+        words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
+        found = random_bits(words, row, torch.zeros_like(row), held_of(shape, cuts)[self.rows.dim() - 1 :], least)
+        return found.view(*self.rows.shape[:-1], *found.shape[1:])

@@ -1,0 +1,200 @@
+"""Follows the rows that a module's code selects by values, so that their random numbers do not depend on the layout.
+
+A mixture of experts gives each expert the rows of the tokens that are routed to it::
+
+    x        [samples * tokens, features]     row 3 is token 1 of sample 1, of two tokens each
+    x[mask]  [chosen, features]               which rows these are, only a run knows
+
+Dropout in an expert then has to draw the same numbers for token 1 of sample 1, wherever that lies on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwright.forward_stack import Forward
+from shardwright.rng import sample_indices
+from shardwright.row_numbers import give_rows, is_of_rows, rows_of
+
+_SELECT = frozenset(("getitem", "index_select"))
+"""Functions by which code selects rows."""
+
+_MOVE = frozenset((
+    "reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+    "movedim", "swapaxes", "narrow", "select", "chunk", "split", "unbind",
+))  # fmt: skip
+"""Functions whose results hold elements of their first argument, in places that do not depend on the elements."""
+
+_PER_ROW = frozenset((
+    "linear", "matmul", "mm", "addmm", "layer_norm", "rms_norm", "dropout", "alpha_dropout", "add", "radd", "iadd",
+    "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv", "pow", "neg", "abs",
+    "exp", "log",
+    "sqrt", "rsqrt", "square", "reciprocal", "sigmoid", "tanh", "sin", "cos", "erf", "clamp", "clip", "where",
+    "masked_fill", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign",
+    "logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "threshold", "to", "type", "float", "double", "half",
+    "bfloat16", "clone", "contiguous", "detach", "requires_grad",
+))  # fmt: skip
+"""Functions of which a row of the result is computed from the same row of the tensors that have rows."""
+
+_ALONG = {"glu": 1, "softmax": 1, "log_softmax": 1, "normalize": 2}
+"""Functions of which this is so along the last dim; each with the place of the argument ``dim``."""
+
+_PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
+"""Matrix products, with the place of the argument of which they keep the rows."""
+
+
+_KEEP = frozenset((
+    "index_add", "index_copy", "index_put", "index_fill", "scatter", "scatter_add", "scatter_reduce", "zeros_like",
+    "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full", "new_tensor",
+))  # fmt: skip
+"""Functions whose result has the rows of their first argument, or of none, whatever is written into it."""
+
+
+class SelectedRows(TorchFunctionMode):
+    """A torch function mode that follows rows from where code selects them by a tensor, as ``x[mask]`` does.
+
+    Tensors that code selects from are taken to have the samples in dim 0, as its slowest factor; ``samples`` are the
+    indices of these in the global batch. Row r of sample s gets the number s * R + r, where R is the number of rows of
+    a sample. Results that are computed row by row have the numbers of their rows. Other results of such rows, and what
+    is computed from them, have none: they may depend on which rows were selected together.
+
+    >>> x, mask = torch.ones(6, 4), torch.tensor([False, True, True, False, False, True])
+    >>> with SelectedRows(range(4, 6)):  # two samples with three rows each
+    ...     chosen = x[mask].relu() @ torch.ones(4, 2)
+    >>> rows_of(chosen).flatten().tolist()
+    [13, 14, 17]
+    """
+
+    def __init__(self, samples: Sequence[int]) -> None:
+        super().__init__()
+        self._samples = samples
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        made = [
+            each for each in (result if isinstance(result, tuple | list) else (result,)) if isinstance(each, Tensor)
+        ]
+        name = getattr(func, "__name__", "").strip("_")
+        if not made or name in _KEEP:
+            return result
+        given = [*args, *named.values()]
+        if name in _SELECT and not is_of_rows(given[0]) and _selects(name, args):
+            rows = self._numbered(given[0])
+            if rows is not None:
+                _move(func, name, given[0], rows, args, named, made)
+        elif any(is_of_rows(each) for each in _flat(given)):
+            x = _source(name, given)
+            rows = rows_of(x)
+            for each in made:
+                give_rows(each, None)
+            if rows is not None and (name in _SELECT or name in _MOVE):
+                _move(func, name, x, rows, args, named, made)
+            elif rows is not None and _is_along_last(name, args, named, x.dim()):
+                give_rows(made[0], rows)
+        return result
+
+    def _numbered(self, x: Tensor) -> Tensor | None:
+        """Returns the numbers of the rows of a tensor that holds whole samples; None if it cannot be one."""
+        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+        count, leading = len(self._samples), x.shape[:-1]
+        if is_weight or x.dim() < 2 or (x.shape[0] % count if count else x.shape[0]):
+            return None
+        each = prod(leading) // max(1, count)
+        with torch._C.DisableTorchFunction():
+            first = sample_indices(self._samples, x.device) * each
+            return (first.view(-1, 1) + torch.arange(each, device=x.device)).view(*leading, 1)
+
+
+def _flat(given: Sequence[Any]) -> Iterator[Any]:
+    for each in given:
+        yield from each if isinstance(each, tuple | list) else (each,)
+
+
+def _source(name: str, given: Sequence[Any]) -> Any:
+    """Returns the argument of which the result of a function has the rows; None if there is none."""
+    if name in _SELECT or name in _MOVE:
+        return given[0]
+    if name not in _PER_ROW and name not in _ALONG:
+        return None
+    known = [each for each in given if is_of_rows(each)]
+    if any(rows_of(each) is None for each in known) or (name in _PRODUCTS and len(known) > 1):
+        return None
+    if name in _PRODUCTS:
+        return known[0] if known[0] is given[_PRODUCTS[name]] else None
+    return known[0]
+
+
+def _move(
+    func: Any,
+    name: str,
+    x: Tensor,
+    rows: Tensor,
+    args: tuple[Any, ...],
+    named: Mapping[str, Any],
+    made: Sequence[Tensor],
+) -> None:
+    """Gives the results of a function that moves the elements of ``x`` the numbers of their rows."""
+    with torch._C.DisableTorchFunction():
+        if x.is_meta:  # which rows are selected is not known there, nor how many
+            moved: Any = [each.new_empty((*each.shape[:-1], 1), dtype=torch.int64) for each in made]
+        elif name == "getitem":
+            index, is_few = _of_rows(args[1], x.dim())
+            moved = (rows if is_few else rows.expand(x.shape))[index]
+        elif name == "index_select" and args[1] < x.dim() - 1:
+            moved = func(rows, *args[1:], **named)
+        else:
+            moved = func(rows.expand(x.shape), *args[1:], **named)
+    for tensor, own in zip(made, moved if isinstance(moved, tuple | list) else (moved,), strict=True):
+        if name in _SELECT or prod(tensor.shape[:-1]) <= rows.numel():  # else several rows would have one number
+            give_rows(tensor, own)
+
+
+def _is_along_last(name: str, args: tuple[Any, ...], named: Mapping[str, Any], num_dims: int) -> bool:
+    """Returns whether a function that works along a dim, if it is one, does so along the last."""
+    if name not in _ALONG:
+        return True
+    place = _ALONG[name]
+    dim = args[place] if len(args) > place else named.get("dim", 1 if name == "normalize" else -1)
+    return dim in (-1, num_dims - 1)
+
+
+def _selects(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether a function selects rows by a tensor."""
+    if name == "index_select":
+        return len(args) > 1 and args[1] == 0
+    index = args[1]
+    return isinstance(index, Tensor) or (isinstance(index, tuple) and any(isinstance(each, Tensor) for each in index))
+
+
+def _of_rows(index: Any, num_dims: int) -> tuple[Any, bool]:
+    """Returns an index of the rows of a tensor, and whether it leaves their last dim as it is."""
+    places = index if isinstance(index, tuple) else (index,)
+    if any(each is Ellipsis or isinstance(each, list | bool) for each in places):
+        return index, False
+    bools = (each.dim() if each.dtype is torch.bool else 1 for each in places if isinstance(each, Tensor))
+    count = sum(bools) + sum(each is not None and not isinstance(each, Tensor) for each in places)
+    if count == num_dims and isinstance(places[-1], slice):
+        return places[:-1], True
+    return index, count < num_dims
+
+
+class RowsForward:
+    """A module's forward in which rows are followed that its code selects; a copy of the module has a copy of it."""
+
+    def __init__(self, samples: Callable[[], Sequence[int]], inner: Forward) -> None:
+        self.samples, self.inner = samples, inner
+        self.__wrapped__ = inner  # its signature is this one's
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Runs the forward, and returns its result."""
+        with SelectedRows(self.samples()):
+            return self.inner(*args, **named)
