@@ -63,7 +63,14 @@ class Meets(nn.Module):
         return self.function(self.layer(x))
 
 
+def up_to_three(y, dim=0):
+    """Masks what comes after the first three that have a choice, as experts do that take so many tokens each."""
+    chosen = functional.one_hot(y.argmax(1), 4)
+    return y * (chosen * (chosen.cumsum(dim) <= 3))
+
+
 MEET = {
+    "a running count": up_to_three,
     "_softmax": lambda y: y.softmax(0),
     "topk": lambda y: y + y.topk(1, 0).values.mean(),
     "sqrt": lambda y: (y - y.detach(), y.square().mean().sqrt()),
@@ -73,6 +80,7 @@ MEET = {
 }
 
 APART = {
+    "counts in each sample": lambda y: up_to_three(y, 1),
     "of each sample": lambda y: y.softmax(1) * y.mean(1, keepdim=True).sqrt(),
     "a number that is added": lambda y: (y, y.square().mean() + y.abs().mean() / 3),
     "a mean by a count": lambda y: (y, (y.square() * (y > 0)).sum() / len(y)),
@@ -84,6 +92,21 @@ APART = {
 def test_what_samples_meet_by_is_named_and_nothing_else(name):
     graph = ModelGraph(Meets({**MEET, **APART}[name]), torch.empty(8, 4))
     assert name in [name for _, name in graph.draws.across] if name in MEET else not graph.draws.across
+
+
+class Counted(nn.Module):
+    """Counts its inputs along the samples, as code does that says where each sequence of a row begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + (x > 0).long().cumsum(0)
+
+
+def test_a_count_of_what_the_inputs_say_is_not_named():
+    assert not ModelGraph(Counted(), torch.empty(8, 4)).draws.across
 
 
 def test_a_choice_by_a_mean_of_all_samples_that_goes_back_into_each_mixes_them():

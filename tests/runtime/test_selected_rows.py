@@ -243,3 +243,9 @@ def test_a_weight_that_is_converted_to_another_dtype_than_that_of_the_layout_is_
 
     with pytest.raises((LayoutError, RankFailedError), match=r"writes to the parameter 'router\.layer\.weight'"):
         launch(work, Layout.parse("dp2").num_ranks, ranks="threads")
+
+
+def test_a_model_that_converts_a_weight_is_compared_in_the_dtype_to_which_it_does():
+    verdict = verify(Converts(), "dp2/zero3", batches(4), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    assert verdict.only_float32 == "its forward converts 'router.layer.weight' to float32"

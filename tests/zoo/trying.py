@@ -124,6 +124,8 @@ def runs_in(model: ZooModel) -> torch.dtype:
         found.backward()
     except (RuntimeError, TypeError, ValueError):
         return torch.float32
+    if any(each.dtype == torch.float32 for each in module.parameters()):  # its forward converts them
+        return torch.float32
     return torch.float64 if found.isfinite() else torch.float32
 
 

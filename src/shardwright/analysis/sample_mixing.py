@@ -108,7 +108,8 @@ def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> di
     with one another, as a contrastive loss does, and those that need the dim of the samples whole, as a convolution
     over them does. So are choices of samples by their number, if code combines these with others, and sums of samples
     in groups; functions that are not linear, such as a root, of sums over samples, if parameters and outputs depend on
-    these; writes of such a sum into a buffer; and reads of such a sum by code. Without ``follows``, choices of samples
+    these; writes of such a sum into a buffer; and reads of such a sum by code; and counts along the samples of what
+    the model has decided, as of experts that take so many tokens each. Without ``follows``, choices of samples
     by number are not looked for, as where some inputs have other things than samples in dim 0.
     """
     batch = axes.of_samples(recording.inputs)
@@ -122,7 +123,13 @@ def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> di
     for call in recording.calls:
         name, first = call.name.removesuffix("_"), next(iter(call.operands), None)
         results = [use for use in call.results if _has_values(use)]
-        if first is None or not results:
+        if first is None:
+            continue
+        if name == "cumsum" and not _has_values(first):  # places in a queue, as of experts that take so many tokens
+            is_used = first in trained and not leading.isdisjoint(call.results)
+            if is_used and of_batch(first)[call.argument(1, "dim", -1)]:
+                found[call.module, "a running count"] = None
+        if not results:
             continue
         before, meets = of_batch(first), False
         if all(sum(map(bool, of_batch(use))) < 2 for use in call.operands):

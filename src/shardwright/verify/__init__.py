@@ -182,7 +182,7 @@ def verify(
     try:
         verdict = compared(torch.float64)
     except Exception as failure:  # a model's own code may raise anything in a dtype that it does not run in
-        if isinstance(failure, LayoutError | PlanError) and not isinstance(failure.__cause__, RuntimeError):
+        if isinstance(failure, LayoutError | PlanError) and not _may_be_of_dtype(failure):
             raise  # of the layout or the model's kind, whatever the dtype
         why = _only_in_float32(model, loss, batches[0])
         if not why:
@@ -194,6 +194,11 @@ def verify(
     return replace(compared(torch.float32), only_float32=why)
 
 
+def _may_be_of_dtype(failure: LayoutError | PlanError) -> bool:
+    """Returns whether an error may come of the dtype: torch's own, or one of a parameter that the forward converts."""
+    return isinstance(failure.__cause__, RuntimeError) or " the parameter '" in failure.what
+
+
 def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
     """Returns why plain torch has no result of a step in float64, if it has one in float32; "" otherwise."""
     why = _error_in(torch.float64, model, loss, batch)
@@ -203,7 +208,7 @@ def _only_in_float32(model: nn.Module, loss: nn.Module, batch: Batch) -> str:
 def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batch) -> str | None:
     """Returns why a step of a copy of the model by plain torch has no result in ``dtype``; None if it has one.
 
-    It is the first line of an error, or that the loss is not finite.
+    It is the first line of an error, that the forward converts a parameter, or that the loss is not finite.
     """
     own = structural_copy(model, partial(_cast, dtype))
     if any(tensor.is_meta for tensor in (*own.parameters(), *own.buffers())):
@@ -214,6 +219,9 @@ def _error_in(dtype: torch.dtype, model: nn.Module, loss: nn.Module, batch: Batc
         found.backward()
     except Exception as error:  # the model's own code may raise anything in a dtype that it does not run in
         return first_line(error)
+    for name, parameter in own.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            return f"its forward converts '{name}' to {str(parameter.dtype).removeprefix('torch.')}"
     has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return f"its loss is {found.item()}" if has_values and not found.isfinite() else None
 
