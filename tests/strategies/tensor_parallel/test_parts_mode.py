@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright import launch, parallelize, without_values
+from shardwright import launch, parallelize, verify, without_values
 from shardwright.comm.launch import run_on_threads
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
@@ -372,3 +372,24 @@ def test_the_record_of_a_loss_says_whether_and_why_its_logits_were_gathered(case
         return run.explain("(loss)")
 
     assert all(words in text for text in launch(work, 2, ranks="threads"))
+
+
+class AsksForWeights(nn.Module):
+    """Code that reads a weight by its name, and asks whether it is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        penalty = self.get_parameter("up.weight").square().mean()
+        assert isinstance(self.down.weight, nn.Parameter)
+        return x + self.down(torch.tanh(self.up(x))) * penalty
+
+
+@pytest.mark.parametrize("line", ["tp2/sp", "tp2x2/2d", "tp2"])
+def test_a_weight_that_is_gathered_for_its_use_is_a_parameter_to_code(line):
+    model = nn.Sequential(AsksForWeights(), AsksForWeights())
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    verdict = verify(model, line, [batch], loss=nn.MSELoss())
+    assert verdict.equal, str(verdict)

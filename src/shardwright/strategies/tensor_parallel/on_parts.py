@@ -369,6 +369,7 @@ def _on_parts(
         before = [(each, fetch, each.store[each.name]) for each, fetch in stored]
         for each, fetch, tensor in before:
             each.store[each.name] = fetched = fetch(tensor)
+            fetched._is_param = True  # what torch and code take for a parameter
             tag(fetched, each.part)
         try:
             with mode if mode is not None and is_outermost else nullcontext():
