@@ -14,7 +14,7 @@ TILE = 128
 """The side of the tiles into which a matrix product is cut for the multiprocessors."""
 
 MESSAGE_STARTS = 2
-"""How many operators the host could start in the time in which it starts a collective on an accelerator.
+"""How many operators the host could start in the time in which it starts a message on an accelerator.
 
 In published steps of one node that are bound by the host (``benchmarks/planner``), a block with six all-reduces takes
 as much longer than one without as 13 to 17 operators take to start.

@@ -232,6 +232,7 @@ class Estimator:
         update_s = of_state * max(passes.update_s * share.updated, passes.update_starts_s)
         first_gathers_s = gathers_s / number / max(1, self.num_blocks)  # of the first block, which nothing hides
         starts_s = self._starts_s(share, number, groups) if copies > 1 else 0.0
+        starts_s += self._messages_s(4 * schedule.chunks * number) if stages > 1 else 0.0  # to and from two neighbors
         step_s = max(passes_s, hidden_s) + first_gathers_s + sums_s + update_s + moved_s + starts_s
         step_s += cluster.constants.step_s
         activations = self._activations(layout, passes, schedule, stages, blocks, last_blocks)
@@ -246,10 +247,10 @@ class Estimator:
 
         ``groups`` sum their gradients at once, and gather what each rank has updated, or what it uses in a pass.
         """
-        if self.pricing.on_host:
-            return 0.0
-        messages = groups * (1 + (2 * number if share.gathered else share.updated < 1))
-        return messages * MESSAGE_STARTS * self.pricing.cluster.constants.launch_s
+        return self._messages_s(groups * (1 + (2 * number if share.gathered else share.updated < 1)))
+
+    def _messages_s(self, number: int) -> float:
+        return 0.0 if self.pricing.on_host else number * MESSAGE_STARTS * self.pricing.cluster.constants.launch_s
 
     def _copied(self, passes: PassCost, share: StateShares, layout: Layout) -> tuple[float, float, float]:
         """Returns the seconds that an option of model copies, such as ``zero3``, adds to each microbatch.

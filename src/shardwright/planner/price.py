@@ -58,8 +58,8 @@ class Price(NamedTuple):
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
     starts: float = 0.0
-    """The operators that the host of one rank starts in a step, on the stage that finishes last; a collective counts
-    as ``MESSAGE_STARTS`` of them."""
+    """The operators that the host of one rank starts in a step, on the stage that finishes last; a message counts as
+    ``MESSAGE_STARTS`` of them."""
 
     def __repr__(self) -> str:
         return f"Price({self.layout}, {self.step_s:.3g} s, {self.memory_bytes / 1e9:.3g} GB)"
@@ -79,7 +79,7 @@ class ActionTime:
     """The seconds of one action of a schedule by part: operators, then exposed messages.
 
     ``parts`` has the operators' seconds in the order of ``PARTS``, followed by the messages' in the order of ``axes``.
-    ``launches`` counts the operators that the host starts; a collective on an accelerator counts as several.
+    ``launches`` counts the operators that the host starts; a message on an accelerator counts as several.
     """
 
     parts: tuple[float, ...]
@@ -230,10 +230,10 @@ class Pricing:
                 clock += seconds
                 launches += record.launches
             elif isinstance(record, MessageRecord):
+                launches += 0 if self.on_host else MESSAGE_STARTS  # of a host that computes, seconds have it all
                 if record.kind not in P2P:
                     message_s = self.message_s(record)
                     sent_s += message_s
-                    launches += 0 if self.on_host else MESSAGE_STARTS  # of a host that computes, seconds have it all
                     end = max(clock, free.get(record.axis, 0.0)) + message_s
                     free[record.axis] = end
                     ends[number] = (self.axis_of(record.axis), end, message_s)
