@@ -195,7 +195,7 @@ def test_messages_take_what_was_measured_and_in_other_groups_what_a_ring_of_them
 @pytest.mark.parametrize(("ranks", "stride"), [(4, 1), (2, 2), (4, 2), (8, 1)])
 def test_links_between_nodes_are_those_of_which_sums_take_as_long_as_measured(ranks, stride):
     """What a cluster's own formula says of an all-reduce over nodes gives back the links that it was told."""
-    constants = Constants(between_efficiency=0.4, in_node_hop_s=0.0)
+    constants = Constants(between_efficiency=0.4)
     known = replace(Cluster.parse("a100-80gb:4x2"), constants=constants)
     group = range(0, ranks * stride, stride)
     links = [

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import launch, parallelize, verify
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
+from shardwright.rng import RngTracker
 from shardwright.row_numbers import rows_of
+from shardwright.runtime.keyed_numbers import RowNumbers
 from shardwright.runtime.selected_rows import SelectedRows
 
 W, T = 8, 3
@@ -146,6 +149,78 @@ def test_rows_that_are_not_known_are_refused_where_the_batch_is_cut(model, error
     assert verdict.equal, str(verdict)
 
 
+class Odd(Experts):
+    """Experts of which it cannot be known which rows they have, or which call is which."""
+
+    def __init__(self, why):
+        super().__init__(masked, "none")
+        self.why, self.drop = why, nn.Dropout(0.4)
+        self.register_buffer("table", torch.randn(30, W))
+
+    def forward(self, x):
+        flat, out = x.view(-1, W), torch.zeros_like(x.view(-1, W))
+        chosen = self.router(flat).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if not mask.any():
+                continue
+            if self.why == "one dropout for all":
+                out[mask] += self.drop(expert(flat[mask]))
+            elif self.why == "a function in the loop":
+                out[mask] += functional.dropout(expert(flat[mask]), 0.4, self.training)
+            elif self.why == "rows of a table":
+                ids = flat.argmax(-1)
+                out[mask] += expert.drop(self.table[ids[mask]] + flat[mask])
+            elif self.why == "a checkpoint":
+                out[mask] += checkpoint(lambda y, own=expert: own.drop(own(y)), flat[mask], use_reentrant=False)
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("why", ["one dropout for all", "a function in the loop", "rows of a table", "a checkpoint"])
+def test_experts_whose_rows_or_calls_are_not_known_are_refused_before_the_first_step(why):
+    model = nn.Sequential(nn.Linear(W, W), Odd(why), nn.Tanh(), Odd(why), nn.Linear(W, W))
+    for line in ("dp2", "mb2"):
+        with pytest.raises(PlanError, match=r"that mix the samples|get one row for each sample"):
+            verify(model, line, batches(6), loss=MeanSquaredError())
+    if why != "rows of a table":  # of which the record takes each for a sample's
+        verdict = verify(model, "tp2", batches(6), loss=MeanSquaredError())
+        assert verdict.equal, str(verdict)
+
+
+class Unpadded(nn.Module):
+    """Selects rows once, before all of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Expert("module") for _ in range(3))
+
+    def forward(self, x):
+        flat = x.reshape(-1, W)
+        mask = flat.sum(-1) > flat.sum(-1).mean() - 5
+        rows = flat[mask]
+        for layer in self.layers:
+            rows = rows + layer(rows)
+        out = torch.zeros_like(flat)
+        out[mask] = rows
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b", "pp2/gpipe", "tp2"])
+def test_a_model_that_selects_rows_around_all_its_layers_is_cut_as_before(line):
+    verdict = verify(Unpadded(), line, batches(6), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+def test_two_rows_of_one_token_drop_other_features():
+    rng = RngTracker(seed=1, samples=range(2))
+    numbers = RowNumbers(rng, "key", None, range(2), torch.device("cpu"), rows=torch.tensor([[4], [1], [4], [1]]))
+    first, second, third, last = numbers.kept((4, 64), 0.5)
+    assert not torch.equal(first, third)
+    assert not torch.equal(second, last)
+    alone = RowNumbers(rng, "key", None, range(2), torch.device("cpu"), rows=torch.tensor([[1], [1]]))
+    assert torch.equal(alone.kept((2, 64), 0.5), torch.stack([second, last]))
+
+
 def test_masks_differ_from_expert_to_expert_and_from_step_to_step():
     """Of a model whose experts all have the same weights, the outputs tell the masks."""
     model = Model(kind="module")
@@ -186,6 +261,11 @@ ROWS = torch.tensor([4, 1, 1])
         (lambda x: x[ROWS][None].reshape(-1, 4), [4, 1, 1]),
         (lambda x: x[ROWS] * x[ROWS, :1], [4, 1, 1]),
         (lambda x: x[ROWS].chunk(2, -1)[1], [4, 1, 1]),
+        (lambda x: x[ROWS].view(-1), None),
+        (lambda x: x[ROWS].index_select(-1, torch.tensor([3, 0])), None),
+        (lambda x: torch.index_select(x, dim=0, index=ROWS), None),
+        (lambda x: torch.flatten(input=x[ROWS], start_dim=1), None),
+        (lambda x: torch.zeros(6, 4).index_copy_(0, ROWS, x[ROWS])[ROWS], None),
         (lambda x: x[ROWS].view(3, 2, 2), None),  # two rows of features have the number of one
         (lambda x: x[ROWS].unsqueeze(0).transpose(0, 1), [4, 1, 1]),
         (lambda x: x[ROWS].softmax(-1), [4, 1, 1]),

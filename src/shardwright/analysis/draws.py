@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwright.analysis.checkpoint_calls import saved_by
 from shardwright.analysis.draw_calls import draw_of, in_multihead
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
@@ -66,12 +67,14 @@ class FoundDraw(NamedTuple):
     """A draw of a recorded run: its key, the drawn tensor, and the name of the torch function.
 
     ``generator`` is the one that the code gives the function, with its state then; None for torch's default one.
+    ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward.
     """
 
     key: DrawKey
     use: TensorUse
     function: str
     generator: tuple[torch.Generator, Tensor] | None = None
+    is_kept: bool = True
 
 
 @dataclass
@@ -190,12 +193,14 @@ def draws_of(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
         seeds=frozenset(seeds),
     )  # fmt: skip
+    found = list(found)
     by_rows = {module for module in recording.selecting if _selects_rows(module, recording, axes)}
-    for key, use, function, _ in found:
+    of_rows = _draws_of_rows(found, recording.selecting)
+    for key, use, function, *_ in found:
         place = _place(use, recording, axes)
         around = [module for module in recording.selecting if is_inside(key[0], module)]
         if around and place in (None, MIXED):  # for the samples that a real run selects
-            is_of_rows = function in OF_ROWS and by_rows.issuperset(around)
+            is_of_rows = by_rows.issuperset(around) and key in of_rows
             place = SELECTED if is_of_rows else MIXED
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
@@ -207,17 +212,45 @@ def draws_of(
 OF_ROWS = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rand_like", "randn_like"))
 """The functions that draw for each row of a tensor that has rows, so that it is enough to know which rows these are."""
 
+MOST_INSIDE = 0.5
+"""The share of the parameters that a module may hold whose selected rows have numbers: stages cannot cut it inside."""
+
+
+def _draws_of_rows(found: Sequence[FoundDraw], selecting: Collection[str]) -> set[DrawKey]:
+    """Returns the draws that may be for selected rows: those whose keys say the same whichever rows there are.
+
+    A module that is called several times, for the one expert and the other, is called less often where an expert has no
+    rows, and so does code draw that selects. What a checkpoint of the model's repeats has lost its rows.
+    """
+    calls = {path for (path, call, _), *_ in found if call}
+    several = {path for (path, _, number), *_ in found if number and path in selecting}
+    return {
+        each.key for each in found if each.function in OF_ROWS and each.is_kept and each.key[0] not in calls | several
+    }
+
 
 def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
-    """Returns whether what a module's code selects from has the samples as the slowest factor of its first dim."""
+    """Returns whether all that a module's code selects from by values has whole samples in its first dim.
+
+    These are its slowest factor. A module that is called several times does not count, nor one that holds most of the
+    parameters.
+    """
+    inside = [prod(use.shape) for name, use in recording.parameters.items() if name.startswith(f"{module}.")]
+    if not module or sum(inside) > MOST_INSIDE * sum(prod(use.shape) for use in recording.parameters.values()):
+        return False
     selected = False
-    for call in recording.calls[recording.selecting[module] :]:
-        if call.name in ("index", "index_select") and is_inside(call.module, module):
-            place, left = (_place(each, recording, axes) for each in (call.operands[0], call.results[0]))
-            if place not in (None, MIXED) and left in (None, MIXED):
-                if place.outside > 1 or prod(call.operands[0].shape[: place.dim]) > 1:
-                    return False
-                selected = True
+    for call in recording.calls:
+        if call.number and call.module == module:
+            return False
+        if call.name not in ("index", "index_select") or not is_inside(call.module, module):
+            continue
+        places = [_place(each, recording, axes) for each in (*call.operands, *call.results)]
+        if all(place is None for place in places[1:]) or places[-1] not in (None, MIXED):
+            continue  # by numbers, or it selects no samples
+        place = places[0]
+        if place is None or place == MIXED or place.outside > 1 or prod(call.operands[0].shape[: place.dim]) > 1:
+            return False
+        selected = True
     return selected
 
 
@@ -343,7 +376,8 @@ class FindsDraws(TorchFunctionMode):
         self._numbers[where] = number + 1
         given = call.get("generator")
         own = None if given is None or given is torch.default_generator else (given, given.get_state())
-        self.found.append(FoundDraw((*where, number), use, call.name, own))
+        is_kept = saved_by() is None and torch.is_grad_enabled()
+        self.found.append(FoundDraw((*where, number), use, call.name, own, is_kept))
         return result
 
 

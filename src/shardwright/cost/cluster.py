@@ -135,8 +135,9 @@ class Cluster:
         if in_node == 1:
             return ring_s(size, outer) + num_hops(kind, size) * outer_hop_s
         if kind == "all_reduce":
-            hops_s = num_hops(kind, in_node) * inner_hop_s + num_hops(kind, len(by_node)) * outer_hop_s
-            return max(ring_s(in_node, inner), ring_s(len(by_node), in_node * outer)) + hops_s
+            most = max(by_node.values())
+            hops_s = num_hops(kind, most) * inner_hop_s + num_hops(kind, len(by_node)) * outer_hop_s
+            return max(ring_s(most, inner), ring_s(len(by_node), in_node * outer)) + hops_s
         return ring_s(size, min(inner, in_node * outer)) + num_hops(kind, size) * outer_hop_s
 
     def _link(self, *, crosses: bool) -> tuple[float, float]:

@@ -185,7 +185,7 @@ def check_microbatches(model: nn.Module, layout: Layout, graph: ModelGraph | Non
             given=f"{type(module).__name__} under {layout}",
             allowed="layers that treat each sample alone; "
             f"under {number}/own-statistics each microbatch has its own statistics",
-            fix=f"write {own}, leave out mb, freeze it by .eval(), or use GroupNorm or LayerNorm"
+            fix=f"write {own}, leave out mb, freeze it by .eval() in a model that trains, or use GroupNorm or LayerNorm"
             if sees_batch(module)
             else f"write {own}, or leave out mb",
         )

@@ -281,14 +281,13 @@ def _links(
         if not sums:
             continue
         row = sums[0]
+        # over nodes, a ring of one rank of each; rings of their other ranks, with parts of the sum, go beside
         size, in_node = row["ranks"], 1
-        if (
-            tier == "between"
-        ):  # a ring of one rank of each node; those of its other ranks, with parts of the sum, beside
-            by_node = Counter(rank * row["stride"] // nodes.ranks_per_node for rank in range(row["ranks"]))
-            if min(by_node.values()) > 1:
-                size, in_node = len(by_node), min(by_node.values())
-        constants[f"{prefix}_hop_s"] = row["seconds"][0] / num_hops("all_reduce", size)
+        by_node = Counter(rank * row["stride"] // nodes.ranks_per_node for rank in range(row["ranks"]))
+        if tier == "between" and min(by_node.values()) > 1:
+            size, in_node = len(by_node), min(by_node.values())
+        inside_s = num_hops("all_reduce", in_node) * constants.get("in_node_hop_s", Constants().in_node_hop_s)
+        constants[f"{prefix}_hop_s"] = max(0.0, row["seconds"][0] - inside_s) / num_hops("all_reduce", size)
         sent = float(ring_factor("all_reduce", size)) * row["bytes"][-1] / in_node
         bandwidth = sent / max(1e-9, row["seconds"][-1] - row["seconds"][0])
         if known is None:

@@ -214,10 +214,10 @@ class KeyedDraws(TorchFunctionMode):
 
         Returns None if they are not known, and every rank has all samples.
 
-        Raises: PlanError: they are not known, and the layout cuts the batch.
+        Raises: PlanError: they are not known, and the layout cuts the batch or a backward repeats the draw.
         """
         rows = rows_of(x)
-        if self.cuts_batch and (rows is None or tokens is not None):
+        if (self.cuts_batch or self.rng.repeats) and (rows is None or tokens is not None):
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers for rows that code selects by values",
                 given=f"{name}, of rows that are not known "

@@ -138,7 +138,8 @@ class KeyedNumbers:
 class RowNumbers(KeyedNumbers):
     """The same for a tensor whose rows code has selected: a number depends on the key, the row and the index in it.
 
-    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1.
+    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1. Rows with the same number
+    are told apart by their order.
     """
 
     rows: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
@@ -148,5 +149,20 @@ class RowNumbers(KeyedNumbers):
     ) -> Tensor:
         row = self.rows.flatten()
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
-        found = random_bits(words, row, torch.zeros_like(row), held_of(shape, cuts)[self.rows.dim() - 1 :], least)
+        found = random_bits(words, row, _occurrences(row), held_of(shape, cuts)[self.rows.dim() - 1 :], least)
         return found.view(*self.rows.shape[:-1], *found.shape[1:])
+
+
+def _occurrences(rows: Tensor) -> Tensor:
+    """Returns how many equal numbers come before each.
+
+    >>> _occurrences(torch.tensor([7, 3, 7, 7, 3])).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    order = rows.argsort(stable=True)
+    ordered, places = rows[order], torch.arange(len(rows), device=rows.device)
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    found = torch.empty_like(rows)
+    found[order] = places - (places * begins).cummax(0).values if len(rows) else places
+    return found

@@ -25,10 +25,12 @@ from shardwright.row_numbers import give_rows, is_of_rows, rows_of
 _SELECT = frozenset(("getitem", "index_select"))
 """Functions by which code selects rows."""
 
-_MOVE = frozenset((
-    "reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
-    "movedim", "swapaxes", "narrow", "select", "chunk", "split", "unbind",
+_RESHAPE = frozenset((
+    "reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze",
 ))  # fmt: skip
+"""Functions whose result is their first argument with other dims."""
+
+_MOVE = _RESHAPE | {"transpose", "permute", "movedim", "swapaxes", "narrow", "select", "chunk", "split", "unbind"}
 """Functions whose results hold elements of their first argument, in places that do not depend on the elements."""
 
 _PER_ROW = frozenset((
@@ -47,13 +49,6 @@ _ALONG = {"glu": 1, "softmax": 1, "log_softmax": 1, "normalize": 2}
 
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 """Matrix products, with the place of the argument of which they keep the rows."""
-
-
-_KEEP = frozenset((
-    "index_add", "index_copy", "index_put", "index_fill", "scatter", "scatter_add", "scatter_reduce", "zeros_like",
-    "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full", "new_tensor",
-))  # fmt: skip
-"""Functions whose result has the rows of their first argument, or of none, whatever is written into it."""
 
 
 class SelectedRows(TorchFunctionMode):
@@ -83,21 +78,18 @@ class SelectedRows(TorchFunctionMode):
         made = [
             each for each in (result if isinstance(result, tuple | list) else (result,)) if isinstance(each, Tensor)
         ]
-        name = getattr(func, "__name__", "").strip("_")
-        if not made or name in _KEEP:
-            return result
-        given = [*args, *named.values()]
-        if name in _SELECT and not is_of_rows(given[0]) and _selects(name, args):
-            rows = self._numbered(given[0])
+        name, given = getattr(func, "__name__", "").strip("_"), [*args, *named.values()]
+        if made and args and name in _SELECT and not is_of_rows(args[0]) and _selects(name, args):
+            rows = self._numbered(args[0])
             if rows is not None:
-                _move(func, name, given[0], rows, args, named, made)
-        elif any(is_of_rows(each) for each in _flat(given)):
+                _move(func, name, rows, args, named, made)
+        elif made and any(is_of_rows(each) for each in _flat(given)):
             x = _source(name, given)
             rows = rows_of(x)
             for each in made:
                 give_rows(each, None)
             if rows is not None and (name in _SELECT or name in _MOVE):
-                _move(func, name, x, rows, args, named, made)
+                _move(func, name, rows, args, named, made)
             elif rows is not None and _is_along_last(name, args, named, x.dim()):
                 give_rows(made[0], rows)
         return result
@@ -126,34 +118,42 @@ def _source(name: str, given: Sequence[Any]) -> Any:
     if name not in _PER_ROW and name not in _ALONG:
         return None
     known = [each for each in given if is_of_rows(each)]
-    if any(rows_of(each) is None for each in known) or (name in _PRODUCTS and len(known) > 1):
+    rows = [found for found in map(rows_of, known) if found is not None]
+    if len(rows) < len(known) or not all(_are_alike(rows[0], each) for each in rows[1:]):
+        return None  # rows that are not known, or other ones
+    if name in _PRODUCTS and len(known) > 1:
         return None
     if name in _PRODUCTS:
         return known[0] if known[0] is given[_PRODUCTS[name]] else None
     return known[0]
 
 
+def _are_alike(rows: Tensor, others: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return rows.is_meta or rows.data_ptr() == others.data_ptr() or torch.equal(rows, others)
+
+
 def _move(
-    func: Any,
-    name: str,
-    x: Tensor,
-    rows: Tensor,
-    args: tuple[Any, ...],
-    named: Mapping[str, Any],
-    made: Sequence[Tensor],
+    func: Any, name: str, rows: Tensor, args: tuple[Any, ...], named: Mapping[str, Any], made: Sequence[Tensor]
 ) -> None:
-    """Gives the results of a function that moves the elements of ``x`` the numbers of their rows."""
+    """Gives the results of a function that moves the elements of its first argument the numbers of their rows."""
+    if not args:
+        return
+    x, moved = args[0], list[Tensor]()
     with torch._C.DisableTorchFunction():
         if x.is_meta:  # which rows are selected is not known there, nor how many
-            moved: Any = [each.new_empty((*each.shape[:-1], 1), dtype=torch.int64) for each in made]
+            moved = [each.new_empty((*each.shape[:-1], 1), dtype=torch.int64) for each in made]
         elif name == "getitem":
             index, is_few = _of_rows(args[1], x.dim())
-            moved = (rows if is_few else rows.expand(x.shape))[index]
-        elif name == "index_select" and args[1] < x.dim() - 1:
-            moved = func(rows, *args[1:], **named)
+            moved = [(rows if is_few else rows.expand(x.shape))[index]]
+        elif name == "index_select":
+            moved = [rows.index_select(0, args[2])] if len(args) > 2 and args[1] == 0 and x.dim() > 1 else []
+        elif name in _RESHAPE:
+            moved = [rows.expand(x.shape).reshape(made[0].shape)]
         else:
-            moved = func(rows.expand(x.shape), *args[1:], **named)
-    for tensor, own in zip(made, moved if isinstance(moved, tuple | list) else (moved,), strict=True):
+            found = func(rows.expand(x.shape), *args[1:], **named)
+            moved = [*found] if isinstance(found, tuple | list) else [found]
+    for tensor, own in zip(made, moved, strict=bool(moved)):
         if name in _SELECT or prod(tensor.shape[:-1]) <= rows.numel():  # else several rows would have one number
             give_rows(tensor, own)
 
@@ -170,7 +170,7 @@ def _is_along_last(name: str, args: tuple[Any, ...], named: Mapping[str, Any], n
 def _selects(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether a function selects rows by a tensor."""
     if name == "index_select":
-        return len(args) > 1 and args[1] == 0
+        return len(args) > 2 and args[1] == 0
     index = args[1]
     return isinstance(index, Tensor) or (isinstance(index, tuple) and any(isinstance(each, Tensor) for each in index))
 
