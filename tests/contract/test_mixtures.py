@@ -111,10 +111,12 @@ def test_a_mixture_is_not_cut_where_ranks_with_other_samples_would_wait_for_each
     assert not cut
 
 
-def test_dropout_of_the_samples_that_an_expert_gets_is_refused_where_ranks_have_other_samples():
-    model, batches = sparse(dropout=0.1)
-    with pytest.raises(PlanError, match=r"mixtures\.0\.experts\.0\.2' draws random numbers that mix the samples"):
-        verify(model, "dp2", batches)
+@pytest.mark.parametrize("line", ["dp2", "mb2", "dp2/zero3", "tp2 mb2", "pp2/1f1b mb2 dp2", "dp2 recompute:full"])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_dropout_of_the_samples_that_an_expert_gets_is_that_of_one_device(line, by_mask):
+    model, batches = sparse(by_mask=by_mask, dropout=0.1)
+    verdict = verify(model, line, batches)
+    assert verdict.equal, verdict
 
 
 class RoutedByTheModel(nn.Module):
