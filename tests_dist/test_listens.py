@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,10 @@ LISTENS, ACCEPTS = "0A", 1 << 16
 
 def sockets_of(process):
     """The inodes of a process's sockets."""
-    links = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+    links = []
+    for path in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since: a process opens and closes files while it is looked at
+            links.append(os.readlink(path))
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
