@@ -260,6 +260,8 @@ ROWS = torch.tensor([4, 1, 1])
         (lambda x: x.index_select(0, ROWS).relu(), [4, 1, 1]),
         (lambda x: x[ROWS][None].reshape(-1, 4), [4, 1, 1]),
         (lambda x: x[ROWS] * x[ROWS, :1], [4, 1, 1]),
+        (lambda x: x[ROWS] + x[ROWS.flip(0)], None),
+        (lambda x: x[ROWS] + x[ROWS][:1], None),
         (lambda x: x[ROWS].chunk(2, -1)[1], [4, 1, 1]),
         (lambda x: x[ROWS].view(-1), None),
         (lambda x: x[ROWS].index_select(-1, torch.tensor([3, 0])), None),

@@ -36,11 +36,10 @@ _MOVE = _RESHAPE | {"transpose", "permute", "movedim", "swapaxes", "narrow", "se
 _PER_ROW = frozenset((
     "linear", "matmul", "mm", "addmm", "layer_norm", "rms_norm", "dropout", "alpha_dropout", "add", "radd", "iadd",
     "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv", "pow", "neg", "abs",
-    "exp", "log",
-    "sqrt", "rsqrt", "square", "reciprocal", "sigmoid", "tanh", "sin", "cos", "erf", "clamp", "clip", "where",
-    "masked_fill", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign",
-    "logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "threshold", "to", "type", "float", "double", "half",
-    "bfloat16", "clone", "contiguous", "detach", "requires_grad",
+    "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "sigmoid", "tanh", "sin", "cos", "erf", "clamp", "clip",
+    "where", "masked_fill", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus",
+    "softsign", "logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "threshold", "to", "type", "float", "double",
+    "half", "bfloat16", "clone", "contiguous", "detach", "requires_grad",
 ))  # fmt: skip
 """Functions of which a row of the result is computed from the same row of the tensors that have rows."""
 
@@ -129,8 +128,10 @@ def _source(name: str, given: Sequence[Any]) -> Any:
 
 
 def _are_alike(rows: Tensor, others: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        return rows.is_meta or rows.data_ptr() == others.data_ptr() or torch.equal(rows, others)
+    if rows.shape != others.shape or rows.is_meta:
+        return rows.shape == others.shape
+    with torch._C.DisableTorchFunction():  # most are views of the same numbers: only others are compared
+        return rows.data_ptr() == others.data_ptr() or torch.equal(rows, others)
 
 
 def _move(
