@@ -1,4 +1,7 @@
-"""The numbers of a tensor's rows that code has selected by values, by which random numbers are drawn for them."""
+"""Numbers that say which token of which sample each row of a tensor is, where code has selected rows by values.
+
+Random numbers for such rows are drawn by them (``runtime/selected_rows.py``).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ def is_of_rows(tensor: object) -> bool:
 
 
 def rows_of(tensor: object) -> Tensor | None:
-    """Returns the numbers of a tensor's rows, of its shape but for a last dim of 1; None if they are not known."""
+    """Returns an integer for each row of a tensor, which says which token the row is, or None if that is not known.
+
+    Shapes: returns (..., 1) for a tensor of shape (..., D).
+    """
     found: Tensor | None = getattr(tensor, _ROWS, None)
     return found
 
 
 def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
-    """Gives a tensor the numbers of its rows, if they have its shape but for a last dim, along which they are alike.
+    """Notes on a tensor the numbers of its rows: those of ``rows``, which must be alike along its last dim.
 
-    With None, or where they do not, its rows count as not known.
+    Where they are not, where the other dims are not the tensor's, or with None, its rows count as not known.
 
     >>> import torch
     >>> x = torch.ones(2, 3)
@@ -30,8 +36,8 @@ def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
     >>> rows_of(x).tolist()
     [[4], [7]]
     """
-    known = rows is not None and tensor.dim() >= 2 and rows.dim() == tensor.dim()
-    if known and rows is not None:
-        alike = rows.shape[-1] <= 1 or rows.stride(-1) == 0 or not rows.numel()
-        known = alike and rows.shape[:-1] == tensor.shape[:-1]
-    setattr(tensor, _ROWS, rows[..., :1] if known and rows is not None else None)
+    found = None
+    if rows is not None and tensor.dim() >= 2 and rows.dim() and rows.shape[:-1] == tensor.shape[:-1]:
+        is_alike = rows.shape[-1] <= 1 or rows.stride(-1) == 0 or not rows.numel()
+        found = rows[..., :1] if is_alike else None
+    setattr(tensor, _ROWS, found)

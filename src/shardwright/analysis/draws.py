@@ -194,7 +194,12 @@ def draws_of(
         seeds=frozenset(seeds),
     )  # fmt: skip
     found = list(found)
-    by_rows = {module for module in recording.selecting if _selects_rows(module, recording, axes)}
+    drawing = {each.key[0] for each in found}
+    by_rows = {
+        module
+        for module in recording.selecting
+        if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
+    }
     of_rows = _draws_of_rows(found, recording.selecting)
     for key, use, function, *_ in found:
         place = _place(use, recording, axes)
@@ -213,14 +218,18 @@ OF_ROWS = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "
 """The functions that draw for each row of a tensor that has rows, so that it is enough to know which rows these are."""
 
 MOST_INSIDE = 0.5
-"""The share of the parameters that a module may hold whose selected rows have numbers: stages cannot cut it inside."""
+"""The largest share of a model's parameters in a module whose selected rows are followed.
+
+Pipeline stages do not cut such a module inside: one that holds most of the model would be most of one stage's work.
+"""
 
 
 def _draws_of_rows(found: Sequence[FoundDraw], selecting: Collection[str]) -> set[DrawKey]:
-    """Returns the draws that may be for selected rows: those whose keys say the same whichever rows there are.
+    """Returns the draws whose keys do not depend on which experts have rows, and that no checkpoint repeats.
 
-    A module that is called several times, for the one expert and the other, is called less often where an expert has no
-    rows, and so does code draw that selects. What a checkpoint of the model's repeats has lost its rows.
+    A key counts the calls of a module, and its draws in a call. Code often leaves out experts without rows: a dropout
+    that several experts share is then called less often, and a loop over the experts draws less often. Where a
+    checkpoint of the model's own code runs again in the backward, rows are not followed.
     """
     calls = {path for (path, call, _), *_ in found if call}
     several = {path for (path, _, number), *_ in found if number and path in selecting}
@@ -230,10 +239,10 @@ def _draws_of_rows(found: Sequence[FoundDraw], selecting: Collection[str]) -> se
 
 
 def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:
-    """Returns whether all that a module's code selects from by values has whole samples in its first dim.
+    """Returns whether each tensor from which a module's code selects rows by values has whole samples in dim 0.
 
-    These are its slowest factor. A module that is called several times does not count, nor one that holds most of the
-    parameters.
+    Dim 0 may be samples times tokens, but not tokens times samples. The result is False for a module that is called
+    several times, and for one with more than :data:`MOST_INSIDE` of the parameters.
     """
     inside = [prod(use.shape) for name, use in recording.parameters.items() if name.startswith(f"{module}.")]
     if not module or sum(inside) > MOST_INSIDE * sum(prod(use.shape) for use in recording.parameters.values()):

@@ -120,7 +120,10 @@ class Recording:
     replaced: dict[str, str] = field(default_factory=dict)
     """The parameters whose data code replaces, by ``parameter.data = ...``, each with the module that was running."""
     converted: dict[str, str] = field(default_factory=dict)
-    """The same of parameters that code converts to the dtype that they have, which it would replace in another one."""
+    """The parameters for which code sets ``parameter.data = parameter``, each with the module that was running.
+
+    ``module.to(dtype)`` does so where they have that dtype. In a layout of another dtype it would replace them.
+    """
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Maps the name of a parameter to the modules whose code reads its shape or size."""
 

@@ -108,9 +108,9 @@ def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> di
     with one another, as a contrastive loss does, and those that need the dim of the samples whole, as a convolution
     over them does. So are choices of samples by their number, if code combines these with others, and sums of samples
     in groups; functions that are not linear, such as a root, of sums over samples, if parameters and outputs depend on
-    these; writes of such a sum into a buffer; and reads of such a sum by code; and counts along the samples of what
-    the model has decided, as of experts that take so many tokens each. Without ``follows``, choices of samples
-    by number are not looked for, as where some inputs have other things than samples in dim 0.
+    these; writes of such a sum into a buffer; reads of such a sum by code; and running counts along the samples of what
+    the model has decided, as of experts that take so many tokens each. Without ``follows``, choices of samples by
+    number are not looked for, as where some inputs have other things than samples in dim 0.
     """
     batch = axes.of_samples(recording.inputs)
     count = next((use.shape[0] for use in recording.inputs if use.shape), 1)

@@ -75,6 +75,11 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if is_inside else nullcontext()
 
 
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Returns whether torch raised an error for a ``torch.func`` gradient beside active hooks on saved tensors."""
+    return "support saved tensor hooks" in str(error)
+
+
 def _run(function: type[Function], *args: Any) -> Tensor:
     """Runs an autograd function of this module on a tensor, in a transform such as ``torch.vmap`` outside of it.
 

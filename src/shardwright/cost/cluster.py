@@ -100,7 +100,7 @@ class Cluster:
         return replace(self, nodes=Nodes(num_ranks // in_node, in_node))
 
     def message_s(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Returns the seconds that a collective or send of ``num_bytes`` of payload takes between ``ranks``.
+        """Returns the predicted seconds of one collective or send between ``ranks``, with ``num_bytes`` of payload.
 
         It goes in a ring, node by node. All groups along the same axis are taken to send at once, so rings that cross
         between nodes share a node's links. An all-reduce of several ranks on each of several nodes has two levels: sums

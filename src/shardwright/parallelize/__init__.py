@@ -176,7 +176,7 @@ def _started(
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         several = layout.num_microbatches > 1
-        cuts_batch = several or bool(plan.inputs)
+        cuts_batch = _cuts_batch(plan)
         cuts = cuts_batch or plan.stages is not None
         apart = (several and not layout.own_statistics) or bool(plan.row_axes)
         draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch)
@@ -233,8 +233,7 @@ def _run_of(
     tokens = {
         path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
     }
-    cuts_batch = bool(plan.inputs) or plan.layout.num_microbatches > 1
-    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, cuts_batch=cuts_batch)
+    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, cuts_batch=_cuts_batch(plan))
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
         norms = (*batch_norms(job.model), *derived_batch_norms(job.model))
@@ -269,6 +268,11 @@ def _run_of(
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
     join_by_hand(executor, plan, axes, shard)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every)
+
+
+def _cuts_batch(plan: Plan) -> bool:
+    """Returns whether a rank, or a microbatch, has some of the samples of a batch only."""
+    return bool(plan.inputs) or plan.layout.num_microbatches > 1
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

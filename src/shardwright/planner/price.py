@@ -58,8 +58,10 @@ class Price(NamedTuple):
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
     starts: float = 0.0
-    """The operators that the host of one rank starts in a step, on the stage that finishes last; a message counts as
-    ``MESSAGE_STARTS`` of them."""
+    """How many operators the host of one rank starts in a step, on the stage that finishes last.
+
+    A message on an accelerator counts as ``MESSAGE_STARTS`` operators.
+    """
 
     def __repr__(self) -> str:
         return f"Price({self.layout}, {self.step_s:.3g} s, {self.memory_bytes / 1e9:.3g} GB)"

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 from shardwright.axes import mesh_axes
+from shardwright.comm.autograd import refuses_hooks
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, wrap
 from shardwright.plan.plan import Job, Plan
@@ -136,7 +137,7 @@ class _Call:
             with saved_tensors_hooks(self._save, self._load), keep:
                 result = self.block.forward(*self.args, **self.named)
         except RuntimeError as failure:
-            if "support saved tensor hooks" in str(failure):
+            if refuses_hooks(failure):
                 raise self.block.transformed() from failure
             raise
         # a gradient taken inside the forward may have recomputed tensors, but not all that are saved by now

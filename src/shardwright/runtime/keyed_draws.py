@@ -109,17 +109,10 @@ class _ModuleDraws:
             drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
-        rng, number = self.keyed.rng, self.number - 1
-        numbers: Callable[[torch.device], KeyedNumbers]
-        is_selected = self.keyed.place(self.path, self.call, number) == SELECTED
-        chosen = self.keyed.rows_of(self.path, name, x, self.tokens) if is_selected else None
-        if chosen is None:
-            numbers = partial(
-                self.keyed.numbers, self.path, self.call, number, samples, tokens=self.tokens, cuts=self.cuts
-            )
-        else:
-            key = f"{self.path}#{self.call}/{number}"
-            numbers = partial(RowNumbers, rng, key, None, samples, cuts=self.cuts, rows=chosen)
+        draw, chosen = (self.path, self.call, self.number - 1), None
+        if self.keyed.selects and self.keyed.place(*draw) == SELECTED:
+            chosen = self.keyed.rows_of(self.path, name, x, self.tokens)
+        numbers = partial(self.keyed.numbers, *draw, samples, tokens=self.tokens, cuts=self.cuts, rows=chosen)
         self._keep(name, numbers)
         return numbers(device)
 
@@ -182,24 +175,28 @@ class KeyedDraws(TorchFunctionMode):
     def __init__(self, rng: RngTracker, draws: Draws | None, *, cuts_batch: bool = False) -> None:
         super().__init__()
         self.rng, self.draws, self.cuts_batch = rng, draws, cuts_batch
+        self.selects = draws is not None and bool(draws.selecting)
         self.running: list[_ModuleDraws] = []
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None,
-        cuts: tuple[DimSlice, ...] = (),
+        cuts: tuple[DimSlice, ...] = (), rows: Tensor | None = None,
     ) -> KeyedNumbers:  # fmt: skip
         """Returns the random number generator of one draw, for tensors on ``device``.
 
         Its key is the name ``path`` of the module, the number ``call`` of the module's call in the forward, and the
         ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
-        tensor of this shape is, and ``cuts`` are slices of other dims.
+        tensor of this shape is, and ``cuts`` are slices of other dims. ``rows`` are the numbers of the tensor's rows,
+        if code has selected these.
         """
+        key = f"{path}#{call}/{number}"
+        if rows is not None:
+            return RowNumbers(self.rng, key, None, samples, device, None, cuts, rows=rows)
         place = self.place(path, call, number)
         if place in (MIXED, SELECTED):  # one rank has all samples
             place = None
-        key = f"{path}#{call}/{number}"
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
 
     def place(self, path: str, call: int, number: int) -> SamplePlace | None:
@@ -210,7 +207,7 @@ class KeyedDraws(TorchFunctionMode):
         return FIRST
 
     def rows_of(self, path: str, name: str, x: Any, tokens: Tokens | None) -> Tensor | None:
-        """Returns the numbers of the rows of a tensor for which code draws, and which it has selected by values.
+        """Returns the row numbers of ``x``, for which a module draws by ``name`` after code has selected its rows.
 
         Returns None if they are not known, and every rank has all samples.
 

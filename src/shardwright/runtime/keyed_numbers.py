@@ -142,7 +142,7 @@ class RowNumbers(KeyedNumbers):
     are told apart by their order.
     """
 
-    rows: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
+    rows: Tensor = field(kw_only=True)
 
     def _bits(
         self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], least: int | None = None, stream: int = 0

@@ -23,7 +23,7 @@ from shardwright.rng import sample_indices
 from shardwright.row_numbers import give_rows, is_of_rows, rows_of
 
 _SELECT = frozenset(("getitem", "index_select"))
-"""Functions by which code selects rows."""
+"""Functions that take rows of a tensor by a mask or by indices."""
 
 _RESHAPE = frozenset((
     "reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze",
@@ -51,7 +51,9 @@ _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 
 
 class SelectedRows(TorchFunctionMode):
-    """A torch function mode that follows rows from where code selects them by a tensor, as ``x[mask]`` does.
+    """A torch function mode that notes, for each row of ``x[mask]`` or ``x[indices]``, which token it was in ``x``.
+
+    The note is an integer (``row_numbers.py``), which results that are computed from the rows keep.
 
     Tensors that code selects from are taken to have the samples in dim 0, as its slowest factor; ``samples`` are the
     indices of these in the global batch. Row r of sample s gets the number s * R + r, where R is the number of rows of
@@ -177,7 +179,10 @@ def _selects(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _of_rows(index: Any, num_dims: int) -> tuple[Any, bool]:
-    """Returns an index of the rows of a tensor, and whether it leaves their last dim as it is."""
+    """Returns the index to apply to row numbers, whose last dim is 1, and whether it leaves that dim as it is.
+
+    ``index`` is that of a tensor of ``num_dims`` dims. A slice of the last dim is left out.
+    """
     places = index if isinstance(index, tuple) else (index,)
     if any(each is Ellipsis or isinstance(each, list | bool) for each in places):
         return index, False

@@ -320,7 +320,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     # layers that tensor parallelism treats as one; on parts it treats none so
     closed = set() if runs_on_parts(plan) else {path for path in (*plan.roles, *plan.notes) if path}
     draws = job.graph.draws if job.graph is not None else None
-    closed |= {path for path in draws.selecting if path} if draws is not None else set()  # whose forward follows rows
+    closed |= draws.selecting if draws is not None else set()  # their own forwards follow the rows that they select
 
     def cut_into(num_chunks: int, stage_of: Sequence[int] = ()) -> Stages | EventStages:
         if by_device and num_chunks != len(names):

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.comm.autograd import outside_transforms
+from shardwright.comm.autograd import outside_transforms, refuses_hooks
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Action
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
@@ -177,7 +177,7 @@ class Prefetcher:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack) if packs else nullcontext():
                 yield
         except RuntimeError as failure:
-            if packs and "support saved tensor hooks" in str(failure):
+            if packs and refuses_hooks(failure):
                 raise PlanError(
                     "stage 3 of ZeRO keeps hooks on saved tensors, beside which torch takes no gradient in a forward",
                     given="torch.func.grad, vjp, jacrev or hessian in the model's forward, under zero3",
