@@ -29,6 +29,7 @@ from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, set_forward
 from shardwright.initial_values import ModuleRecorder
+from shardwright.row_numbers import equal_before
 
 KEYED = (nn.Dropout,)
 KEYED_DROPOUT = "_keyed_dropout"
@@ -107,6 +108,7 @@ class RngTracker:
         self._samples = samples
         self._calls: Counter[str] = Counter()  # of each layer, in this forward
         self._first: dict[str, int] = {}  # the number of each layer's first call by this rank
+        self._rows: dict[str, Tensor] = {}  # the numbers of the rows for which each layer has drawn in this forward
         self._backward = _current_graph_task_id()  # autograd's backward that runs now, -1 for none
 
     def call(self, layer: str) -> str:
@@ -143,6 +145,22 @@ class RngTracker:
             self._calls[layer] += 1
         return number
 
+    def draws_before(self, layer: str, rows: Tensor) -> Tensor:
+        """Returns how many draws of a layer for each row came before in this forward, and counts those for ``rows``.
+
+        Shapes: ``rows`` (..., 1) has the numbers of the rows (``row_numbers.py``); returns (count of rows,).
+
+        >>> rng = RngTracker()
+        >>> rng.draws_before("drop", torch.tensor([[7], [3], [7]])).tolist()
+        [0, 0, 1]
+        >>> rng.draws_before("drop", torch.tensor([[3], [5], [7]])).tolist()
+        [1, 0, 2]
+        """
+        with torch._C.DisableTorchFunction():
+            before = self._rows.get(layer, rows.new_empty(0))
+            self._rows[layer] = drawn = torch.cat([before, rows.flatten()])
+            return equal_before(drawn)[len(before) :]
+
     @property
     def repeats(self) -> bool:
         """Whether calls of the model now repeat calls of its forward, because code of its own runs them in a backward.
@@ -152,18 +170,18 @@ class RngTracker:
         return not torch.compiler.is_dynamo_compiling() and _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the tracker's step, samples and call counts to what they are now.
+        """Returns a function that restores the tracker's step, samples and counts to what they are now.
 
         Activation checkpointing calls that function before it recomputes a forward, so that the same elements are
         dropped.
         """
         step, moment = self._step, self._moment
-        samples, calls, first = self._samples, Counter(self._calls), dict(self._first)
+        samples, calls, first, rows = self._samples, Counter(self._calls), dict(self._first), dict(self._rows)
         repeats, backward = self.repeats, self._backward
 
         def restore() -> None:
             self._step, self._moment = step, moment
-            self._samples, self._calls, self._first = samples, Counter(calls), dict(first)
+            self._samples, self._calls, self._first, self._rows = samples, Counter(calls), dict(first), dict(rows)
             # a recomputation counts its calls as the forward did, though it runs inside a backward
             self._backward = backward if repeats else _current_graph_task_id()
 

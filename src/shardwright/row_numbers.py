@@ -5,6 +5,7 @@ Random numbers for such rows are drawn by them (``runtime/selected_rows.py``).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _ROWS = "_shardwright_rows"
@@ -30,7 +31,6 @@ def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
 
     Where they are not, where the other dims are not the tensor's, or with None, its rows count as not known.
 
-    >>> import torch
     >>> x = torch.ones(2, 3)
     >>> give_rows(x, torch.tensor([[4], [7]]))
     >>> rows_of(x).tolist()
@@ -41,3 +41,18 @@ def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
         is_alike = rows.shape[-1] <= 1 or rows.stride(-1) == 0 or not rows.numel()
         found = rows[..., :1] if is_alike else None
     setattr(tensor, _ROWS, found)
+
+
+def equal_before(numbers: Tensor) -> Tensor:
+    """Returns how many equal numbers come before each.
+
+    >>> equal_before(torch.tensor([7, 3, 7, 7, 3])).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    order = numbers.argsort(stable=True)
+    ordered, places = numbers[order], torch.arange(len(numbers), device=numbers.device)
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    found = torch.empty_like(numbers)
+    found[order] = places - (places * begins).cummax(0).values if len(numbers) else places
+    return found

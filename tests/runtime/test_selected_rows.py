@@ -150,7 +150,7 @@ def test_rows_that_are_not_known_are_refused_where_the_batch_is_cut(model, error
 
 
 class Odd(Experts):
-    """Experts of which it cannot be known which rows they have, or which call is which."""
+    """Experts that share a dropout, or of which it cannot be known which rows they have."""
 
     def __init__(self, why):
         super().__init__(masked, "none")
@@ -176,9 +176,59 @@ class Odd(Experts):
         return out.view_as(x)
 
 
-@pytest.mark.parametrize("why", ["one dropout for all", "a function in the loop", "rows of a table", "a checkpoint"])
+class TwoEach(Experts):
+    """Gives each token to two experts, whose results are dropped by one dropout, called for each expert with tokens."""
+
+    def __init__(self):
+        super().__init__(masked, "module")
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x):
+        flat = x.reshape(-1, W)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        mask = functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for number in mask.sum((1, 2)).nonzero().flatten():
+            place, rows = torch.where(mask[number])
+            y = self.experts[number](flat[None, rows].reshape(-1, W)) * weights[rows, place, None]
+            out.index_add_(0, rows, functional.dropout(self.drop(y), 0.1, self.training))
+        return out.view_as(x)
+
+
+def sharing(make):
+    return nn.Sequential(nn.Linear(W, W), make(), nn.Tanh(), make(), nn.Linear(W, W))
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    "make", [lambda: Odd("one dropout for all"), lambda: Odd("a function in the loop"), TwoEach],
+    ids=["one dropout for all", "a function in the loop", "two experts each"],
+)  # fmt: skip
+def test_a_dropout_that_experts_share_is_that_of_one_device(make, line):
+    verdict = verify(sharing(make), line, batches(6, 7), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+class DrawsAround(Odd):
+    """Draws by the dropout that its experts share for all tokens too: how often it was called then matters."""
+
+    def __init__(self):
+        super().__init__("one dropout for all")
+
+    def forward(self, x):
+        return super().forward(x) + self.drop(x)
+
+
+def test_a_dropout_that_experts_share_with_other_code_is_refused_where_the_batch_is_cut():
+    with pytest.raises(PlanError, match="that mix the samples"):
+        verify(sharing(DrawsAround), "dp2", batches(6), loss=MeanSquaredError())
+    verdict = verify(sharing(DrawsAround), "tp2", batches(6), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("why", ["rows of a table", "a checkpoint"])
 def test_experts_whose_rows_or_calls_are_not_known_are_refused_before_the_first_step(why):
-    model = nn.Sequential(nn.Linear(W, W), Odd(why), nn.Tanh(), Odd(why), nn.Linear(W, W))
+    model = sharing(lambda: Odd(why))
     for line in ("dp2", "mb2"):
         with pytest.raises(PlanError, match=r"that mix the samples|get one row for each sample"):
             verify(model, line, batches(6), loss=MeanSquaredError())
@@ -213,12 +263,17 @@ def test_a_model_that_selects_rows_around_all_its_layers_is_cut_as_before(line):
 
 def test_two_rows_of_one_token_drop_other_features():
     rng = RngTracker(seed=1, samples=range(2))
-    numbers = RowNumbers(rng, "key", None, range(2), torch.device("cpu"), rows=torch.tensor([[4], [1], [4], [1]]))
+
+    def numbers_of(*rows):
+        rows = torch.tensor(rows)[:, None]
+        before = RngTracker().draws_before("", rows)
+        return RowNumbers(rng, "key", None, range(2), torch.device("cpu"), rows=rows, draws_before=before)
+
+    numbers = numbers_of(4, 1, 4, 1)
     first, second, third, last = numbers.kept((4, 64), 0.5)
     assert not torch.equal(first, third)
     assert not torch.equal(second, last)
-    alone = RowNumbers(rng, "key", None, range(2), torch.device("cpu"), rows=torch.tensor([[1], [1]]))
-    assert torch.equal(alone.kept((2, 64), 0.5), torch.stack([second, last]))
+    assert torch.equal(numbers_of(1, 1).kept((2, 64), 0.5), torch.stack([second, last]))
 
 
 def test_masks_differ_from_expert_to_expert_and_from_step_to_step():

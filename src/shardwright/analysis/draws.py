@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -200,12 +200,14 @@ def draws_of(
         for module in recording.selecting
         if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
     }
-    of_rows = _draws_of_rows(found, recording.selecting)
-    for key, use, function, *_ in found:
-        place = _place(use, recording, axes)
+    places = {each.key: _place(each.use, recording, axes) for each in found}
+    elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED)}
+    for_rows = _drawing_for_rows(found) - elsewhere
+    for key, _, function, *_ in found:
+        place = places[key]
         around = [module for module in recording.selecting if is_inside(key[0], module)]
         if around and place in (None, MIXED):  # for the samples that a real run selects
-            is_of_rows = by_rows.issuperset(around) and key in of_rows
+            is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
             place = SELECTED if is_of_rows else MIXED
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
@@ -224,18 +226,15 @@ Pipeline stages do not cut such a module inside: one that holds most of the mode
 """
 
 
-def _draws_of_rows(found: Sequence[FoundDraw], selecting: Collection[str]) -> set[DrawKey]:
-    """Returns the draws whose keys do not depend on which experts have rows, and that no checkpoint repeats.
+def _drawing_for_rows(found: Sequence[FoundDraw]) -> set[str]:
+    """Returns the modules that draw only for the rows of a tensor, in code that no checkpoint of the model's repeats.
 
-    A key counts the calls of a module, and its draws in a call. Code often leaves out experts without rows: a dropout
-    that several experts share is then called less often, and a loop over the experts draws less often. Where a
-    checkpoint of the model's own code runs again in the backward, rows are not followed.
+    Code often leaves out experts without rows, so that a loop over experts, or a dropout that several of them share,
+    draws less often than in the record. The numbers of such draws are counted by row, those of other draws by call:
+    a module that draws in both ways would have other calls than in the record.
     """
-    calls = {path for (path, call, _), *_ in found if call}
-    several = {path for (path, _, number), *_ in found if number and path in selecting}
-    return {
-        each.key for each in found if each.function in OF_ROWS and each.is_kept and each.key[0] not in calls | several
-    }
+    others = {each.key[0] for each in found if each.function not in OF_ROWS or not each.is_kept}
+    return {each.key[0] for each in found} - others
 
 
 def _selects_rows(module: str, recording: Recording, axes: RunAxes) -> bool:

@@ -109,10 +109,12 @@ class _ModuleDraws:
             drawn[self.number :] = [name]
         samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
-        draw, chosen = (self.path, self.call, self.number - 1), None
-        if self.keyed.selects and self.keyed.place(*draw) == SELECTED:
-            chosen = self.keyed.rows_of(self.path, name, x, self.tokens)
-        numbers = partial(self.keyed.numbers, *draw, samples, tokens=self.tokens, cuts=self.cuts, rows=chosen)
+        draw = self.path, self.call, self.number - 1
+        numbers: Callable[[torch.device], KeyedNumbers] | None = None
+        if self.path in self.keyed.for_rows:
+            numbers = self.keyed.numbers_of_rows(self.path, name, x, samples, self.tokens, self.cuts)
+        if numbers is None:
+            numbers = partial(self.keyed.numbers, *draw, samples, tokens=self.tokens, cuts=self.cuts)
         self._keep(name, numbers)
         return numbers(device)
 
@@ -175,25 +177,22 @@ class KeyedDraws(TorchFunctionMode):
     def __init__(self, rng: RngTracker, draws: Draws | None, *, cuts_batch: bool = False) -> None:
         super().__init__()
         self.rng, self.draws, self.cuts_batch = rng, draws, cuts_batch
-        self.selects = draws is not None and bool(draws.selecting)
+        self.for_rows = {path for path, places in draws.in_modules().items() if SELECTED in places} if draws else set()
         self.running: list[_ModuleDraws] = []
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
         self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None,
-        cuts: tuple[DimSlice, ...] = (), rows: Tensor | None = None,
+        cuts: tuple[DimSlice, ...] = (),
     ) -> KeyedNumbers:  # fmt: skip
         """Returns the random number generator of one draw, for tensors on ``device``.
 
         Its key is the name ``path`` of the module, the number ``call`` of the module's call in the forward, and the
         ``number`` of the draw in that call. ``samples`` are the indices, in the global batch, of the samples in the
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
-        tensor of this shape is, and ``cuts`` are slices of other dims. ``rows`` are the numbers of the tensor's rows,
-        if code has selected these.
+        tensor of this shape is, and ``cuts`` are slices of other dims.
         """
         key = f"{path}#{call}/{number}"
-        if rows is not None:
-            return RowNumbers(self.rng, key, None, samples, device, None, cuts, rows=rows)
         place = self.place(path, call, number)
         if place in (MIXED, SELECTED):  # one rank has all samples
             place = None
@@ -206,24 +205,38 @@ class KeyedDraws(TorchFunctionMode):
                 return self.draws.place(path, call, number)
         return FIRST
 
-    def rows_of(self, path: str, name: str, x: Any, tokens: Tokens | None) -> Tensor | None:
-        """Returns the row numbers of ``x``, for which a module draws by ``name`` after code has selected its rows.
+    def numbers_of_rows(
+        self, path: str, name: str, x: Any, samples: Sequence[int], tokens: Tokens | None, cuts: tuple[DimSlice, ...]
+    ) -> Callable[[torch.device], RowNumbers] | None:
+        """Returns what makes the numbers for ``x``, for which a module draws by ``name`` after code selected its rows.
 
-        Returns None if they are not known, and every rank has all samples.
+        Their key is the module's name ``path``, the row, and how many draws of the module for this row came before:
+        which experts have rows, and so how often the module draws, is not the same on all ranks. Returns None if the
+        rows are not known, and every rank has all samples.
 
-        Raises: PlanError: they are not known, and the layout cuts the batch or a backward repeats the draw.
+        Raises: PlanError: they are not known, and the layout cuts the batch, or a backward repeats the draw.
         """
-        rows = rows_of(x)
-        if (self.cuts_batch or self.rng.repeats) and (rows is None or tokens is not None):
+        rows, why = rows_of(x), ""
+        if self.rng.repeats:
+            why = "again in a backward"
+        elif self.cuts_batch and tokens is not None:
+            why = "where sequences are cut"
+        elif self.cuts_batch and rows is None:
+            why = "of rows that are not known under a layout that cuts the batch"
+        if why:
             raise PlanError(
                 f"'{path or 'the model'}' draws random numbers for rows that code selects by values",
-                given=f"{name}, of rows that are not known "
-                + ("where sequences are cut" if rows is not None else "under a layout that cuts the batch"),
+                given=f"{name}, {why}",
                 allowed="rows of samples that x[mask], x[indices] or index_select give, then computed row by row; "
-                "layouts of tp and pp without mb",
+                "layouts of tp and pp without mb; recompute:full in place of torch.utils.checkpoint",
                 fix="set the dropout's p to 0, or drop before the rows are selected",
             )
-        return rows
+        if rows is None:
+            return None
+        before = self.rng.draws_before(path, rows)
+        return lambda device: RowNumbers(
+            self.rng, f"{path}#rows", None, samples, device, None, cuts, rows=rows, draws_before=before
+        )
 
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
         """Returns the result of one random function call that a recorded forward has made, computed on the CPU.

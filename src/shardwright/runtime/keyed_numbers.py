@@ -138,31 +138,17 @@ class KeyedNumbers:
 class RowNumbers(KeyedNumbers):
     """The same for a tensor whose rows code has selected: a number depends on the key, the row and the index in it.
 
-    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1. Rows with the same number
-    are told apart by their order.
+    ``rows`` has the number of each row: its shape is the tensor's, but for a last dim of 1. ``draws_before`` says of
+    each, flattened, how many draws for a row of this number come before it.
     """
 
     rows: Tensor = field(kw_only=True)
+    draws_before: Tensor = field(kw_only=True)
 
     def _bits(
         self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], least: int | None = None, stream: int = 0
     ) -> Tensor:
-        row = self.rows.flatten()
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)
-        found = random_bits(words, row, _occurrences(row), held_of(shape, cuts)[self.rows.dim() - 1 :], least)
+        features = held_of(shape, cuts)[self.rows.dim() - 1 :]
+        found = random_bits(words, self.rows.flatten(), self.draws_before, features, least)
         return found.view(*self.rows.shape[:-1], *found.shape[1:])
-
-
-def _occurrences(rows: Tensor) -> Tensor:
-    """Returns how many equal numbers come before each.
-
-    >>> _occurrences(torch.tensor([7, 3, 7, 7, 3])).tolist()
-    [0, 0, 1, 2, 1]
-    """
-    order = rows.argsort(stable=True)
-    ordered, places = rows[order], torch.arange(len(rows), device=rows.device)
-    begins = torch.ones_like(rows, dtype=torch.bool)
-    begins[1:] = ordered[1:] != ordered[:-1]
-    found = torch.empty_like(rows)
-    found[order] = places - (places * begins).cummax(0).values if len(rows) else places
-    return found
