@@ -87,13 +87,17 @@ NAMES_CUDA = {"devices.py", "analysis/device_moves.py", "comm/backends/nccl.py"}
 """What asks torch about devices, the moves in users' code, and NCCL's own calls; all others ask ``devices.py``."""
 
 
+ACCELERATOR = re.compile(r"(torch\.)?(is_)?(cuda|mps|xpu)([.:/].*)?")
+
+
 def names_cuda(text):
-    """The lines that ask for a device by the name of its type: ``torch.cuda``, ``is_cuda``, ``"cuda:0"``."""
+    """The lines that ask for a device by the name of its type: ``torch.cuda``, ``is_cuda``, ``f"cuda:{number}"``."""
     if not re.search("cuda|mps|xpu", text):
         return
     for node in ast.walk(ast.parse(text)):
-        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-        if isinstance(name, str) and re.fullmatch(r"(is_)?(cuda|mps|xpu)(:\d+)?", name):
+        names = [getattr(node, "attr", None), getattr(node, "module", None), getattr(node, "value", None)]
+        names += [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if any(isinstance(name, str) and ACCELERATOR.fullmatch(name) for name in names):
             yield node.lineno
 
 
@@ -104,7 +108,14 @@ def test_only_three_files_ask_for_an_accelerator_by_name():
     assert not found, "ask shardwright.devices instead"
 
 
-@pytest.mark.parametrize("text", ["torch.cuda.synchronize()", "x.is_cuda", 'x.to("cuda:1")', 'd.type == "cuda"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.cuda.synchronize()", "x.is_cuda", 'x.to("cuda:1")', 'd.type == "cuda"', 'f"cuda:{number}"',
+        '"cuda:" + str(number)', '"cuda/gloo"', "import torch.cuda", "import torch.cuda as card",
+        "from torch import cuda", "from torch.cuda import Stream", "from torch.cuda.amp import autocast",
+    ],
+)  # fmt: skip
 def test_each_way_to_ask_for_an_accelerator_by_name_is_found(text):
     assert list(names_cuda(text))
 

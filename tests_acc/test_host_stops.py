@@ -1,9 +1,8 @@
 """What stops the host in a step that is not the first: how often each rank waits for the device, by layout.
 
 A GPT with dropout, and other models, are trained by ``run.shard``, ``run.step``, ``run.clip_grad_norm_`` and AdamW.
-What the first steps learn, and the comparison of ranks every so many steps, do not count. ``compile`` is left out: its
-compiler makes no code for the pretend device. On a card (`make test-card`) the same numbers of stops are expected at
-the same files.
+What the first steps learn, and the comparison of ranks every so many steps, do not count. ``compile`` has a
+file of its own. On a card (`make test-card`) the same numbers of stops are expected at the same files.
 """
 
 from __future__ import annotations

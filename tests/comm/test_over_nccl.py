@@ -16,6 +16,7 @@ from nccl_rules import Variant
 from pretend_nccl import over_nccl
 from shardwright.comm.backends import nccl
 from shardwright.comm.backends.nccl import NcclChannel
+from shardwright.comm.backends.watchdog import Watchdog
 from shardwright.comm.launch import run_threads
 from shardwright.errors import RankFailedError
 
@@ -101,6 +102,57 @@ def test_a_pair_that_was_not_connected_is_refused_by_name():
 
     with pytest.raises(Exception, match="nothing connects members 2 and 1"), over_nccl(STRICTEST):
         run_threads(work, 3)
+
+
+# ---- the watchdog
+
+
+def passes_both_ways(axis):
+    other = 1 - axis.index
+    return axis.send_and_receive_async({other: torch.ones(2)}, {other: (2,)}, torch.float32)
+
+
+LATE = {
+    "all_reduce": lambda axis: axis.all_reduce_async(torch.ones(2)),
+    "all_gather": lambda axis: axis.all_gather_async(torch.ones(2)),
+    "reduce_scatter": lambda axis: axis.reduce_scatter_async(torch.ones(2)),
+    "all_to_all": lambda axis: axis.all_to_all_async([torch.ones(1), torch.ones(1)], [(1,), (1,)]),
+    "broadcast": lambda axis: axis.broadcast_async(torch.ones(2), 1),
+    "receive": lambda axis: axis.receive_async((2,), torch.float32, 1),
+    "send": lambda axis: axis.send_async(torch.ones(2), 1),
+    "send_and_receive": passes_both_ways,
+}
+"""Calls of rank 0, for which rank 1 is late."""
+
+MEETS = {
+    "receive": lambda axis: axis.send_async(torch.ones(2), 0),
+    "send": lambda axis: axis.receive_async((2,), torch.float32, 0),
+}
+"""What rank 1 then calls, where that is another call."""
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_watchdog_names_every_call_that_does_not_complete(name):
+    def work(world):
+        axis = world.everyone()
+        axis.connect([(0, 1)])
+        if world.rank == 0:
+            transport = world.transport
+            transport._watchdog = Watchdog(0, 0.1, lambda failure: (told.append(str(failure)), come.set()))
+            pending = LATE[name](axis)
+        assert come.wait(20), "the watchdog has said nothing"
+        if world.rank == 1:
+            pending = MEETS.get(name, LATE[name])(axis)
+        pending.wait()
+
+    told, come = [], threading.Event()
+    with over_nccl(Variant(made_beforehand=True)):
+        run_threads(work, 2)
+    (text,) = told
+    assert text.startswith("send of" if name == "send_and_receive" else f"{name} of"), text
+    assert "over axis 'world'" in text
+    assert "did not complete" in text
+    assert "rank 0 of ranks 0, 1" in text
 
 
 # ---- torch itself

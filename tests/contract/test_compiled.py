@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
-from contract.cases import GPT2, LLAMA_GROUPED, Blocks, check_equal, check_traffic
+from contract.cases import CONVNET, GPT2, LLAMA_GROUPED, Blocks, check_equal, check_traffic
 from shardwright import launch, parallelize, verify
 from shardwright.errors import LayoutError, PlanError
 from shardwright.runtime import compiled_blocks
@@ -202,6 +202,11 @@ class Twice(Residual):
         return self.dropout(x) + self.dropout(super().forward(x))
 
 
+class ByFunction(Residual):
+    def forward(self, x):
+        return x + torch.nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
 class Repeated(Dropping):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
@@ -217,6 +222,7 @@ def encoder():
         (Twice, numbers(), "a dropout is called twice"),
         (Repeated, numbers(), "or inside of torch.utils.checkpoint"),
         (encoder, sequences(4, 3), "nn.MultiheadAttention in them drops weights or is cut"),
+        (ByFunction, numbers(), "their code draws random numbers by other means than a call of nn.Dropout"),
     ],
 )
 def test_dropout_whose_calls_a_compiler_could_confuse_stays_uncompiled_and_a_warning_says_so(
@@ -318,14 +324,16 @@ def test_an_optimizer_of_ranks_that_are_threads_waits_while_one_compiles():
 @pytest.mark.timeout(400)  # of a C++ compiler, beside other work
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
 def test_with_torchs_own_compiler_a_layout_equals_one_device(caplog):
-    assert verify(Blocks(Dropping), "dp2 compile", [numbers()]).equal
+    assert verify(Blocks(Dropping), "dp2 tp2 compile", [numbers()]).equal
     check_all_compiled(caplog)
 
 
 REFUSED = [
     ("recompute:selective compile", "fix:     recompute:full compile, or leave out compile: recompute:selective"),
     ("tp2x2/2d compile", "fix:     tp4 compile, or leave out compile: tp2x2/2d"),
+    ("tp2x2x2/2.5d compile", "fix:     tp8 compile"),
     ("tp8/3d compile", "fix:     tp8 compile"),
+    ("pp2/zb-v mb4 compile", "allowed: 1f1b, gpipe, interleaved"),
     ("pp2/zb-h1 mb4 compile", "given:   pp2/zb-h1 mb4 compile"),
     ("pp2/zb-h1 mb4 compile", "allowed: 1f1b, gpipe, interleaved"),
 ]
@@ -350,3 +358,18 @@ def test_a_model_that_is_cut_by_its_operators_is_refused():
 
     with pytest.raises(LayoutError, match="does not go with a model that is cut by its operators"):
         verify(Blocks(Scaled), "tp2 compile", [numbers()])
+
+
+def test_maps_that_are_cut_in_space_are_refused():
+    with pytest.raises(LayoutError, match="'compile' does not go with 'tp2/spatial'") as refused:
+        verify(CONVNET.model, "tp2/spatial compile", CONVNET.batches, loss=CONVNET.loss)
+    assert "fix:     tp2 compile, or leave out compile: tp2/spatial" in str(refused.value)
+
+
+def test_stages_of_code_that_cannot_be_traced_are_refused():
+    class Deciding(Blocks):
+        def forward(self, x):
+            return super().forward(x) if len(x.tolist() if x.dim() == 0 else x) else x
+
+    with pytest.raises(LayoutError, match="does not go with stages of a model whose code cannot be traced"):
+        verify(Deciding(Residual), "pp2/1f1b mb2 compile", [numbers()])

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardwright as sw
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import CheckpointError, LayoutError, PlanError
 
 transformers = pytest.importorskip("transformers", reason="make zoo-contract has it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of packages of others
@@ -209,3 +209,32 @@ def test_a_script_for_accelerate_trains_alike_with_accelerates_own_accelerator(l
         assert found_rates == pytest.approx(rates)
         for name, value in state.items():
             torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def fresh_compiler():
+    import torch._dynamo.utils as dynamo
+
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    return dynamo.counters
+
+
+@pytest.mark.parametrize("line", ["dp2 compile:aot_eager", "dp2/zero3 compile:aot_eager"])
+def test_the_blocks_of_a_llama_are_compiled_whole(line, fresh_compiler):
+    batches = [collate(encodings(4)) for _ in range(2)]
+    assert sw.verify(llama(), line, batches, loss=sw.ModelLoss()).equal
+    assert fresh_compiler["stats"]["unique_graphs"] > 0
+    assert not fresh_compiler["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("tp2 compile", "a model that is cut by its operators"),
+        ("pp2/1f1b mb2 compile", "stages of a model whose code cannot be traced"),
+    ],
+)
+def test_what_of_a_llama_cannot_be_compiled_is_refused(line, text):
+    with pytest.raises(LayoutError, match=f"'compile' does not go with {text}"):
+        sw.verify(llama(), line, [collate(encodings(4))], loss=sw.ModelLoss())

@@ -258,7 +258,7 @@ def _run_of(
     ready = [each.summed for each in applied]
     sync = GradientSync(job.model, plan, coord, sync_axis, stored, lambda group: all(check(group) for check in ready))
     # after every strategy, so that the modules that run again in the backward are the sharded ones
-    compile_blocks(job, plan)
+    compile_blocks(job, plan, draws_are_known=draws is not None)
     checkpoint_activations(job, plan)
     offload_activations(job, plan, applied, axes["world"])
     events = [*(each.events for each in applied), sync.events()]

@@ -83,10 +83,11 @@ def _problem_of_compiler() -> str:
     return ""
 
 
-def compile_blocks(job: Job, plan: Plan) -> None:
+def compile_blocks(job: Job, plan: Plan, *, draws_are_known: bool) -> None:
     """Wraps the forwards of the modules that the plan lists as ``compiled``, in place, so that they run compiled code.
 
-    Nothing is compiled before the first forwards.
+    ``draws_are_known`` says that a forward was recorded, which shows what code draws random numbers. Nothing is
+    compiled before the first forwards.
     """
     if plan.layout.compile is None:
         return
@@ -96,7 +97,9 @@ def compile_blocks(job: Job, plan: Plan) -> None:
         for module in block.modules():
             without_partials(module)
             _trace_dropout(module)
-        compiled = CompiledBlock(path or "the model", block, str(plan.layout), plan.layout.compile)
+        compiled = CompiledBlock(
+            path or "the model", block, str(plan.layout), plan.layout.compile, draws_are_known=draws_are_known
+        )
         vars(block)[_ATTRIBUTE] = compiled
         wrap(block, Rung.COMPILE, f"compiled by {plan.layout.compile}", by="core", around=compiled.around)
 
@@ -209,11 +212,11 @@ def _shared_code(block: nn.Module, layout: str, backend: str) -> CompiledCode:
 class CompiledBlock:
     """A block's forward that runs compiled code, or the block's own code where compiled code cannot be used."""
 
-    def __init__(self, path: str, block: nn.Module, layout: str, backend: str) -> None:
+    def __init__(self, path: str, block: nn.Module, layout: str, backend: str, *, draws_are_known: bool) -> None:
         self.path, self.block = path, block
         self.modules = tuple(block.modules())
         self.own_attention = any(_replaced_attention(module) for module in self.modules)
-        self.may_draw = any(_has(module, Rung.DRAWS) for module in self.modules)
+        self.may_draw, self.draws_are_known = any(_has(module, Rung.DRAWS) for module in self.modules), draws_are_known
         self.has_callers = any(_has(module, Rung.CALLERS) for module in self.modules)
         self.calls = traced_calls(block)
         self.code = _shared_code(block, layout, backend)
@@ -274,6 +277,8 @@ class CompiledBlock:
 
     def _reason(self) -> str:
         """Returns why this call runs uncompiled, as text; an empty text if it runs compiled."""
+        if self.may_draw and self.draws_are_known:
+            return "their code draws random numbers by other means than a call of nn.Dropout"
         if self.may_draw:
             return "their code may draw random numbers: parallelize(example=inputs) shows whether it does"
         if self.own_attention:
