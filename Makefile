@@ -85,14 +85,15 @@ test-browser: $(READY) $(BROWSER_READY)  ## the pages of runs in Chromium, and t
 test-cluster: $(CLUSTER_READY)  ## the driver on a real Ray, and real Slurm and Open MPI where they are installed (5 minutes)
 	$(CLUSTER)/bin/python -m pytest -q -rs tests_dist/test_ray.py tests_dist/test_slurm.py tests_dist/test_mpi.py
 
-$(NOTEBOOK_READY): pyproject.toml constraints.txt constraints-notebook.txt
+$(NOTEBOOK_READY): pyproject.toml constraints.txt constraints-zoo.txt constraints-notebook.txt
 	$(PYTHON) -m venv $(NOTEBOOK)
 	$(NOTEBOOK)/bin/python -m pip install $(INSTALL) \
-	  --constraint constraints.txt --constraint constraints-notebook.txt --editable '.[dev]' nbclient nbformat ipykernel
+	  --constraint constraints.txt --constraint constraints-zoo.txt --constraint constraints-notebook.txt \
+	  --editable '.[dev]' nbclient nbformat ipykernel transformers peft wandb mlflow-skinny
 	@touch $@
 
-test-notebook: $(NOTEBOOK_READY)  ## functions of a notebook on ranks that are processes, in a real Jupyter kernel (a minute)
-	$(NOTEBOOK)/bin/python -m pytest -q -rs tests_dist/test_notebook.py
+test-notebook: $(NOTEBOOK_READY)  ## every tutorial in a real Jupyter kernel, and loggers of others (3 minutes)
+	HF_HUB_OFFLINE=1 $(NOTEBOOK)/bin/python -m pytest -q -rs tests_dist/test_notebook.py tests/train/test_loggers.py
 
 gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
 	$(BIN)/python benchmarks/gpu/run.py --write

@@ -173,9 +173,10 @@ def ratio_of(row: dict, key: str = "ratio", digits: int = 3) -> str:
 
 def cluster() -> str:
     """Two nodes beside one, and beside DistributedDataParallel, by the link between them."""
-    lines = ["| link | ran | ms | beside | ms | ratio (median) | range |", "|---" * 7 + "|"]
+    lines = ["| link | ran | ms | tokens a second | beside | ms | ratio (median) | range |", "|---" * 8 + "|"]
     for row in newest("cluster")["table"]:
-        times = f"{row['ms_median']:.0f} | {row['limit']} | {row['limit_ms_median']:.0f}"
+        tokens = "" if "summed" in row["name"] else f"{row['tokens_per_s']:,.0f}"
+        times = f"{row['ms_median']:.0f} | {tokens} | {row['limit']} | {row['limit_ms_median']:.0f}"
         span = ratio_of(row, digits=2)
         lines.append(f"| {row['link']} | {row['name']} | {times} | {span} |")
     return "\n".join(lines)

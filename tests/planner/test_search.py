@@ -478,3 +478,32 @@ def test_the_best_of_a_search_where_memory_binds_is_the_best_of_all_prices(name)
     assert own[0] <= steps[0] * (1 + 1e-9)
     assert own == sorted(own), "the list is in the order of prices"
     assert found.found.unpriced == 0
+
+
+def pictures_normed():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 5),
+    )  # fmt: skip
+
+
+PICTURES = torch.randn(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
+
+
+def test_a_search_for_a_model_with_batch_norms_has_no_microbatches():
+    plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES)
+    assert len(plans.layouts) >= 2
+    assert all(each.layout.num_microbatches == 1 for each in plans.layouts)
+    left = {each["reason"]: each["nearest"] for each in plans.to_dict()["rejected"]}
+    assert not any("mb" in line for why, line in left.items() if "might be better" in why)
+    (why,) = (why for why in left if "computes statistics over the batch" in why)
+    assert "--fix mb/own-statistics allows it" in why
+    assert "/own-statistics" not in left[why]
+
+
+def test_a_search_with_statistics_of_each_microbatch_has_stages_too():
+    plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES, fix="pp2 mb/own-statistics")
+    assert all(each.layout.own_statistics for each in plans.layouts)
+    assert {each.layout.factor("pp").size for each in plans.layouts} == {2}
+    plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES, fix="mb4/own-statistics")
+    assert {each.layout.num_microbatches for each in plans.layouts} == {4}

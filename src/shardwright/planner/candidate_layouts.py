@@ -60,6 +60,9 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
     estimates: list[Estimate] = []
     for sizes in divisions(cluster.num_ranks, kinds):
         for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node):
+            if why := estimator.refusal_of_microbatches(layout):
+                found.reject(why, layout)
+                continue
             first = estimator.estimate(layout)
             if first is None:  # refused for its operators or its schedule, whatever the microbatches
                 why = estimator.refusal(layout)
@@ -188,7 +191,7 @@ def _layouts(
     sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
     # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
     for number in [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]:
-        layout = Layout(factors, number, wanted.precision, wanted.recomputed[0])
+        layout = Layout(factors, number, wanted.precision, wanted.recomputed[0], wanted.own_statistics)
         if number > local:
             found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
                          f"{local} samples")  # fmt: skip

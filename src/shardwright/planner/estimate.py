@@ -18,7 +18,7 @@ from typing import NamedTuple
 from shardwright.axes import layout_axes
 from shardwright.cost.operators import MESSAGE_STARTS
 from shardwright.errors import LayoutError, PlanError
-from shardwright.layout import Factor, Layout, Option, Precision
+from shardwright.layout import OWN, Factor, Layout, Option, Precision
 from shardwright.parallelize.auto import num_shares
 from shardwright.plan.plan import Plan
 from shardwright.planner.pass_cost import OperatorsAlone, PassCost, PassShares
@@ -94,6 +94,7 @@ class Estimator:
         summed_bytes: returns the bytes of gradients that a rank sums in a step of a layout, as strategies state them.
         num_blocks: the number of alike blocks of the model.
         ends: returns the shares of what is in no block that the first and the last of two stages hold, on an axis.
+        refuses_microbatches: why the model can have no ``mb`` without ``own-statistics``; "" if it can.
         kept: what was found of the model before, and what is to be kept for later searches.
     """
 
@@ -108,6 +109,7 @@ class Estimator:
     num_blocks: int = 0
     kept: RecordsFile = field(default_factory=RecordsFile)
     ends: Callable[[str], tuple[float, float]] = lambda _: (1.0, 1.0)
+    refuses_microbatches: str = ""
     _estimates: dict[Layout, Estimate | None] = field(default_factory=dict)
     _alone: dict[tuple[Layout, int], OperatorsAlone | None] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
@@ -158,6 +160,13 @@ class Estimator:
         if any(kinds[f.axis] == "copies" and f.options and self._share(f) is None for f in layout.factors):
             return "the model cannot have its option of model copies"
         return "more chunks than alike blocks"
+
+    def refusal_of_microbatches(self, layout: Layout) -> str:
+        """Returns why the model cannot have the microbatches of a layout, as text; "" if it can."""
+        apart = layout.num_microbatches == 1 or layout.own_statistics
+        return (
+            "" if apart or not self.refuses_microbatches else f"{self.refuses_microbatches}; --fix mb/{OWN} allows it"
+        )
 
     def schedules(self, axis: str) -> list[Option]:
         """Returns the declared options of a pipeline axis, except those that give its default schedule.
@@ -395,7 +404,8 @@ class Estimator:
 
     def _read(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> OperatorsAlone | None:
         """Reads the records of microbatches of so many samples: the second one adds gradients to those of the first."""
-        key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute), samples
+        # each with its own statistics: what BatchNorm costs does not depend on whose they are
+        key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute, own_statistics=True), samples
         if key not in self._alone:
             records = self.alone(key[0], num_shares(key[0]) * samples)
             self._alone[key] = None if records is None else OperatorsAlone.of(self.pricing, records)
@@ -434,7 +444,8 @@ class Estimator:
                 return None
             wholes = (*plain[:4], plain.parameters, plain.optimizer, plain.gradients)
             parts = [a / b if b else 1.0 for a, b in zip(own[:7], wholes, strict=True)]
-            once, twice = (self.summed_bytes(Layout((few[1],), number, self.precision)) for number in (1, 2))
+            few_of = (Layout((few[1],), number, self.precision, own_statistics=True) for number in (1, 2))
+            once, twice = map(self.summed_bytes, few_of)
             found.append(StateShares(*parts)._replace(repeated=twice / once - 1 if once else 0.0))
         return tuple(found)
 

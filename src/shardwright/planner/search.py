@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from math import inf, isinf
 
@@ -54,12 +55,21 @@ def search(
         try:
             return (short.record if short is not None else record)(layout, samples)
         except (LayoutError, PlanError) as error:
-            found.refused(error, layout)
+            found.refused(error, replace(layout, own_statistics=wanted.own_statistics))
             return None
 
     num_blocks = short.blocks.number if short is not None and short.blocks is not None else 0
     known = (
-        (short.plan, short.sent_bytes, wanted.most_stages, short.summed_bytes, num_blocks, short.kept, short.ends)
+        (
+            short.plan,
+            short.sent_bytes,
+            wanted.most_stages,
+            short.summed_bytes,
+            num_blocks,
+            short.kept,
+            short.ends,
+            short.refuses_microbatches,
+        )
         if short is not None
         else ()
     )
@@ -159,7 +169,9 @@ class _Search:
         return found
 
     def _may_be(self, layout: Layout) -> bool:
-        return self.wanted.allows(layout) and num_shares(layout) <= self.estimator.batch
+        if self.estimator.refusal_of_microbatches(layout) or not self.wanted.allows(layout):
+            return False
+        return num_shares(layout) <= self.estimator.batch
 
     def result(self) -> SearchResult:
         """Returns what was found, sorted, with all that was left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout import Layout, Precision
+from shardwright.layout import OWN, Layout, Precision
 from shardwright.plan.recompute import OFFLOADS, WORDS
 
 MOST_PRICED = 4
@@ -57,8 +57,13 @@ class SearchConstraints:
     @property
     def num_microbatches(self) -> int | None:
         """The number of microbatches that is fixed, as by "mb8"; None if any may be."""
-        found = (part.removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
+        found = (part.partition("/")[0].removeprefix("mb") for part in self.fix.split() if part.startswith("mb"))
         return next((int(number) for number in found if number.isdecimal() and int(number)), None)
+
+    @property
+    def own_statistics(self) -> bool:
+        """Whether microbatches are to have statistics of their own, as by "mb8/own-statistics"."""
+        return any(part.startswith("mb") and OWN in part.split("/") for part in self.fix.split())
 
     @property
     def recomputed(self) -> tuple[str | None, ...]:

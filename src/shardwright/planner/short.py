@@ -127,6 +127,22 @@ class ShortModel:
             return record_layout(self._job(self.model, layout, rows), layout, rows, self.device_type)
         return replace(records, num_blocks=((self.blocks.number,),))
 
+    @cached_property
+    def refuses_microbatches(self) -> str:
+        """Why the model cannot have ``mb`` without ``own-statistics``, as BatchNorm cannot; "" if it can."""
+        return self.kept.find("microbatches", self._why_not_in_microbatches)
+
+    def _why_not_in_microbatches(self) -> str:
+        try:
+            self.plan(Layout((), 2))
+        except LayoutError as refused:
+            with suppress(LayoutError, PlanError):
+                self.plan(Layout((), 2, own_statistics=True))
+                return refused.what
+        except PlanError:  # of the model itself: it says so where it is recorded
+            pass
+        return ""
+
     def plan(self, layout: Layout) -> Plan:
         """Returns the plan of the short model under a layout, for a batch with one sample for each rank.
 
@@ -156,7 +172,7 @@ class ShortModel:
         A parameter that both stages use, such as a tied table, is held by both.
         """
         blocks = () if self.blocks is None else self.blocks.names
-        layout = Layout((Factor(axis, (2,)),), 2)
+        layout = Layout((Factor(axis, (2,)),), 2, own_statistics=True)
         try:
             plan = self.plan(layout)
         except (LayoutError, PlanError):

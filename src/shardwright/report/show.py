@@ -170,5 +170,5 @@ def table_text(table: Table, width: int) -> str:
     """Returns a rich table as plain text of at most ``width`` characters a line."""
     out = StringIO()
 
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
+    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
