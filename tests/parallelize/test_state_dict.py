@@ -46,6 +46,18 @@ def on_ranks(line, work, model=None):
     return launch(lambda world: work(parallelize(model, line, world)), Layout.parse(line), ranks="threads")
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_a_whole_state_is_what_torch_returns_of_the_plain_model(line):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    theirs = get_model_state_dict(plain(), options=StateDictOptions(full_state_dict=True))
+    for ours in on_ranks(line.replace("mb2", "mb2/own-statistics"), lambda run: run.state_dict()):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name].dtype == value.dtype, name
+            assert torch.equal(ours[name], value), name
+
+
 @pytest.mark.parametrize(
     "line", ["dp2 bf16", "dp2 tp2 bf16", "dp2/zero1 fp16", "pp2 mb2 bf16", "dp2/zero1", "dp2/zero3"]
 )
