@@ -44,7 +44,7 @@ def main() -> None:
     run(*train, "--layout", "dp2 tp2", "--steps", "8", "--stop-at", "4", *TINY)
     run(*train, "--layout", "pp2/1f1b mb4", "--resume", "--stop-at", "8")
     run("train", "--ranks", "threads", "--layout", "dp2", "--steps", "4", *TINY, "--out", out / "long")
-    stretch(out / "long", 2000, 256)
+    stretch(out / "long", 10_000, 256)
     run("report", out / "small", "--out", out / "run.html")
     run("report", out / "long", "--out", out / "long.html")
     run("report", "--compare", out / "small", out / "long", "--out", out / "comparison.html")

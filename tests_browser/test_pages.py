@@ -1,7 +1,7 @@
 """Pages in a real Chromium: desktop and phone, light and dark, with the pointer and with the keyboard alone."""
 
 import json
-import time
+import statistics
 from itertools import pairwise
 
 import pytest
@@ -242,18 +242,19 @@ def test_a_long_run_is_drawn_at_once_and_follows_the_pointer(driver, pages):
     opened(driver, pages["long"])
     load = driver.execute_script("return performance.getEntriesByType('navigation')[0].loadEventEnd")
     assert load < 3000
-    start = time.perf_counter()
-    driver.execute_script(
+    moves_ms = driver.execute_script(
         """
-        const box = document.querySelector("#loss .chart"), edge = box.getBoundingClientRect();
+        const box = document.querySelector("#loss .chart"), edge = box.getBoundingClientRect(), found = [];
         for (let n = 0; n < 200; n++) {
-          const x = edge.left + edge.width * n / 200;
+          const x = edge.left + edge.width * n / 200, start = performance.now();
           box.dispatchEvent(new PointerEvent("pointermove", {clientX: x, clientY: edge.top + 60, bubbles: true}));
           document.body.offsetHeight;
+          found.push(performance.now() - start);
         }
+        return found;
         """
     )
-    assert time.perf_counter() - start < 10
+    assert statistics.median(moves_ms) < 16  # a frame of a screen
 
 
 def test_a_page_without_scripts_has_sentences_tables_and_bars(driver, pages):

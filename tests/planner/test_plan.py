@@ -587,3 +587,39 @@ def test_offloaded_state_frees_the_device_and_takes_the_time_of_the_host_and_of_
     slower = price("dp2/zero1/offload bf16", host_bytes_per_s=1e9)
     more_s = 2 * state / 3 / 0.75 * (1e-9 - 1 / cluster.device.host_bytes_per_s)
     assert slower.step_s - offloaded.step_s == pytest.approx(more_s, rel=1e-6)
+
+
+class Halves(nn.Module):
+    """Adds half of the features to a layer's result; ``reads`` the half from a tensor, and whether any is there."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.layer, self.reads = nn.Linear(16, 8), reads
+
+    def forward(self, x):
+        half, is_any = x.shape[-1] // 2, True
+        if self.reads:
+            half = torch.div(torch.tensor(x.shape[-1]), 2, rounding_mode="trunc").item()
+            is_any = (x != 0).any().item()
+        y = self.layer(x)
+        return y + x[:, :half] if is_any else y
+
+
+def test_code_that_reads_sizes_and_conditions_is_priced_like_code_that_does_not():
+    batch = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    prices = [
+        plan_layouts(nn.Sequential(Halves(reads), nn.Linear(8, 8)), "a100-80gb:1x2", batch, layout="dp2").layouts[0]
+        for reads in (True, False)
+    ]
+    read, plain = prices
+    assert read.memory_bytes == pytest.approx(plain.memory_bytes, abs=4096)  # of the few numbers that it compares
+    assert read.waterfall["matmul"] == plain.waterfall["matmul"]
+    assert read.step_s == pytest.approx(plain.step_s, rel=0.05)
+
+
+def test_batch_norms_of_one_pixel_are_priced_though_estimates_take_one_sample():
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)) for _ in range(4)), nn.Flatten()
+    )
+    plans = plan_layouts(model, "a100-80gb:1x2", (torch.ones(8, 3, 4, 4), torch.zeros(8, dtype=torch.long)))
+    assert plans.layouts

@@ -72,7 +72,8 @@ def test_a_batch_that_copies_do_not_divide_is_cut_into_microbatches_of_no_more_s
         {each.num_microbatches for each in _layouts(sizes, kinds, batch, SearchConstraints(), SearchResult(), 8)}
         for batch in (500, 512)
     ]
-    assert numbers == [{8, 16, 32, 62}, {8, 16, 32, 64}]  # of 62 or 63 samples, one each would be 63 microbatches
+    # of 62 or 63 samples, one each would be 63 microbatches
+    assert numbers == [{1, 2, 4, 8, 16, 32, 62}, {1, 2, 4, 8, 16, 32, 64}]
 
 
 def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():
@@ -499,6 +500,14 @@ def test_a_search_for_a_model_with_batch_norms_has_no_microbatches():
     (why,) = (why for why in left if "computes statistics over the batch" in why)
     assert "--fix mb/own-statistics allows it" in why
     assert "/own-statistics" not in left[why]
+
+
+@pytest.mark.parametrize("make", [pictures_normed, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5))])
+def test_a_large_batch_that_fits_is_not_cut_into_small_microbatches(make):
+    """Each of four devices has 200 samples: pieces of eight would take 25 times as many operators."""
+    pictures = torch.randn(800, 3, 8, 8), torch.zeros(800, dtype=torch.long)
+    plans = plan_layouts(make(), "a100-80gb:1x4", pictures)
+    assert plans.best.layout.num_microbatches == 1
 
 
 def test_a_search_with_statistics_of_each_microbatch_has_stages_too():

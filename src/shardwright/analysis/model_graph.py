@@ -134,6 +134,21 @@ class ModelGraph:
         return without > 0 and self._num_unknown(by_values=True) < without
 
     @property
+    def reads_constants(self) -> bool:
+        """Whether the model's code reads values of tensors, such as sizes that it has put into one.
+
+        It is False if the forward was not recorded, as for :attr:`draws`.
+        """
+        found = self._of_own_code
+        return found is not None and found.recording.reads_values
+
+    @property
+    def guess(self) -> bool | None:
+        """What conditions on values that only a real run has counted as in the record; None if there are none."""
+        found = self._of_own_code
+        return None if found is None else found.recording.guess
+
+    @property
     def every_run(self) -> tuple[RecordedRun, ...]:
         """The recorded forward :attr:`run`, and a second one with as many samples as the example has.
 

@@ -64,7 +64,8 @@ def _record(
             outputs = call_model(model, inputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
-        recording.num_numbers = recorded.num_numbers
+        recording.num_numbers, recording.reads_values = recorded.num_numbers, recorded.num_reads > 0
+        recording.guess = guess if recorded.num_guessed else None
         recording.uses = list(running.uses)
         record_own_functions(tensors, recorded)
     return recording, recorded.num_guessed

@@ -141,6 +141,12 @@ class Recording:
     num_numbers: int = 0
     """How many numbers code read that only a real run has; each counted as 1."""
 
+    reads_values: bool = False
+    """Whether code read values of tensors, or made a tensor whose shape depends on some."""
+
+    guess: bool | None = None
+    """What conditions counted as on values that only a real run has; None if there was none."""
+
     @property
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""

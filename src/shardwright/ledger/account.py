@@ -253,7 +253,8 @@ def _rehearsed(
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with on_meta(run.model, values=run.plan.reads_values, instead=NATIVE_ATTENTION):
+    values, guess = run.plan.reads_values or run.plan.reads_constants, run.plan.guess
+    with on_meta(run.model, values=values, guess=guess, instead=NATIVE_ATTENTION):
         if first_step:
             run.step(microbatch)
         else:

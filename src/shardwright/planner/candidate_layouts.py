@@ -22,7 +22,8 @@ from shardwright.planner.search_constraints import RECOMPUTE, SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.strategies import STRATEGIES, choose
 
-LARGEST_MICROBATCH = 8
+LARGE_MICROBATCH = 8
+"""The samples of a microbatch from which on larger ones are estimated only where this one fits in memory."""
 
 MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
@@ -75,6 +76,8 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
                     if factor.axis not in saving:
                         saving[factor.axis] = estimator.saving_options(factor.axis)
                     estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted, found)
+            if estimator.samples(layout) >= LARGE_MICROBATCH and first.memory_bytes / TOO_MUCH > wanted.limit_bytes:
+                break
     estimates += _scheduled(estimator, estimates, wanted, found, kinds)
     for recompute in wanted.recomputed[1:]:
         again = _recomputed(estimator, estimates, recompute, wanted, found)
@@ -173,7 +176,7 @@ def _layouts(
     found: SearchResult,
     in_node: int,
 ) -> Iterator[Layout]:
-    """Yields the layouts of one division of the ranks: each size of a microbatch."""
+    """Yields the layouts of one division of the ranks: each size of a microbatch, the smallest first."""
     factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
     copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
     stages = prod(size for axis, size in sizes.items() if kinds[axis] == "stages")
@@ -188,9 +191,10 @@ def _layouts(
         found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
         return
     local, most, fixed = batch // copies, -(-batch // copies), wanted.num_microbatches
-    sizes_tried = (n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0)
+    sizes_tried = [*(1 << n for n in range(local.bit_length())), most]
     # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
-    for number in [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]:
+    numbers = [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]
+    for number in dict.fromkeys(numbers):
         layout = Layout(factors, number, wanted.precision, wanted.recomputed[0], wanted.own_statistics)
         if number > local:
             found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,

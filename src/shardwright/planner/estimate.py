@@ -135,7 +135,7 @@ class Estimator:
     def _estimated(self, layout: Layout) -> Estimate | None:
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
-        alone = self._passes(plain["operators"], layout.recompute, self._samples(layout))
+        alone = self._passes(plain["operators"], layout.recompute, self.samples(layout))
         share = StateShares()
         for factor in layout.factors:
             if kinds[factor.axis] == "copies" and factor.options:
@@ -153,13 +153,18 @@ class Estimator:
         """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         of_kind = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
-        if self._passes(of_kind["operators"], layout.recompute, self._samples(layout)) is None:
+        if self._passes(of_kind["operators"], layout.recompute, self.samples(layout)) is None:
             return ""
         if self._schedule(of_kind["stages"]) is None:
             return "its schedule cannot be on so few stages as estimates simulate"
         if any(kinds[f.axis] == "copies" and f.options and self._share(f) is None for f in layout.factors):
             return "the model cannot have its option of model copies"
         return "more chunks than alike blocks"
+
+    @property
+    def _own_statistics(self) -> bool:
+        """Whether rehearsals of microbatches have statistics of their own, which cost as much as those of a batch."""
+        return bool(self.refuses_microbatches)
 
     def refusal_of_microbatches(self, layout: Layout) -> str:
         """Returns why the model cannot have the microbatches of a layout, as text; "" if it can."""
@@ -207,7 +212,7 @@ class Estimator:
         self, layout: Layout, passes: PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
     ) -> Estimate:
         stages, number = prod(f.size for f in factors), layout.num_microbatches
-        copies, samples = num_shares(layout) // number, self._samples(layout)
+        copies, samples = num_shares(layout) // number, self.samples(layout)
         slowest, blocks, last_blocks = self._cut(passes, stages, schedule.chunks)
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
         alike = self._num_alike(passes.operators) if schedule.scatters and stages > 1 else 1
@@ -378,7 +383,8 @@ class Estimator:
             self._cuts[key] = slowest, chunks * others, (chunks - 1) * others - last
         return self._cuts[key]
 
-    def _samples(self, layout: Layout) -> int:
+    def samples(self, layout: Layout) -> int:
+        """Returns the most samples that a microbatch has under a layout."""
         return -(-self.batch // num_shares(layout))
 
     def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> PassCost | None:
@@ -404,8 +410,7 @@ class Estimator:
 
     def _read(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> OperatorsAlone | None:
         """Reads the records of microbatches of so many samples: the second one adds gradients to those of the first."""
-        # each with its own statistics: what BatchNorm costs does not depend on whose they are
-        key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute, own_statistics=True), samples
+        key = Layout(operators, FEW_MICROBATCHES, self.precision, recompute, self._own_statistics), samples
         if key not in self._alone:
             records = self.alone(key[0], num_shares(key[0]) * samples)
             self._alone[key] = None if records is None else OperatorsAlone.of(self.pricing, records)
@@ -444,7 +449,7 @@ class Estimator:
                 return None
             wholes = (*plain[:4], plain.parameters, plain.optimizer, plain.gradients)
             parts = [a / b if b else 1.0 for a, b in zip(own[:7], wholes, strict=True)]
-            few_of = (Layout((few[1],), number, self.precision, own_statistics=True) for number in (1, 2))
+            few_of = (Layout((few[1],), n, self.precision, own_statistics=self._own_statistics) for n in (1, 2))
             once, twice = map(self.summed_bytes, few_of)
             found.append(StateShares(*parts)._replace(repeated=twice / once - 1 if once else 0.0))
         return tuple(found)

@@ -121,7 +121,7 @@ def _rehearsed(
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
         before = _kept_by_code(run.model)
         by_action: dict[str, ActionRecord] = {}
-        follower = _Follower(by_action, planned.plan.reads_values)
+        follower = _Follower(by_action, planned.plan.reads_values or planned.plan.reads_constants)
         recorder = run.world.recorder
         recorder.follower = follower
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
@@ -97,7 +98,12 @@ class ShortModel:
         model = without_storage(self._short)
         block = model.get_submodule(self.blocks.names[1])
         block.register_forward_pre_hook(lambda _, args: sizes.append(sum(each.nbytes for each in tensors_of(args))))
-        with suppress(RuntimeError, TypeError), torch.no_grad(), on_meta(model, values=False):  # the user's code
+        with (
+            suppress(RuntimeError, TypeError),  # of the user's code
+            torch.no_grad(),
+            ignoring_batch_statistics(model),
+            on_meta(model, values=False),
+        ):
             call_model(model, first_rows(self.batch, 1)[0])
         return sizes[0] if sizes else 0
 
@@ -172,7 +178,7 @@ class ShortModel:
         A parameter that both stages use, such as a tied table, is held by both.
         """
         blocks = () if self.blocks is None else self.blocks.names
-        layout = Layout((Factor(axis, (2,)),), 2, own_statistics=True)
+        layout = Layout((Factor(axis, (2,)),), 2, own_statistics=bool(self.refuses_microbatches))
         try:
             plan = self.plan(layout)
         except (LayoutError, PlanError):

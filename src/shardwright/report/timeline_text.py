@@ -190,7 +190,9 @@ def _printable(text: str) -> str:
 def _written(lines: Iterable[Text], colour: bool) -> str:
     out = StringIO()
     system: Literal["standard"] | None = "standard" if colour else None
-    console = Console(file=out, force_terminal=colour, color_system=system, width=10_000, force_jupyter=False, _environ={})
+    console = Console(
+        file=out, force_terminal=colour, color_system=system, width=10_000, force_jupyter=False, _environ={}
+    )
     for line in lines:
         console.print(line, soft_wrap=True)
     return out.getvalue().rstrip("\n") if colour else "\n".join(map(str.rstrip, out.getvalue().splitlines())).rstrip()
