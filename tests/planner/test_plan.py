@@ -623,3 +623,20 @@ def test_batch_norms_of_one_pixel_are_priced_though_estimates_take_one_sample():
     )
     plans = plan_layouts(model, "a100-80gb:1x2", (torch.ones(8, 3, 4, 4), torch.zeros(8, dtype=torch.long)))
     assert plans.layouts
+
+
+class WithGaps(nn.Module):
+    """A block whose norms are in a list, in which one is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms, self.layer = nn.ModuleList([nn.LayerNorm(16), None]), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.layer(self.norms[0](x))
+
+
+def test_lists_of_modules_with_empty_places_are_searched():
+    model, batch = nn.Sequential(*(WithGaps() for _ in range(4))), (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
+    plans = plan_layouts(model, "a100-80gb:1x2", batch)
+    assert len(plans.layouts) >= 2

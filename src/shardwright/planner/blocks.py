@@ -51,13 +51,14 @@ class AlikeBlocks(NamedTuple):
 def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
     """Returns the run of two or more alike blocks that has the most parameters, or None if no blocks are alike.
 
-    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass. A setting that
+    Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass, nor those of a
+    list in which a place is empty (None). A setting that
     counts the children, such as the ``layer_idx`` of a transformer layer, may differ. Of runs with as
     many parameters, the first in the order of ``named_modules`` is returned: of nested ones, the outermost.
     """
     best, most = None, -1
     for path, module in model.named_modules():
-        if type(module) not in (nn.ModuleList, nn.Sequential):
+        if type(module) not in (nn.ModuleList, nn.Sequential) or None in module._modules.values():
             continue
         number = 0
         for _, run in groupby(module, partial(likeness, counters=counters(module))):
