@@ -46,7 +46,7 @@ contract-rest: $(READY) ## what make contract runs and make test has not: .ci/ru
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier contract tests
 
-test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variants (an hour); `make contract` takes them in turn
+test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variants (half an hour); `make contract` takes them in turn
 	for variant in "strictest" "small sends complete alone" "communicators made beforehand"; do \
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --nccl "$$variant" tests/contract || exit 1; done
 

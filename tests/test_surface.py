@@ -267,7 +267,8 @@ JSON = [
     (
         "plan --layout dp2,bf16 --cluster a100-80gb:1x2 --explain dp2 --explain dp3",
         {
-            "": "cluster num_parameters layouts runner_up searched priced unpriced simulated fit rejected ways_out "
+            "": "cluster num_parameters batch memory_limit_bytes best layouts runner_up searched priced unpriced "
+            "simulated fit rejected ways_out "
             "seconds baseline_step_s constants warnings notes explained",
             "layouts": PLAN_ROW,
             "layouts.waterfall": "matmul attention memory launch pp dp cp tp optimizer bubble other",
@@ -281,7 +282,8 @@ JSON = [
         "plan --ranks 2",
         {
             "": "by_ranks",
-            "by_ranks": "cluster num_parameters layouts runner_up searched priced unpriced simulated fit rejected "
+            "by_ranks": "cluster num_parameters batch memory_limit_bytes best layouts runner_up searched priced "
+            "unpriced simulated fit rejected "
             "ways_out seconds baseline_step_s constants warnings notes",
             "by_ranks.layouts": PLAN_ROW,
             "by_ranks.rejected": "reason count nearest detail",

@@ -43,7 +43,7 @@ def test_at_most_three_are_proposed_and_links_are_not_followed(tmp_path):
 
 def test_a_run_one_folder_deeper_is_proposed(tmp_path):
     run = with_file(tmp_path / "runs" / "first", RUN_FILE)
-    with pytest.raises(CheckpointError, match=f"fix: +write '{run}', or start a run there without --resume"):
+    with pytest.raises(CheckpointError, match=f"fix: +write '{run}', or start a run there with train"):
         options_of(tmp_path / "runs")
 
 

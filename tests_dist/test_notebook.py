@@ -1,4 +1,4 @@
-"""Notebooks in a real Jupyter kernel: functions of one on ranks that are processes, and every tutorial as it is shipped.
+"""Notebooks in a real Jupyter kernel: functions of one on ranks that are processes, and every tutorial.
 
 Skipped where Jupyter is missing, or a package that a tutorial is about.
 """

@@ -1,11 +1,13 @@
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
 
 
@@ -295,3 +297,22 @@ def test_numbers_that_are_not_finite_are_null_in_what_every_command_prints(monke
     found = run("verify", "--layout", "dp2", "--json", *TINY)
     assert found.exit_code == 1
     assert strict(found.stdout)["max_relative_error"] is None
+
+
+def test_the_residual_network_of_the_guide_is_planned_without_microbatches(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    words = (
+        "--model",
+        "resnet:build",
+        "--set",
+        "width=4",
+        "--set",
+        "blocks=1",
+        "--data",
+        "resnet:data",
+        "--batch",
+        "64",
+    )
+    found = run("plan", *words, "--cluster", "a100-80gb:1x2", "--most-priced", "1", "--json")
+    assert found.exit_code == 0, found.output
+    assert "mb" not in json.loads(found.stdout)["best"]

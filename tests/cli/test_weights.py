@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_run_starts_from_weights_and_a_resumed_run_from_its_checkpoint(trained
     (tmp_path / "a.safetensors").unlink()
     resumed = done("train", "--steps", 2, "--resume", "--ranks", "threads", "--out", tmp_path / "run")
     assert resumed["steps"] == 2, "the file of the start is not needed any more"
+    again = run("train", "--resume", "--ranks", "threads", "--out", tmp_path / "run")
+    assert "all 2 steps of this run are done: --steps 4 adds 2 more" in again.stderr
+
+
+def test_weights_that_are_given_are_evaluated_before_the_first_step(trained, tmp_path):
+    exported(trained, tmp_path / "a.safetensors")
+    words = ["--layout", "dp2", "--ranks", "threads", "--out", tmp_path / "run", *TINY, "--lr", "0"]
+    found = run(
+        "train", *words, "--steps", 1, "--eval-every", 1, "--eval-batches", 1, "--weights", tmp_path / "a.safetensors"
+    )
+    (before,) = re.findall(r"before the first step: eval loss (\S+)", found.stderr)
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert before == f"{row['eval_loss']:.4f}"  # with a rate of 0, the step has changed nothing
 
 
 def test_averages_of_a_checkpoint_are_exported(tmp_path):

@@ -32,6 +32,7 @@ NOT_RUN = {
     r"shardwright .*my_llm:build|shardwright checkpoint export runs/tuned exported --format transformers": (
         "needs transformers: tests/site/test_transformers_page.py runs these commands"
     ),
+    r"shardwright .*resnet:build": "a file of examples: tests/cli/test_command.py plans it",
     r"shardwright plan --model gpt \.\.\.": "a line that an example prints, without the sizes that it takes",
 }
 """Lines of pages that are only parsed, by a pattern of their beginning, each with the reason."""

@@ -133,7 +133,8 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
     changed_data: Annotated[
-        bool, typer.Option("--changed-data", help="Resume even if the data have changed since the run was started.")
+        bool,
+        typer.Option("--changed-data", help="Resume even if files of --data have changed since the run was started."),
     ] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
@@ -391,7 +392,10 @@ def sample(
     run: Annotated[Path | None, opt.RUN_FOLDER] = None,
     from_: Annotated[Path | None, opt.FROM] = None,
     prompt: Annotated[
-        str, typer.Option(help="The text to continue; token ids of a model of transformers without a tokenizer.")
+        str,
+        typer.Option(
+            help="The text to continue; without a tokenizer, token ids of a model of transformers, as '1 15 27'."
+        ),
     ] = "def ",
     tokenizer: Annotated[
         Path | None, typer.Option(help="A folder with a tokenizer, for a model of transformers.")

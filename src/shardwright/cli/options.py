@@ -48,7 +48,8 @@ SHARED: Mapping[str, Any] = {
     "data": Annotated[
         _text,
         typer.Option(
-            help="stdlib, synthetic, a text file, a CIFAR-10 binary folder, or package.module:factory of a dataset.",
+            help="stdlib, synthetic, a text file, a CIFAR-10 binary folder, or package.module:factory, a function "
+            "that returns the dataset of the split 'train' or 'eval'.",
             show_default="stdlib",
         ),
     ],

@@ -138,7 +138,7 @@ def plan(
         anchors={str(line): seconds for line, seconds in map(parse_anchor, anchor or [])},
         keep_in=None if fresh else default_folder(),
     )  # fmt: skip
-    words = [word.strip() for word in without.split(",") if word.strip()]
+    words = without.replace(",", " ").split()
     wanted = partial(price, layout=layout, fix=fix, top=top, without=words, most_priced=most_priced)
     texts, batches = list[str](), None
     with _says_what_it_does():

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from shardwright.comm.recorder import ring_factor
 from shardwright.cost.calibration import Calibration, calibration_in, num_hops
 from shardwright.cost.constants import Constants, Source
-from shardwright.cost.device import NUMBERS, Device, device_of, figures_of, profile, read_table
+from shardwright.cost.device import NUMBERS, Device, device_of, figures_of, profile, profiles, read_table
 from shardwright.errors import LayoutError, PlanError
 from shardwright.nodes import Nodes
 
@@ -52,8 +52,16 @@ class Cluster:
             value in it cannot be read. LayoutError: the nodes are not written as ``128x8``.
         """
         name, colon, nodes = text.partition(":")
-        is_file = name.endswith(".toml")
-        found = cls.of_table(name, read_table(Path(name))) if is_file else cls(profile(name), Nodes(1, RANKS_PER_NODE))
+        try:
+            is_file = name.endswith(".toml")
+            found = (
+                cls.of_table(name, read_table(Path(name))) if is_file else cls(profile(name), Nodes(1, RANKS_PER_NODE))
+            )
+        except PlanError as error:
+            if error.given != name or not nodes:
+                raise
+            fix = f"{error.fix}:{nodes}" if str(error.fix).split()[-1] in profiles() else error.fix
+            raise PlanError(error.what, given=text, allowed=error.allowed, fix=fix) from None
         if nodes:
             try:
                 return replace(found, nodes=Nodes.parse(nodes))

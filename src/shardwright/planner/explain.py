@@ -20,7 +20,7 @@ NAMES = {"matmul": "matrix products", "memory": "memory-bound", "other": "consta
 """Parts of a step whose names in text differ from those in data."""
 
 
-_LEAST = 5e-4
+LEAST = 5e-4
 """Text leaves out parts of a smaller share of the step; data have all."""
 
 
@@ -36,6 +36,11 @@ FEW_GAINS = 0.1
 """The share of the time lost in one part of a step that the other parts may gain before text names their gain too."""
 
 
+def known_parts() -> list[str]:
+    """Returns the names of all parts that a step may have, in the order of tables."""
+    return [*PARTS, "launch", *layout_axes(), "bubble", "optimizer", "other"]
+
+
 def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the names of the parts of a step that take time in one of ``waterfalls``, in the order of tables.
 
@@ -44,8 +49,7 @@ def parts_of_step(*waterfalls: Mapping[str, float]) -> tuple[str, ...]:
     >>> parts_of_step({"bubble": 1.0, "matmul": 3.0}, {"dp": 1.0, "bubble": 0.0})
     ('matmul', 'dp', 'bubble')
     """
-    order = [*PARTS, "launch", *layout_axes(), "bubble", "optimizer", "other"]
-    names = dict.fromkeys([*order, *(name for each in waterfalls for name in each)])
+    names = dict.fromkeys([*known_parts(), *(name for each in waterfalls for name in each)])
     return tuple(name for name in names if any(each.get(name) for each in waterfalls))
 
 
@@ -71,7 +75,7 @@ def waterfall_lines(waterfall: Mapping[str, float], step_s: float) -> list[str]:
     lines = []
     for name in parts_of_step(waterfall):
         seconds = waterfall[name]
-        if abs(seconds) < _LEAST * step_s:
+        if abs(seconds) < LEAST * step_s:
             continue
         lines.append(f"  {name_of_part(name):20} {seconds:>7.3g} s {seconds / step_s:>6.1%}".replace("%", " %"))
     return [*lines, f"  {'step':20} {step_s:>7.3g} s"]
@@ -203,7 +207,7 @@ class PriceDifference(NamedTuple):
         rows = [(name_of_part(each.part), each.best_s, each.other_s) for each in self.differences()]
         rows.append(("step", self.best.step_s, self.other.step_s))
         head = f"  {'seconds':20} {'best':>9} {'this':>9} {'more':>9}"
-        shown = [row for row in rows if max(row[1:]) >= _LEAST * self.best.step_s]
+        shown = [row for row in rows if max(row[1:]) >= LEAST * self.best.step_s]
         digits = 3 - floor(log10(self.best.step_s))  # what is less than a thousandth of a step is rounding
         more = [round(b - a, digits) + 0.0 for _, a, b in shown]
         lines = (f"  {n:20} {a:>9.3g} {b:>9.3g} {m:>+9.3g}" for (n, a, b), m in zip(shown, more, strict=True))

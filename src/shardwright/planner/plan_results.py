@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.axes import layout_axes, mesh_axes
 from shardwright.cost.cluster import Cluster
+from shardwright.cost.constants import SLOW_START_S
 from shardwright.devices import HOST
 from shardwright.planner.anchors import UNKNOWN, UNMEASURED, StepTimes, TimeScale
 from shardwright.planner.explain import PriceDifference
@@ -85,6 +86,14 @@ class Plans:
         """Whether the seconds to start an operator are known, or do not matter, since the host itself computes."""
         return self.cluster.device.type in HOST or "launch_s" in self.cluster.constants.sources
 
+    def host_s(self, price: Price) -> float:
+        """Returns the seconds in which a slow host starts a step's operators; 0 if they are known or hidden.
+
+        The host is one that was measured beside an accelerator.
+        """
+        seconds = SLOW_START_S * price.starts
+        return 0.0 if self.knows_starts or seconds <= price.step_s else seconds
+
     @property
     def listed(self) -> tuple[Price, ...]:
         """The best layouts, at most ``top`` of them; all if ``top`` is None."""
@@ -102,7 +111,8 @@ class Plans:
         """Returns the listed prices and the summary of the search as plain data for JSON."""
         rest = self.layouts[1:]
         return {
-            "cluster": str(self.cluster), "num_parameters": self.num_parameters,
+            "cluster": str(self.cluster), "num_parameters": self.num_parameters, "batch": self.batch,
+            "memory_limit_bytes": self.cluster.device.memory_bytes * self.memory_limit, "best": str(self.best.layout),
             "layouts": [self.row(each) for each in self.listed],
             "runner_up": str(rest[0].layout) if rest and self.fits(rest[0]) else None,
             "searched": self.found.searched or len(self.layouts), "priced": self.found.priced or len(self.layouts),
@@ -200,10 +210,12 @@ class Plans:
             f"{self.published.runs_on} exceeded; never measured on {self.cluster.device.name} with this library"
         )
         nothing = "" if self.fits(price) else "does not fit: "
+        host_s = self.host_s(price)
+        slow = f", or {host_s:.3g} where the host is as slow as one that was measured" if host_s > high else ""
         return (
-            f"{nothing}{price.layout}: expect {self.expected_s(price.step_s):.3g} s a step ({low:.3g} to {high:.3g}), "
-            f"{price.memory_bytes / 1e9:.3g} of {self.cluster.device.memory_bytes / 1e9:.3g} GB, "
-            f"{self.utilisation(price):.0%} of peak; {known}"
+            f"{nothing}{price.layout}: expect {self.expected_s(price.step_s):.3g} s a step "
+            f"({low:.3g} to {high:.3g}{slow}), {price.memory_bytes / 1e9:.3g} of "
+            f"{self.cluster.device.memory_bytes / 1e9:.3g} GB, {self.utilisation(price):.0%} of peak; {known}"
         )
 
     def constants(self) -> list[dict[str, Any]]:

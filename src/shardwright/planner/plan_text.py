@@ -162,9 +162,9 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
     found = [("offloaded", each) for each in _offloaded(plans)]
     if plans.found.unpriced:
         found.append((
-            "not priced", f"{plans.found.unpriced:,} that might be better: if their estimates were "
-            f"{TOO_LONG - 1:.0%} too long, as those of a GPT of 13 B were at most, they would be faster than the "
-            f"best price; --most-priced {2 * plans.found.priced} prices more of them",
+            "not priced", f"{plans.found.unpriced:,} layouts whose estimates are less than {TOO_LONG - 1:.0%} above "
+            "the best price: one of them may be faster, since estimates of a GPT of 13 B were off by as much; "
+            f"--most-priced {2 * plans.found.priced} prices more of them",
         ))  # fmt: skip
     if not plans.is_measured:
         times = plans.published
@@ -183,8 +183,8 @@ def notes_of(plans: Plans) -> list[tuple[str, str]]:
             f"GPT held on CPUs under dp and ZeRO, and {MEMORY_ON_CARD:.1%} in one run on an H100; what lies beside "
             "tensors is an estimate, and several cards were never compared",
         ))  # fmt: skip
-    host_s = SLOW_START_S * plans.best.starts
-    if host_s > plans.best.step_s and not plans.knows_starts:
+    host_s = plans.host_s(plans.best)
+    if host_s:
         found.append((
             "host", f"it starts {plans.best.starts:,.0f} operators a step: {format_duration(host_s)} where Python "
             f"starts one in {SLOW_START_S * 1e6:.0f} us, as beside an H100 that was measured, and the step is no "

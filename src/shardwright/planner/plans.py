@@ -210,11 +210,15 @@ def _check_words(layout: Layout | None, fix: str, without: Sequence[str]) -> Non
     for word in without:
         head = word.partition(":")[0]
         if head not in known and head.rstrip("0123456789x") not in known:
+            precisions = get_args(Precision)
+            other = next(each for each in precisions if each != word)
             raise PlanError(
                 "no axis and no option has this name",
                 given=word,
                 allowed=", ".join(sorted(known)),
-                fix=fix_for(head, sorted(known)),
+                fix=fix_for(head, sorted(known))
+                if word not in precisions
+                else f"write --fix {other}: a search is in one precision",
             )
 
 

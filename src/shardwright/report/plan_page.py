@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from shardwright.formatting import format_decimal_bytes, format_seconds
-from shardwright.planner.explain import PriceDifference, name_of_part, parts_of_step
+from shardwright.planner.explain import LEAST, PriceDifference, name_of_part, parts_of_step
 from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import UTILISATION
 from shardwright.report.charts import Bar, bar_list
@@ -103,6 +103,7 @@ def _waterfall(plans: Plans) -> str:
     body = [
         [escape(name_of_part(name)), format_seconds(best.waterfall[name]), f"{best.waterfall[name] / best.step_s:.1%}"]
         for name in parts_of_step(best.waterfall)
+        if best.waterfall[name] >= LEAST * best.step_s
     ]
     body.append(["<b>step</b>", format_seconds(best.step_s), ""])
     note = "Messages count as far as no computation hides them. The parts add up to the step."
@@ -112,7 +113,8 @@ def _waterfall(plans: Plans) -> str:
 
 def _comparison(heading: str, compared: PriceDifference) -> str:
     steps = compared.best.step_s, compared.other.step_s
-    rows = [(name_of_part(p), a, b) for p, a, b in compared.differences()] + [("step", *steps)]
+    parts = [(p, a, b) for p, a, b in compared.differences() if abs(b - a) >= LEAST * compared.best.step_s]
+    rows = [*((name_of_part(p), a, b) for p, a, b in parts), ("step", *steps)]
     body = [[escape(name), format_seconds(a), format_seconds(b), _signed(b - a)] for name, a, b in rows]
     return section(heading, html_table(["part", "best", "this", "more"], body, numbers_from=1), compared.why())
 

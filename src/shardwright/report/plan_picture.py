@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.formatting import format_seconds
-from shardwright.planner.explain import name_of_part, parts_of_step
+from shardwright.planner.explain import known_parts, name_of_part, parts_of_step
 from shardwright.planner.plan_results import Plans
 from shardwright.planner.price import Price
 from shardwright.report.drawing import COLOURS, DPI, INK, LEFT, MUTED, RULE, WIDTH, add_title, new_figure, save_figure
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
 
 _MOST_LAYOUTS = 10
 _HEAD, _ROW, _KEY = 0.85, 0.62, 0.3  # inches: the title, a layout's name with its bar, a line of the legend
-_STEP_WIDTH, _MEMORY_LEFT = 5.6, 7.75  # inches: the longest bar of seconds, and where the bars of memory begin
+_STEP_WIDTH, _MEMORY_LEFT = 4.5, 7.75  # inches: the longest bar of seconds, and where the bars of memory begin
 _NO_FIT = "#d55e00"
 _GREYS = {"launch": "#9aa5b1", "bubble": "#d5dae0", "other": "#52606d"}
 """Parts in which no device computes or sends, without a color of their own."""
@@ -38,9 +38,10 @@ def plans_figure(plans: Plans) -> Figure:
     """
     shown = plans.layouts[:_MOST_LAYOUTS]
     parts = parts_of_step(*(each.waterfall for each in shown))
-    coloured = [name for name in parts if name not in _GREYS]
-    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(coloured)}
-    colours = {name: _GREYS.get(name) or colours[name] for name in parts}
+    # the same color for a part in every picture
+    coloured = [name for name in dict.fromkeys([*known_parts(), *parts]) if name not in _GREYS]
+    own = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(coloured)}
+    colours = {name: _GREYS.get(name) or own[name] for name in parts}
     columns = 4
     keys_height = _KEY * -(-len(parts) // columns) + 0.15
     height = _HEAD + keys_height + _ROW * len(shown) + 0.5

@@ -61,7 +61,14 @@ from shardwright.train.run_file import (
     started_again,
     write_run,
 )
-from shardwright.train.same_run import check_regular, check_same_data, check_same_run, moved_decay, moved_schedule
+from shardwright.train.same_run import (
+    check_regular,
+    check_same_data,
+    check_same_run,
+    finished,
+    moved_decay,
+    moved_schedule,
+)
 from shardwright.train.spaced_values import SpacedValues
 from shardwright.train.step_recording import StepRecording
 from shardwright.weights.loading import load_weights
@@ -113,9 +120,10 @@ def train(
         check_same_data(config, noted_data(out))
     if resume and os.environ.get("RANK", "0") == "0":
         before = options_of(out)
-        for moved in (moved_schedule(config, before, read(find(out / CHECKPOINTS)).step), moved_decay(config, before)):
-            if moved:
-                say(moved)
+        done = read(find(out / CHECKPOINTS)).step
+        for line in (moved_schedule(config, before, done), moved_decay(config, before), finished(config, done)):
+            if line:
+                say(line)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     config = settled_by_price(config)
@@ -288,6 +296,9 @@ class _Training:
         rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
         with self.locks, self._profiled, self.log as log:
+            if config.weights and config.eval_every and not self.first_step and not config.ema:
+                for loss in self._evaluate().values():
+                    log.warn(f"before the first step: eval loss {loss:.4f}")
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
             while self._num_left and not stopped:

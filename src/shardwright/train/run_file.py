@@ -222,7 +222,7 @@ def options_of(out: Path) -> dict[str, Any]:
             f"there is no run at '{out}'",
             given=first_line(failure),
             allowed=f"the --out folder of a run, with {RUN_FILE} in it",
-            fix=f"{f'write {near}' if near else 'check the path'}, or start a run there without --resume",
+            fix=f"{f'write {near}' if near else 'check the path'}, or start a run there with train",
         ) from failure
 
 

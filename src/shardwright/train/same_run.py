@@ -95,6 +95,17 @@ def moved_decay(config: TrainConfig, before: Mapping[str, Any]) -> str:
     return f"the averages go on with the decay {config.ema}, where it was {decay}; --ema {decay} keeps it"
 
 
+def finished(config: TrainConfig, done: int) -> str:
+    """Returns a line on a resumed run of which all steps are done; "" if some are left.
+
+    >>> finished(TrainConfig(steps=40), 40)
+    'all 40 steps of this run are done: --steps 80 adds 40 more'
+    """
+    if done < config.steps:
+        return ""
+    return f"all {done} steps of this run are done: --steps {2 * done} adds {done} more"
+
+
 def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
     """Raises PlanError if a data file differs from its fingerprint at the run's start.
 
