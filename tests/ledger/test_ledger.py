@@ -226,6 +226,7 @@ def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
     assert last.most()["messages"] <= 3 * message, "one microbatch in hand, and what is posted ahead"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/1f1b mb4 recompute:full", "pp2/scatter mb2 tp2"])
 def test_what_a_stage_has_received_counts_in_buffers_that_are_kept_too(line, monkeypatch):
     build = partial(plain, num_layers=4)

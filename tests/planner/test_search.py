@@ -505,6 +505,7 @@ def test_a_search_for_a_model_with_batch_norms_has_no_microbatches():
     assert "/own-statistics" not in left[why]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [pictures_normed, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5))])
 def test_a_large_batch_that_fits_is_not_cut_into_small_microbatches(make):
     """Each of four devices has 200 samples: pieces of eight would take 25 times as many operators."""
@@ -513,6 +514,7 @@ def test_a_large_batch_that_fits_is_not_cut_into_small_microbatches(make):
     assert plans.best.layout.num_microbatches == 1
 
 
+@pytest.mark.sampled(0)
 def test_a_search_with_statistics_of_each_microbatch_has_stages_too():
     plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES, fix="pp2 mb/own-statistics")
     assert all(each.layout.own_statistics for each in plans.layouts)

@@ -43,7 +43,7 @@ def test_a_run_resumed_under_another_layout_follows_the_uninterrupted_one(tmp_pa
 
 
 def test_metrics_have_a_row_for_each_step_and_evaluations_where_asked(tmp_path):
-    summary = run(tmp_path / "run", "dp2", 4, eval_every=2, tensorboard=True, save_every=1, keep=2)
+    summary = run(tmp_path / "run", "dp2", 4, eval_every=2, eval_batches=2, tensorboard=True, save_every=1, keep=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [("eval_loss" in row) for row in rows] == [False, True, False, True]

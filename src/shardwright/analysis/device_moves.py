@@ -135,11 +135,12 @@ class IgnoresDeviceMoves(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # also x.shape and the like: most of all calls
-        if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES:
+        is_replaced = func in self._instead
+        if not kwargs and len(args) == 1 and type(args[0]) in _PLAIN and func not in _MOVES and not is_replaced:
             return func(*args)
         named = dict(kwargs or {})
         if func not in _MOVES:
-            func = self._instead.get(func, func)
+            func = self._instead[func] if is_replaced else func
             found = tensors_of((args, named) if named else args)
             if self._are_mixed(found) and func not in TAKES_GRADIENT:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))

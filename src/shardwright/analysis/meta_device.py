@@ -39,9 +39,10 @@ def on_meta(
     torch.Size([4, 3])
     """
     kept = MetaValues(guess=guess, selects_all=guess is not None) if values else MetaOperators()
-    replaced = {functional.interpolate: _interpolate, **instead}
+    replaced: dict[Callable[..., Any], Callable[..., Any]] = {functional.interpolate: _interpolate, **instead}
     if isinstance(kept, MetaValues):
         kept.give_kept(model.buffers())
+        replaced[Tensor.tolist] = kept.numbers_in
     with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 

@@ -209,6 +209,11 @@ class MetaValues(DispatchMode):
             return function, args
         return function, (x, x.shape[0] - 1)
 
+    def numbers_in(self, tensor: Tensor) -> Any:
+        """Returns what ``tensor.tolist()`` is, as :meth:`indexing` says."""
+        function, args = self.indexing(Tensor.tolist, (tensor,))
+        return function(*args)
+
     def _unknown_numbers(self, tensor: Tensor) -> Tensor:
         """Returns ones in place of the numbers of ``tensor``, or true values, which only a real run has."""
         self.read(tensor)
