@@ -13,6 +13,8 @@ ATEN = torch.ops.aten
 X, MEANS, SHARES = torch.zeros(2, 3), torch.zeros(4, 1), torch.ones(2, 3)
 
 CALLS = {
+    "_sample_dirichlet": (ATEN._sample_dirichlet.default, (SHARES,), {}),
+    "_standard_gamma": (ATEN._standard_gamma.default, (SHARES,), {}),
     "bernoulli": (ATEN.bernoulli.default, (SHARES,), {}),
     "bernoulli with p": (ATEN.bernoulli.p, (SHARES, 0.5), {}),
     "binomial": (ATEN.binomial.default, (SHARES, SHARES), {}),

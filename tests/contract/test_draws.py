@@ -225,6 +225,10 @@ def test_every_function_that_draws_is_found(name):
         ),
         (lambda x: x * random.random(), "Python's random"),
         (lambda x: x * float(np.random.rand()), "numpy.random"),
+        (lambda x: x * torch.distributions.Gamma(torch.ones_like(x), 1.0).rsample(), "'_standard_gamma' under several"),
+        (lambda x: x * torch.distributions.Dirichlet(torch.ones_like(x)).sample(), "'_sample_dirichlet' under several"),
+        (lambda x: x + torch.ops.aten.multinomial(x.flatten(1).softmax(-1), 1).sum(), "'multinomial' under several"),
+        (lambda x: x + torch.poisson(x.detach().abs()), "'poisson' under several(?s:.*)compute the numbers from"),
     ],
 )
 def test_draws_that_differ_by_rank_are_refused_by_name_on_several_ranks_alone(draw, reason):

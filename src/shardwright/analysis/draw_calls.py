@@ -71,6 +71,12 @@ _PARAMETERS: dict[Callable[..., Any], tuple[Kind, str]] = {
     torch.rnn_relu: ("recur", _RECUR),
 }  # fmt: skip
 _OTHER_NAMES = {"logits": "input", "query": "input", "train": "training", "self": "input"}
+KEYED_FUNCTIONS = (
+    "dropout, attention with dropout, torch.rand, randn, randint, randperm, normal, bernoulli, multinomial, and "
+    "uniform_, normal_, exponential_, random_"
+)
+"""The functions whose numbers do not depend on the layout, as an error lists them."""
+
 _OTHERS = (torch.poisson, torch.binomial, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_)
 """Functions that draw random numbers and that the library cannot make independent of the layout."""
 
@@ -268,10 +274,13 @@ class RefusesRandomNumbers(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         if draws_numbers(function, args, named or {}):
+            is_known = function not in _OTHERS
             raise PlanError(
                 f"the random numbers of '{function.__name__}' would depend on the layout",
-                given="a call of it in the forward, where the example of the inputs did not make it",
-                allowed="dropout, attention with dropout, torch.rand and its like, in calls that the example makes too",
-                fix=f"{EXAMPLE}; or take the call out",
+                given="a call of it in the forward" + ", where the example of the inputs did not make it" * is_known,
+                allowed=KEYED_FUNCTIONS + ", in calls that the example makes too" * is_known,
+                fix=f"{EXAMPLE}; or take the call out"
+                if is_known
+                else "compute the numbers from torch.rand, or draw in the data loader and pass them as an input",
             )
         return function(*args, **(named or {}))

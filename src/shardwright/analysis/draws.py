@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.checkpoint_calls import saved_by
-from shardwright.analysis.draw_calls import draw_of, in_multihead
+from shardwright.analysis.draw_calls import KEYED_FUNCTIONS, draw_of, in_multihead
+from shardwright.analysis.meta_values import RANDOM
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
@@ -98,6 +99,8 @@ class Draws:
     across: tuple[tuple[str, str], ...] = ()
     backwards: tuple[str, ...] = ()
     seeds: frozenset[DrawKey] = frozenset()
+    unkeyed: tuple[tuple[str, str], ...] = ()
+    """The modules that draw by operators whose numbers the library cannot compute, with the name of the operator."""
     selecting: frozenset[str] = frozenset()
 
     def is_seeded(self, module: str, function: str) -> bool:
@@ -138,6 +141,13 @@ class Draws:
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
+        for path, name in self.unkeyed:
+            raise PlanError(
+                f"'{path or 'the model'}' draws random numbers that would depend on the layout",
+                given=f"'{name}' under several ranks or microbatches",
+                allowed=KEYED_FUNCTIONS,
+                fix="compute the numbers from torch.rand, or draw in the data loader and pass them as an input",
+            )
         if self.backwards:
             raise PlanError(
                 "random numbers are drawn in a backward, where nothing makes them independent of the layout",
@@ -193,6 +203,7 @@ def draws_of(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
         seeds=frozenset(seeds),
     )  # fmt: skip
+    draws.unkeyed = tuple(dict.fromkeys((call.module, call.name) for call in recording.calls if call.name in UNKEYED))
     found = list(found)
     drawing = {each.key[0] for each in found}
     by_rows = {
@@ -215,6 +226,9 @@ def draws_of(
     draws.selecting = frozenset(module for module in by_rows if any(is_inside(path, module) for path in selected))
     return draws
 
+
+UNKEYED = RANDOM - {"native_dropout"}
+"""The operators by which a recorded forward draws although no function of ``draw_calls.py`` was called."""
 
 OF_ROWS = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "rand_like", "randn_like"))
 """The functions that draw for each row of a tensor that has rows, so that it is enough to know which rows these are."""

@@ -27,7 +27,8 @@ MOST_ELEMENTS = 2**22
 
 # fmt: off
 RANDOM = frozenset((
-    "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_",
+    "geometric_", "log_normal_", "multinomial",
     "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
     "randn_like", "randperm", "random_", "rrelu_with_noise", "rrelu_with_noise_", "uniform_",
 ))
