@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
-.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-card test-dist test-cluster test-browser test-notebook zoo zoo-sweep zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures pictures bench bench-smallest tables format dist clean
+.PHONY: chaos gpu help demo test contract contract-rest test-nccl test-acc test-acc-contract test-card test-dist test-cluster test-browser test-notebook zoo zoo-sweep zoo-contract zoo-page lint types size check docs notebooks plans strategy-pictures pictures bench bench-smallest tables format dist clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,10 @@ test-nccl: $(READY)  ## the contract over NCCL's rules, in each of three variant
 
 test-acc: $(READY)  ## the contract's layouts on a pretend accelerator, and what would stop its host (6 minutes on one core)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests_acc
+
+test-acc-contract: $(READY)  ## every line of the contract's strategies, pairs and schedules on the pretend accelerator (a quarter of an hour)
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -n auto --dist worksteal -p on_accelerator --nccl no \
+	  tests/contract/test_every_strategy.py tests/contract/test_pairs.py tests/contract/test_every_schedule.py
 
 test-card: $(READY)  ## the contract's layouts on the card of this machine, and where the host waits for it
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --card tests_acc

@@ -137,7 +137,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Runs one forward and returns the calls of every module, by module name.
 
     If the model and ``inputs`` are on the meta device, the forward computes no values, and a condition on values, such
-    as whether a mask is all ones, is true. Of modules other than
+    as whether a mask is all ones, is true, or false where the code then raises an error. Of modules other than
     ``nn.MultiheadAttention``, a call is left out if it takes no tensor or returns anything but one tensor. The output
     projection of ``nn.MultiheadAttention``, which torch uses without calling it, is listed as called.
 
@@ -168,15 +168,15 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
         module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in model.named_modules()
     ]
     # masks of long sequences take megabytes in each layer: their values are computed only if code may read them
-    ways = (True,) if may_read_values(model) else (False, True)
+    ways = [(True, True), (True, False)] if may_read_values(model) else [(False, True), (True, True), (True, False)]
     try:
-        for values in ways:
+        for values, guess in ways:
             try:
-                with torch.enable_grad(), on_meta(model, values=values, guess=True):
+                with torch.enable_grad(), on_meta(model, values=values, guess=guess):
                     result = call_model(model, inputs)
                 break
             except Exception:  # code of the model may raise its own where a guess has led it astray
-                if values:
+                if (values, guess) == ways[-1]:
                     raise
                 found.clear()
                 weights.clear()

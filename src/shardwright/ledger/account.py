@@ -211,7 +211,7 @@ def rehearsal_errors_explained() -> Iterator[None]:
         yield
     except (LayoutError, PlanError):
         raise
-    except (RuntimeError, TypeError, ValueError) as failure:
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as failure:  # its own checks too
         raise PlanError(
             "a step of the model cannot be rehearsed without values on such a batch",
             given=f"{type(failure).__name__}: {first_line(failure)}",
