@@ -26,8 +26,9 @@ from shardwright.analysis.draws import (
     seeded_draws,
 )
 from shardwright.analysis.marked_inputs import map_samples, marks_in
+from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import keep_values
-from shardwright.analysis.module_calls import may_read_values
+from shardwright.analysis.module_calls import call_model, may_read_values
 from shardwright.analysis.operator_results import cloned
 from shardwright.analysis.parameter_writes import written_parameters
 from shardwright.analysis.record_forward import record_forward
@@ -133,14 +134,22 @@ class ModelGraph:
         without = self._num_unknown(by_values=False)
         return without > 0 and self._num_unknown(by_values=True) < without
 
-    @property
-    def reads_constants(self) -> bool:
-        """Whether the model's code reads values of tensors, such as sizes that it has put into one.
+    @cached_property
+    def needs_constants(self) -> bool:
+        """Whether the model's code does not run on the meta device without values, such as sizes put into a tensor.
 
         It is False if the forward was not recorded, as for :attr:`draws`.
         """
         found = self._of_own_code
-        return found is not None and found.recording.reads_values
+        if found is None or not found.recording.reads_values:
+            return False
+        model = _on_meta_device(self.model).eval()  # where nothing is drawn
+        try:
+            with torch.no_grad(), on_meta(model, values=False):
+                call_model(model, cloned(self.example))
+        except Exception:  # the user's code may raise anything
+            return True
+        return False
 
     @property
     def guess(self) -> bool | None:
@@ -260,28 +269,33 @@ def _run_or_failure(model: nn.Module, inputs: Any) -> RecordedRun | str:
 
 def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     """Returns the record of a copy of the model, in training, on the meta device."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in model.buffers()})
-    on_meta = copied(model, memo)
+    copy = _on_meta_device(model)
     finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
-        recorded.give_kept(on_meta.buffers())
+        recorded.give_kept(copy.buffers())
         mode = finds[id(recorded.recording)] = FindsDraws(recorded)
         with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
-    on_meta = on_meta if on_meta.training else on_meta.train()
+    copy = copy if copy.training else copy.train()
     with other_generators() as others:
-        recording = record_forward(on_meta, cloned(inputs), within)
+        recording = record_forward(copy, cloned(inputs), within)
     found, seeds = finds[id(recording)].found, list[DrawKey]()
     if any(each.generator is not None for each in found):
         with other_generators(), moved_on(found):
-            seeds = seeded_draws(found, finds[id(record_forward(on_meta, cloned(inputs), within))].found)
+            seeds = seeded_draws(found, finds[id(record_forward(copy, cloned(inputs), within))].found)
     again: dict[str, Any] = {}
     if others:  # from another start, a forward that seeds them itself ends in the same state
         with other_generators(1) as again:
-            record_forward(on_meta, inputs, within)
+            record_forward(copy, inputs, within)
     seeded = [name for name, state in others.items() if again.get(name) == state]
     return RecordedRun(recording, found, tuple(others), seeded, seeds)
+
+
+def _on_meta_device(model: nn.Module) -> nn.Module:
+    """Returns a copy of the model on the meta device; small buffers keep their values beside it."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    memo.update({id(b): keep_values(b, b.detach().to("meta")) for b in model.buffers()})
+    return copied(model, memo)

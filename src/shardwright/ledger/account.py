@@ -253,7 +253,9 @@ def _rehearsed(
     elif device not in HOST and "foreach" in signature(optimizer).parameters:
         options.setdefault("foreach", True)  # torch's choice there: it takes all parameters at once, and more memory
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    values, guess = run.plan.reads_values or run.plan.reads_constants, run.plan.guess
+    values, guess = run.plan.reads_values, None
+    if not values and job.graph is not None and job.graph.needs_constants:
+        values, guess = True, job.graph.guess
     with on_meta(run.model, values=values, guess=guess, instead=NATIVE_ATTENTION):
         if first_step:
             run.step(microbatch)

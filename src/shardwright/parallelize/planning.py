@@ -133,8 +133,6 @@ def make_plan(
     for path in compiled:
         plan = plan.wraps(path, Rung.COMPILE, "core")
     plan = replace(plan, compiled=compiled, reads_values=reads_values)
-    if job.graph is not None and job.graph.reads_constants:
-        plan = replace(plan, reads_constants=True, guess=job.graph.guess)
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies

@@ -297,10 +297,6 @@ class Plan:
     """The FLOPs of each operator of the forward, if its operators were recorded; see :func:`operator_work`."""
     reads_values: bool = False
     """Whether the model's code reads values of its inputs, so that the model is planned by those of the example."""
-    reads_constants: bool = False
-    """Whether the code reads values of tensors at all, so that rehearsals keep those that no input decides."""
-    guess: bool | None = None
-    """What conditions on values that only a real run has count as in a rehearsal; None if there are none."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
     """The strategies (or "core") that will put a wrapper on a module's forward, by module and rung."""
 

@@ -121,7 +121,8 @@ def _rehearsed(
     with rehearsed(job, layout, rank, batch, planned=planned, **given) as (run, microbatch, steps):
         before = _kept_by_code(run.model)
         by_action: dict[str, ActionRecord] = {}
-        follower = _Follower(by_action, planned.plan.reads_values or planned.plan.reads_constants)
+        needs_constants = job.graph is not None and job.graph.needs_constants
+        follower = _Follower(by_action, planned.plan.reads_values or needs_constants)
         recorder = run.world.recorder
         recorder.follower = follower
         try:
