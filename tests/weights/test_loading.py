@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
+import sys
 import weakref
 from pathlib import Path
 
@@ -334,6 +336,14 @@ def test_a_checkpoint_of_this_library_gives_its_weights_alone(tmp_path):
     for found, num_steps in launch(load, "tp2"):
         assert same(found, state)
         assert num_steps == 0
+
+
+def test_a_folder_that_python_3_13_has_written_is_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)  # where the classes of paths are there
+    monkeypatch.setattr(type(tmp_path), "__module__", "pathlib._local")
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert b"pathlib._local" in (tmp_path / "saved" / ".metadata").read_bytes()
+    assert stores.open_store(tmp_path / "saved").tensors.keys() == {"weight"}
 
 
 def test_a_store_of_every_kind_is_found_by_what_is_at_the_path(sources):

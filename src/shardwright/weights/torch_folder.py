@@ -34,6 +34,7 @@ MOST_METADATA_BYTES = 2**30
 """The size in bytes up to which ``.metadata`` is read."""
 
 _DCP = "torch.distributed.checkpoint."
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _RECORDS = {
     f"{_DCP}metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -42,7 +43,8 @@ _RECORDS = {
     f"{_DCP}filesystem": {"_StorageInfo"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # in Python 3.13
 }
 """The classes that torch's own pickles name, by module."""
 
