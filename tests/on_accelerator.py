@@ -6,6 +6,7 @@ what is sent and held, are checked as they are without it.
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,21 +16,20 @@ from shardwright.comm.launch import run_threads
 from shardwright.layout import Layout
 from shardwright.verify import verify
 
-ACCELERATOR = set_up()  # once in a process: torch keeps the device
 
-
-def verify_there(model, line, *args, **named):
-    """As ``verify``, with ranks on the accelerator."""
+def verify_on(device, model, line, *args, **named):
+    """As ``verify``, with ranks on ``device``."""
 
     def launcher(work, *given):
-        return run_threads(work, Layout.parse(line).num_ranks, *given, device=ACCELERATOR.device)
+        return run_threads(work, Layout.parse(line).num_ranks, *given, device=device)
 
     return verify(model, line, *args, launcher=launcher, **named)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _there():
+def _on_accelerator():
+    """Not when this file is imported, as where doctests are looked for: torch keeps the device for good."""
     from contract import cases
 
-    with mock.patch.object(cases, "verify", verify_there):
+    with mock.patch.object(cases, "verify", partial(verify_on, set_up().device)):
         yield

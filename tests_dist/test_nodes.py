@@ -116,9 +116,9 @@ def test_ranks_that_were_dealt_out_over_the_nodes_in_turn_are_renumbered_so_that
 
 def test_train_over_two_nodes_equals_one_device(tmp_path):
     out = tmp_path / "run"
-    words = [*TRAIN, "--layout", "pp2 mb2 tp2", "--steps", "4", "--out", str(out)]
+    words = [*TRAIN, "--layout", LAYOUT, "--steps", "4", "--out", str(out)]
     with nodes(2) as made:
-        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 2, *words)) for n in made]
+        each = [(tmp_path / f"said{n.number}", n.torchrun(2, 4, *words)) for n in made]
         with started(each) as processes:
             all_end_well(processes, tmp_path)
     rows = read_metrics(out)
