@@ -222,7 +222,7 @@ def encoder():
         (Twice, numbers(), "a dropout is called twice"),
         (Repeated, numbers(), "or inside of torch.utils.checkpoint"),
         (encoder, sequences(4, 3), "nn.MultiheadAttention in them drops weights or is cut"),
-        (ByFunction, numbers(), "their code draws random numbers by other means than a call of nn.Dropout"),
+        (ByFunction, numbers(), "their code draws random numbers by other means than nn.Dropout"),
     ],
 )
 def test_dropout_whose_calls_a_compiler_could_confuse_stays_uncompiled_and_a_warning_says_so(

@@ -75,8 +75,7 @@ def test_a_batch_that_copies_do_not_divide_is_cut_into_microbatches_of_no_more_s
         {each.num_microbatches for each in _layouts(sizes, kinds, batch, SearchConstraints(), SearchResult(), 8)}
         for batch in (500, 512)
     ]
-    # of 62 or 63 samples, one each would be 63 microbatches
-    assert numbers == [{1, 2, 4, 8, 16, 32, 62}, {1, 2, 4, 8, 16, 32, 64}]
+    assert numbers == [{8, 16, 32, 62}, {8, 16, 32, 64}]  # of 62 or 63 samples, one each would be 63 microbatches
 
 
 def test_a_strategy_with_an_axis_of_its_own_is_searched_without_an_edit():
@@ -505,13 +504,34 @@ def test_a_search_for_a_model_with_batch_norms_has_no_microbatches():
     assert "/own-statistics" not in left[why]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("make", [pictures_normed, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5))])
-def test_a_large_batch_that_fits_is_not_cut_into_small_microbatches(make):
-    """Each of four devices has 200 samples: pieces of eight would take 25 times as many operators."""
+@pytest.mark.sampled(0)
+def test_the_whole_batch_of_a_model_with_batch_norms_is_priced_as_it_is():
+    """Each device has 200 samples or more, whose price is no multiple of that of eight."""
     pictures = torch.randn(800, 3, 8, 8), torch.zeros(800, dtype=torch.long)
-    plans = plan_layouts(make(), "a100-80gb:1x4", pictures)
+    plans = plan_layouts(pictures_normed(), "a100-80gb:1x4", pictures)
+    (alone,) = plan_layouts(pictures_normed(), "a100-80gb:1x4", pictures, layout="dp4 bf16").layouts
     assert plans.best.layout.num_microbatches == 1
+    assert plans.best.step_s <= alone.step_s * (1 + TIED)
+
+
+@pytest.mark.parametrize("batch", [64, 4096])
+@pytest.mark.sampled(0)
+def test_batches_of_any_size_are_searched(batch):
+    tokens = torch.zeros(batch, 16, dtype=torch.long)
+    gpt = GPT(GPTConfig(num_layers=2, width=32, num_heads=4, vocabulary=64, max_tokens=16))
+    assert plan_layouts(gpt, "a100-80gb:1x8", (tokens, tokens), loss=CrossEntropy()).layouts
+
+
+def test_microbatches_that_are_left_out_are_not_searched():
+    plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, without=["mb"], most_priced=2)
+    assert all(each.layout.num_microbatches == 1 for each in plans.layouts)
+
+
+def test_a_fix_that_batch_norms_refuse_is_mended_by_statistics_of_their_own():
+    with pytest.raises(LayoutError, match=r"write --fix 'pp2 mb/own-statistics', which"):
+        plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES, fix="pp2")
+    with pytest.raises(LayoutError, match=r"write --fix 'mb2/own-statistics', which"):
+        plan_layouts(pictures_normed(), "a100-80gb:1x4", PICTURES, fix="mb2")
 
 
 @pytest.mark.sampled(0)

@@ -22,8 +22,7 @@ from shardwright.planner.search_constraints import RECOMPUTE, SearchConstraints
 from shardwright.planner.search_result import SearchResult
 from shardwright.strategies import STRATEGIES, choose
 
-LARGE_MICROBATCH = 8
-"""The samples of a microbatch from which on larger ones are estimated only where this one fits in memory."""
+LARGEST_MICROBATCH = 8
 
 MOST_SCHEDULED = 24
 """The number of best estimates whose layouts are also estimated with every other pipeline schedule."""
@@ -59,11 +58,9 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
     kinds: dict[str, str] = {name: axis.kind for name, axis in layout_axes().items() if name in built}
     cluster, saving = estimator.pricing.cluster, dict[str, list[Option]]()
     estimates: list[Estimate] = []
+    refusal = estimator.refusal_of_microbatches(Layout((), 2, own_statistics=wanted.own_statistics))
     for sizes in divisions(cluster.num_ranks, kinds):
-        for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node):
-            if why := estimator.refusal_of_microbatches(layout):
-                found.reject(why, layout)
-                continue
+        for layout in _layouts(sizes, kinds, estimator.batch, wanted, found, cluster.nodes.ranks_per_node, refusal):
             first = estimator.estimate(layout)
             if first is None:  # refused for its operators or its schedule, whatever the microbatches
                 why = estimator.refusal(layout)
@@ -76,8 +73,6 @@ def first_estimates(estimator: Estimator, wanted: SearchConstraints, found: Sear
                     if factor.axis not in saving:
                         saving[factor.axis] = estimator.saving_options(factor.axis)
                     estimates += _with_each(estimator, layout, place, saving[factor.axis], wanted, found)
-            if estimator.samples(layout) >= LARGE_MICROBATCH and first.memory_bytes / TOO_MUCH > wanted.limit_bytes:
-                break
     estimates += _scheduled(estimator, estimates, wanted, found, kinds)
     for recompute in wanted.recomputed[1:]:
         again = _recomputed(estimator, estimates, recompute, wanted, found)
@@ -175,8 +170,12 @@ def _layouts(
     wanted: SearchConstraints,
     found: SearchResult,
     in_node: int,
+    refusal: str = "",
 ) -> Iterator[Layout]:
-    """Yields the layouts of one division of the ranks: each size of a microbatch, the smallest first."""
+    """Yields the layouts of one division of the ranks: each size of a microbatch.
+
+    ``refusal`` says why the model can have no microbatches, as text: then the layouts take the whole batch at once.
+    """
     factors = tuple(_fixed(Factor(axis, (size,)), wanted) for axis, size in sizes.items() if size > 1)
     copies = prod(size for axis, size in sizes.items() if kinds[axis] == "copies")
     stages = prod(size for axis, size in sizes.items() if kinds[axis] == "stages")
@@ -191,12 +190,16 @@ def _layouts(
         found.reject("the batch has fewer samples than the layout has copies of the model", Layout(factors))
         return
     local, most, fixed = batch // copies, -(-batch // copies), wanted.num_microbatches
-    sizes_tried = [*(1 << n for n in range(local.bit_length())), most]
+    sizes_tried = [n for n in range(1, min(local, LARGEST_MICROBATCH) + 1) if n & (n - 1) == 0]
+    if refusal or "mb" in wanted.without:
+        sizes_tried.append(most)
     # rounded up, so that no microbatch has more samples than are tried, where the batch leaves copies one more
     numbers = [min(local, -(-most // samples)) for samples in sizes_tried] if fixed is None else [fixed]
     for number in dict.fromkeys(numbers):
         layout = Layout(factors, number, wanted.precision, wanted.recomputed[0], wanted.own_statistics)
-        if number > local:
+        if refusal and number > 1:
+            found.reject(refusal, layout)
+        elif number > local:
             found.reject(f"--fix mb{number}: more microbatches than samples in a copy of the model", layout,
                          f"{local} samples")  # fmt: skip
         elif number < stages:

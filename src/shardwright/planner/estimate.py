@@ -36,6 +36,9 @@ FEW_SAMPLES = (1, 8)
 """Two sizes of a microbatch, in samples: each way to cut the operators is priced at both, and prices of other sizes are
 extrapolated from the two."""
 
+MOST_EXTRAPOLATED = 32
+"""The most samples of a whole batch, of a model without microbatches, whose price is extrapolated from those of few."""
+
 TOO_LONG, TOO_MUCH = 1.06, 1.11
 """How many times the price an estimate of seconds, and one of bytes, may be: rounded up from those of a GPT of 13 B
 in `benchmarks/planner_search`. A layout is left out only if its estimate, divided by this, is no better than prices."""
@@ -395,7 +398,8 @@ class Estimator:
         """
         key = operators, recompute, samples
         if key not in self._of_passes:
-            sizes = (samples,) if any(each.options for each in operators) else FEW_SAMPLES
+            is_large = samples > MOST_EXTRAPOLATED and bool(self.refuses_microbatches)
+            sizes = (samples,) if is_large or any(each.options for each in operators) else FEW_SAMPLES
             few, *more = (self._read(operators, None, each) for each in sizes if each <= max(self.batch, sizes[0]))
             own = (more or [few])[0] if recompute is None else self._read(operators, recompute, sizes[len(more)])
             known = [few, own, *more]

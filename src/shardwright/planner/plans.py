@@ -22,7 +22,7 @@ from shardwright.axes import layout_axes
 from shardwright.cost.cluster import Cluster
 from shardwright.errors import LayoutError, PlanError, fix_for
 from shardwright.garbage_collection import collection_paused
-from shardwright.layout import Layout, Precision
+from shardwright.layout import OWN, Layout, Precision
 from shardwright.models.given_loss import loss_for
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.auto import num_shares, tokens_of
@@ -236,6 +236,10 @@ def _none_found(cluster: Cluster, found: SearchResult, fix: str, without: Sequen
 
 def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: int) -> str:
     """Returns what to change so that there are layouts: the fixed part that left out most, with the nearest layout."""
+    if fix and any(OWN in why for why in found.rejected):
+        parts = [f"{part}/{OWN}" if part.startswith("mb") and OWN not in part else part for part in fix.split()]
+        parts += [f"mb/{OWN}"] * (not any(part.startswith("mb") for part in parts))
+        return f"write --fix '{' '.join(parts)}', which gives each microbatch statistics of its own"
     fixed = Counter({why: n for why, n in found.rejected.items() if why.startswith("--fix")})
     if fixed:
         ((why, _),) = fixed.most_common(1)

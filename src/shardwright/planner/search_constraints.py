@@ -44,7 +44,7 @@ class SearchConstraints:
         """Returns whether a layout has one of the words that it must not have."""
         items = str(layout).split()
         words = {word for item in items for word in (item, *item.split("/"), *item.split("/")[1:])}
-        words |= {word.partition(":")[0] for word in words}
+        words |= {word.partition(":")[0] for word in words} | {word.rstrip("0123456789x") for word in items}
         return bool(words & set(self.without)) or any(factor.axis in self.without for factor in layout.factors)
 
     def lacking(self, layout: Layout) -> str:

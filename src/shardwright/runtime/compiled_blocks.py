@@ -278,7 +278,7 @@ class CompiledBlock:
     def _reason(self) -> str:
         """Returns why this call runs uncompiled, as text; an empty text if it runs compiled."""
         if self.may_draw and self.draws_are_known:
-            return "their code draws random numbers by other means than a call of nn.Dropout"
+            return "their code draws random numbers by other means than nn.Dropout, or for rows that it selects"
         if self.may_draw:
             return "their code may draw random numbers: parallelize(example=inputs) shows whether it does"
         if self.own_attention:

@@ -50,21 +50,25 @@ _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 """Matrix products, with the place of the argument of which they keep the rows."""
 
 
+APART = 2**32
+"""The numbers of the rows of a sample and of the next are this far apart, however many rows a sample has."""
+
+
 class SelectedRows(TorchFunctionMode):
     """A torch function mode that notes, for each row of ``x[mask]`` or ``x[indices]``, which token it was in ``x``.
 
     The note is an integer (``row_numbers.py``), which results that are computed from the rows keep.
 
     Tensors that code selects from are taken to have the samples in dim 0, as its slowest factor; ``samples`` are the
-    indices of these in the global batch. Row r of sample s gets the number s * R + r, where R is the number of rows of
-    a sample. Results that are computed row by row have the numbers of their rows. Other results of such rows, and what
-    is computed from them, have none: they may depend on which rows were selected together.
+    indices of these in the global batch. Row r of sample s gets the number s * 2**32 + r. Results that are computed row
+    by row have the numbers of their rows. Other results of such rows, and what is computed from them, have none: they
+    may depend on which rows were selected together.
 
     >>> x, mask = torch.ones(6, 4), torch.tensor([False, True, True, False, False, True])
     >>> with SelectedRows(range(4, 6)):  # two samples with three rows each
     ...     chosen = x[mask].relu() @ torch.ones(4, 2)
-    >>> rows_of(chosen).flatten().tolist()
-    [13, 14, 17]
+    >>> [divmod(number, APART) for number in rows_of(chosen).flatten().tolist()]
+    [(4, 1), (4, 2), (5, 2)]
     """
 
     def __init__(self, samples: Sequence[int]) -> None:
@@ -103,7 +107,7 @@ class SelectedRows(TorchFunctionMode):
             return None
         each = prod(leading) // max(1, count)
         with torch._C.DisableTorchFunction():
-            first = sample_indices(self._samples, x.device) * each
+            first = sample_indices(self._samples, x.device) * APART
             return (first.view(-1, 1) + torch.arange(each, device=x.device)).view(*leading, 1)
 
 
