@@ -146,7 +146,7 @@ class RngTracker:
         return number
 
     def draws_before(self, layer: str, rows: Tensor) -> Tensor:
-        """Returns how many draws of a layer for each row came before in this forward, and counts those for ``rows``.
+        """Returns how often a layer has drawn for each of ``rows`` in this forward already, and counts this draw too.
 
         Shapes: ``rows`` (..., 1) has the numbers of the rows (``row_numbers.py``); returns (count of rows,).
 

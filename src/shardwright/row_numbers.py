@@ -27,7 +27,7 @@ def rows_of(tensor: object) -> Tensor | None:
 
 
 def give_rows(tensor: Tensor, rows: Tensor | None) -> None:
-    """Notes on a tensor the numbers of its rows: those of ``rows``, which must be alike along its last dim.
+    """Attaches row numbers to a tensor, as :func:`rows_of` returns them; ``rows`` must be constant along its last dim.
 
     Where they are not, where the other dims are not the tensor's, or with None, its rows count as not known.
 

@@ -89,7 +89,7 @@ def uses_batch(module: nn.Module) -> bool:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Returns whether a BatchNorm, or a like layer, is in eval mode and normalizes by its running statistics.
+    """Returns whether a BatchNorm or InstanceNorm is in eval mode, where it normalizes by its running statistics.
 
     >>> is_frozen(nn.BatchNorm1d(2).eval()), is_frozen(nn.BatchNorm1d(2)), is_frozen(nn.Linear(2, 2).eval())
     (True, False, False)

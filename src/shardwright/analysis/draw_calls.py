@@ -77,6 +77,9 @@ KEYED_FUNCTIONS = (
 )
 """The functions whose numbers do not depend on the layout, as an error lists them."""
 
+UNKEYED_FIX = "compute the numbers from torch.rand, or draw in the data loader and pass them as an input"
+"""What to do about draws by other functions."""
+
 _OTHERS = (torch.poisson, torch.binomial, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_)
 """Functions that draw random numbers and that the library cannot make independent of the layout."""
 
@@ -279,8 +282,6 @@ class RefusesRandomNumbers(TorchFunctionMode):
                 f"the random numbers of '{function.__name__}' would depend on the layout",
                 given="a call of it in the forward" + ", where the example of the inputs did not make it" * is_known,
                 allowed=KEYED_FUNCTIONS + ", in calls that the example makes too" * is_known,
-                fix=f"{EXAMPLE}; or take the call out"
-                if is_known
-                else "compute the numbers from torch.rand, or draw in the data loader and pass them as an input",
+                fix=f"{EXAMPLE}; or take the call out" if is_known else UNKEYED_FIX,
             )
         return function(*args, **(named or {}))

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.checkpoint_calls import saved_by
-from shardwright.analysis.draw_calls import KEYED_FUNCTIONS, draw_of, in_multihead
+from shardwright.analysis.draw_calls import KEYED_FUNCTIONS, UNKEYED_FIX, draw_of, in_multihead
 from shardwright.analysis.meta_values import RANDOM
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
@@ -146,7 +146,7 @@ class Draws:
                 f"'{path or 'the model'}' draws random numbers that would depend on the layout",
                 given=f"'{name}' under several ranks or microbatches",
                 allowed=KEYED_FUNCTIONS,
-                fix="compute the numbers from torch.rand, or draw in the data loader and pass them as an input",
+                fix=UNKEYED_FIX,
             )
         if self.backwards:
             raise PlanError(

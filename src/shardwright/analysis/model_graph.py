@@ -136,7 +136,7 @@ class ModelGraph:
 
     @cached_property
     def needs_constants(self) -> bool:
-        """Whether the model's code does not run on the meta device without values, such as sizes put into a tensor.
+        """Whether the forward fails on meta tensors without values, as code does that calls ``item()`` on a constant.
 
         It is False if the forward was not recorded, as for :attr:`draws`.
         """
@@ -147,7 +147,7 @@ class ModelGraph:
         try:
             with torch.no_grad(), on_meta(model, values=False):
                 call_model(model, cloned(self.example))
-        except Exception:  # the user's code may raise anything
+        except Exception:  # whatever the user's code raises, it is for want of values: with them it was recorded
             return True
         return False
 

@@ -142,7 +142,7 @@ class Recording:
     """How many numbers code read that only a real run has; each counted as 1."""
 
     reads_values: bool = False
-    """Whether code read values of tensors, or made a tensor whose shape depends on some."""
+    """Whether code called ``item``, ``tolist`` or the like, or an operator whose result's shape depends on values."""
 
     guess: bool | None = None
     """What conditions counted as on values that only a real run has; None if there was none."""

@@ -271,7 +271,7 @@ def _run_of(
 
 
 def _cuts_batch(plan: Plan) -> bool:
-    """Returns whether a rank, or a microbatch, has some of the samples of a batch only."""
+    """Returns whether the layout splits the samples of a batch, over ranks or into microbatches."""
     return bool(plan.inputs) or plan.layout.num_microbatches > 1
 
 

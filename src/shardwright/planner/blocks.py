@@ -52,9 +52,9 @@ def alike_blocks(model: nn.Module) -> AlikeBlocks | None:
     """Returns the run of two or more alike blocks that has the most parameters, or None if no blocks are alike.
 
     Only children of an ``nn.Sequential`` or ``nn.ModuleList`` are looked at, not those of a subclass, nor those of a
-    list in which a place is empty (None). A setting that
-    counts the children, such as the ``layer_idx`` of a transformer layer, may differ. Of runs with as
-    many parameters, the first in the order of ``named_modules`` is returned: of nested ones, the outermost.
+    list in which a place is empty (None). A setting that counts the children, such as the ``layer_idx`` of a
+    transformer layer, may differ. Of runs with as many parameters, the first in the order of ``named_modules`` is
+    returned: of nested ones, the outermost.
     """
     best, most = None, -1
     for path, module in model.named_modules():

@@ -138,7 +138,7 @@ class Estimator:
     def _estimated(self, layout: Layout) -> Estimate | None:
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         plain = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
-        alone = self._passes(plain["operators"], layout.recompute, self.samples(layout))
+        alone = self._passes(plain["operators"], layout.recompute, self._samples(layout))
         share = StateShares()
         for factor in layout.factors:
             if kinds[factor.axis] == "copies" and factor.options:
@@ -156,7 +156,7 @@ class Estimator:
         """Returns why :meth:`estimate` gives None; "" if the model refused the operators, which it says itself."""
         kinds = {name: axis.kind for name, axis in layout_axes().items()}
         of_kind = {kind: tuple(f for f in layout.factors if kinds[f.axis] == kind) for kind in ("operators", "stages")}
-        if self._passes(of_kind["operators"], layout.recompute, self.samples(layout)) is None:
+        if self._passes(of_kind["operators"], layout.recompute, self._samples(layout)) is None:
             return ""
         if self._schedule(of_kind["stages"]) is None:
             return "its schedule cannot be on so few stages as estimates simulate"
@@ -170,11 +170,10 @@ class Estimator:
         return bool(self.refuses_microbatches)
 
     def refusal_of_microbatches(self, layout: Layout) -> str:
-        """Returns why the model cannot have the microbatches of a layout, as text; "" if it can."""
-        apart = layout.num_microbatches == 1 or layout.own_statistics
-        return (
-            "" if apart or not self.refuses_microbatches else f"{self.refuses_microbatches}; --fix mb/{OWN} allows it"
-        )
+        """Returns why the model cannot run in a layout's microbatches, as BatchNorm cannot; "" if it can."""
+        if not self.refuses_microbatches or layout.num_microbatches == 1 or layout.own_statistics:
+            return ""
+        return f"{self.refuses_microbatches}; --fix mb/{OWN} allows it"
 
     def schedules(self, axis: str) -> list[Option]:
         """Returns the declared options of a pipeline axis, except those that give its default schedule.
@@ -215,7 +214,7 @@ class Estimator:
         self, layout: Layout, passes: PassCost, share: StateShares, schedule: ScheduleCost, factors: tuple[Factor, ...]
     ) -> Estimate:
         stages, number = prod(f.size for f in factors), layout.num_microbatches
-        copies, samples = num_shares(layout) // number, self.samples(layout)
+        copies, samples = num_shares(layout) // number, self._samples(layout)
         slowest, blocks, last_blocks = self._cut(passes, stages, schedule.chunks)
         cluster, next_stage = self.pricing.cluster, (0, layout.num_ranks // stages)
         alike = self._num_alike(passes.operators) if schedule.scatters and stages > 1 else 1
@@ -386,8 +385,7 @@ class Estimator:
             self._cuts[key] = slowest, chunks * others, (chunks - 1) * others - last
         return self._cuts[key]
 
-    def samples(self, layout: Layout) -> int:
-        """Returns the most samples that a microbatch has under a layout."""
+    def _samples(self, layout: Layout) -> int:
         return -(-self.batch // num_shares(layout))
 
     def _passes(self, operators: tuple[Factor, ...], recompute: str | None, samples: int) -> PassCost | None:

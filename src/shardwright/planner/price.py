@@ -58,7 +58,7 @@ class Price(NamedTuple):
     """The FLOPs of one rank's step, as the mean over stages: three times those of its forwards."""
     records: LayoutRecords
     starts: float = 0.0
-    """How many operators the host of one rank starts in a step, on the stage that finishes last.
+    """The number of operators that the host launches in a step for one rank of the pipeline stage that ends last.
 
     A message on an accelerator counts as ``MESSAGE_STARTS`` operators.
     """

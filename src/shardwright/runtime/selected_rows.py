@@ -51,7 +51,7 @@ _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1}
 
 
 APART = 2**32
-"""The numbers of the rows of a sample and of the next are this far apart, however many rows a sample has."""
+"""The difference between the numbers of row 0 of two successive samples: more than a sample has rows."""
 
 
 class SelectedRows(TorchFunctionMode):

@@ -296,9 +296,9 @@ class _Training:
         rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
         with self.locks, self._profiled, self.log as log:
-            if config.weights and config.eval_every and not self.first_step and not config.ema:
-                for loss in self._evaluate().values():
-                    log.warn(f"before the first step: eval loss {loss:.4f}")
+            is_tuned = config.weights and config.eval_every and not self.first_step and not config.ema
+            if is_tuned and (found := self._evaluate()):  # it is empty if the run is stopped
+                log.warn(f"before the first step: eval loss {found['eval_loss']:.4f}")
             if self._num_left:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
             while self._num_left and not stopped:

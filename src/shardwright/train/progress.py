@@ -149,7 +149,7 @@ class Log:
             self._file = file
 
     def warn(self, text: str) -> None:
-        """Prints ``text``, a warning, on standard error, above the progress bar if there is one."""
+        """Prints ``text``, such as a warning, on standard error, above the progress bar if there is one."""
         if self.writes:
             # not by rich, which ends the process if standard error is a pipe that was closed
             say(text) if self._bar is None else self._bar.console.print(printable(text), markup=False)
