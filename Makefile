@@ -93,11 +93,13 @@ $(NOTEBOOK_READY): pyproject.toml constraints.txt constraints-zoo.txt constraint
 	$(PYTHON) -m venv $(NOTEBOOK)
 	$(NOTEBOOK)/bin/python -m pip install $(INSTALL) \
 	  --constraint constraints.txt --constraint constraints-zoo.txt --constraint constraints-notebook.txt \
-	  --editable '.[dev]' nbclient nbformat ipykernel transformers peft wandb mlflow-skinny
+	  --editable '.[dev]' nbclient nbformat ipykernel transformers peft wandb mlflow-skinny \
+	  kubeflow-training kubeflow-trainer-api
 	@touch $@
 
-test-notebook: $(NOTEBOOK_READY)  ## every tutorial in a real Jupyter kernel, and loggers of others (3 minutes)
-	HF_HUB_OFFLINE=1 $(NOTEBOOK)/bin/python -m pytest -q -rs tests_dist/test_notebook.py tests/train/test_loggers.py
+test-notebook: $(NOTEBOOK_READY)  ## every tutorial in a real Jupyter kernel; loggers and manifests beside the packages of others (3 minutes)
+	HF_HUB_OFFLINE=1 $(NOTEBOOK)/bin/python -m pytest -q -rs tests_dist/test_notebook.py tests/train/test_loggers.py \
+	  tests/cluster/test_manifest_types.py
 
 gpu: $(READY)    ## results, memory and times on one card, a JSON line a part (10 minutes; without a card it ends with code 2)
 	$(BIN)/python benchmarks/gpu/run.py --write

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardwright.errors import PlanError
 from shardwright.nodes import Nodes
 
-TORCHRUN = "torch.distributed.run"
-"""The Python module that the command ``torchrun`` runs."""
+TORCHRUN = "shardwright.cluster.torchrun"
+"""The Python module that is run as torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +67,16 @@ class ClusterJob:
         """Returns the ``shardwright train`` command of a rank as a list of arguments; ``python`` is the interpreter."""
         return [python, "-m", "shardwright.cli", *self._arguments()]
 
-    def torchrun(
-        self, python: str, run_id: str, node_rank: str, address: str, port: str, restarts: int, module: str = TORCHRUN
-    ) -> list[str]:
+    def torchrun(self, python: str, run_id: str, node_rank: str, address: str, port: str, restarts: int) -> list[str]:
         """Returns the torchrun command that starts the ranks of one node, as a list of arguments.
 
         ``python`` is the interpreter. ``run_id`` names the rendezvous at ``address`` and ``port``, ``node_rank`` is the
-        number of the node, and ``restarts`` is how often torchrun restarts the ranks after a failure. ``module`` is the
-        Python module that is run as torchrun.
+        number of the node, and ``restarts`` is how often torchrun restarts the ranks after a failure.
         """
         place = {"nnodes": self.nodes.num_nodes, "nproc-per-node": self.nodes.ranks_per_node, "node-rank": node_rank}
         place |= {"master-addr": address, "master-port": port, "rdzv-id": run_id, "max-restarts": restarts}
         words = [word for key, value in place.items() for word in (f"--{key}", str(value))]
-        return [python, "-m", module, *words, "-m", "shardwright.cli", *self._arguments()]
+        return [python, "-m", TORCHRUN, *words, "-m", "shardwright.cli", *self._arguments()]
 
     def torchrun_environment(self) -> dict[str, str]:
         """Returns the environment variables that torchrun needs beside its command, by name.

@@ -23,7 +23,6 @@ WAIT_S = 600.0
 END_S = 10.0
 """The seconds that torchrun has to end its ranks after their time to save, and that killed processes have to end."""
 
-_TORCHRUN = "shardwright.cluster.torchrun"
 _MARK = "SHARDWRIGHT_RAY_JOB"
 """The environment variable that names the run, the attempt and the node to which a process belongs."""
 
@@ -156,7 +155,7 @@ def _attempt(ray: Any, job: ClusterJob, run_id: str, attempt: int, wait_s: float
             options["max_concurrency"] = 2  # stop is called while run waits
             agents.append(ray.remote(_NodeJob).options(**options).remote(run_id, attempt, index))
         address, port = ray.get(agents[0].address.remote())
-        words = [job.torchrun("", run_id, str(index), address, port, 0, _TORCHRUN)[1:] for index in range(num)]
+        words = [job.torchrun("", run_id, str(index), address, port, 0)[1:] for index in range(num)]
         environment = job.torchrun_environment()
         runs = [agent.run.remote(each, environment) for agent, each in zip(agents, words, strict=True)]
         return list(ray.get(runs))

@@ -1,15 +1,79 @@
-"""Runs torchrun as a program, but exits with the code of the rank that failed first; torchrun itself exits with 1."""
+"""Runs torchrun as a program that says which nodes it waits for, and exits with the code of the rank that failed first.
+
+torchrun itself waits in silence, ends with a timeout that names nobody, and exits with 1. Options and environment
+variables are those of torchrun::
+
+    python -m shardwright.cluster.torchrun --nnodes 2 --nproc-per-node 8 ... --module shardwright.cli train ...
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import get_rdzv_endpoint, main, parse_args
 
-if __name__ == "__main__":
+from shardwright.cluster.node_wait import NodeWait
+from shardwright.errors import CommunicationError
+
+PORT = 29400
+"""The port at which torchrun's nodes meet with ``c10d`` if its endpoint names none."""
+
+
+def wait_of(words: Sequence[str]) -> NodeWait | None:
+    """Returns the wait for the nodes that a torchrun command starts ranks on, given its arguments.
+
+    It returns None if the command is of one node, or of nodes that do not meet at a store of torch.
+    """
+    args = parse_args([*words])
+    num_nodes = int(str(args.nnodes).partition(":")[0])
+    if num_nodes < 2 or args.standalone or args.rdzv_backend not in ("static", "c10d"):
+        return None
+    host, port = parse_rendezvous_endpoint(get_rdzv_endpoint(args), default_port=PORT)
+    rank = args.node_rank if args.rdzv_backend == "static" else None
+    return NodeWait(host, port, num_nodes, rank, args.local_addr or "")
+
+
+@contextmanager
+def named_if_missing(wait: NodeWait) -> Iterator[None]:
+    """Says which nodes have come while the others are waited for, and names them if they are waited for in vain.
+
+    Raises: CommunicationError: torchrun gave up before all nodes had come.
+    """
+    with wait:
+        try:
+            yield
+        except (RendezvousError, DistError, TimeoutError) as failure:
+            if wait.are_complete:
+                raise
+            raise CommunicationError(
+                "not all nodes came",
+                given=f"after {wait.waited_s:.0f} s {wait.seen()}",
+                allowed=f"{wait.num_nodes} nodes",
+                fix="start the same command on each of them; --rdzv-conf timeout=SECONDS, or join_timeout=SECONDS "
+                "where --rdzv-backend is c10d, waits longer",
+            ) from failure
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs torchrun with these arguments, and returns the exit code of the rank that failed first, or 0."""
+    wait = wait_of(words)
     try:
-        main()
+        with nullcontext() if wait is None else named_if_missing(wait):
+            main([*words])
     except ChildFailedError as failure:
         sys.stderr.write(f"{failure}\n")
-        sys.exit(failure.get_first_failure()[1].exitcode)
+        return int(failure.get_first_failure()[1].exitcode)
+    except CommunicationError as failure:
+        sys.stderr.write(f"error: {failure}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
