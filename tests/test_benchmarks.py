@@ -87,6 +87,7 @@ def test_shared_memory_is_left_when_no_other_process_has_it_mapped():
         file.unlink()
 
 
+@pytest.mark.sampled(0)
 def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):
     for tree, seconds in (("old", 0.4), ("new", 0.1)):
         folder = tmp_path / tree / "benchmarks" / "gpt_step"
@@ -103,6 +104,7 @@ def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):
     assert "new / old 0.250 (0.250 to 0.250)   CPU seconds 0.400" in done.stdout
 
 
+@pytest.mark.sampled(0)
 def test_a_benchmark_that_does_not_exist_is_refused_by_name():
     done = benchmarks("--only", "gpt_stap")
     assert done.returncode == 2
@@ -115,6 +117,7 @@ def gpu(*words, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.sampled(0)
 def test_make_gpu_without_a_card_says_so_in_one_line_and_ends_with_code_2():
     ended = gpu("--write", CUDA_VISIBLE_DEVICES="")
     assert (ended.returncode, ended.stderr) == (2, "")

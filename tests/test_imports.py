@@ -189,6 +189,7 @@ def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich(imp
     assert not {"torch.distributed.tensor", "shardwright.global_tensor", "matplotlib", "rich"} & set(loaded)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("has_triton", [True, False])
 def test_the_command_keeps_nothing_from_collection_at_its_end_where_triton_would_tell_of_it(has_triton):
     """Elsewhere the last pass over what was imported would take a third of a second, for nothing."""

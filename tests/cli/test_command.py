@@ -299,6 +299,7 @@ def test_numbers_that_are_not_finite_are_null_in_what_every_command_prints(monke
     assert strict(found.stdout)["max_relative_error"] is None
 
 
+@pytest.mark.sampled(0)
 def test_the_residual_network_of_the_guide_is_planned_without_microbatches(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     words = (

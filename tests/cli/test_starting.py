@@ -120,6 +120,7 @@ def test_a_trained_run_is_evaluated_and_predicted_from_its_folder(tmp_path, verb
         assert text in refused.stderr
 
 
+@pytest.mark.sampled(0)
 def test_a_run_of_ones_own_is_evaluated_and_predicted_by_the_file_of_its_options(tmp_path, monkeypatch):
     assert run("init", tmp_path).exit_code == 0
     monkeypatch.chdir(tmp_path)
@@ -160,6 +161,7 @@ def test_a_report_takes_its_run_by_from_too_and_more_steps_say_how_the_rate_move
     assert run("report", "--from", out).stdout == run("report", out).stdout
 
 
+@pytest.mark.sampled(0)
 def test_work_that_takes_long_tells_its_progress(monkeypatch, capsys):
     monkeypatch.setattr("shardwright.train.progress._LINE_EVERY_S", 0.0)
     for what in ("evaluated of eval", ""):

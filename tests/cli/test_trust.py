@@ -402,6 +402,7 @@ def test_a_stop_signal_before_the_command_runs_ends_it_in_one_line_and_an_early_
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "words", "collects"),
     [
@@ -450,6 +451,7 @@ def test_no_file_that_a_command_opens_takes_the_place_of_its_closed_input_output
     assert subprocess.run(words, env=environment, check=False).returncode == 0
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_program_that_imports_the_library_keeps_its_signals(tmp_path, name):
     now = f"signal.getsignal(signal.{name})"

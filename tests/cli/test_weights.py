@@ -155,6 +155,7 @@ def test_averages_of_a_checkpoint_are_exported(tmp_path):
     assert not torch.equal(averaged, last)
 
 
+@pytest.mark.sampled(0)
 def test_each_command_that_reads_a_run_takes_its_averages(trained, tmp_path):
     words = ["--ranks", "threads", "--out", tmp_path / "run", "--eval-every", "3", "--eval-batches", "2", *TINY]
     done("train", *words, "--layout", "dp2", "--steps", 3, "--lr", "0.1", "--warmup", "0", "--ema", "0.5")

@@ -16,6 +16,7 @@ from shardwright.errors import CommunicationError
 COMMAND = [sys.executable, "-m", "shardwright.cluster.torchrun"]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("code", [0, 2])
 def test_torchrun_ends_with_the_code_of_the_rank_that_failed(code, tmp_path):
     (tmp_path / "rank.py").write_text(f"import sys; sys.exit({code})")
@@ -25,6 +26,7 @@ def test_torchrun_ends_with_the_code_of_the_rank_that_failed(code, tmp_path):
     assert ("exitcode  : 2" in done.stderr) == (code == 2)  # torch's table of the ranks that failed
 
 
+@pytest.mark.sampled(0)
 def test_nodes_that_torchrun_waits_for_in_vain_are_named():
     words = [
         "--nnodes",

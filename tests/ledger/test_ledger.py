@@ -213,6 +213,7 @@ def test_an_encoder_that_looks_at_its_mask_is_rehearsed_without_values():
     assert whole / 2 < account < whole
 
 
+@pytest.mark.sampled(0)
 def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
     def work(world):
         gc.disable()

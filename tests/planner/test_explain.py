@@ -93,6 +93,7 @@ def test_the_command_explains_layouts_that_lose_that_fail_and_writes_a_picture_a
     assert "another number of ranks" in said[1]["why"]
 
 
+@pytest.mark.sampled(0)
 def test_a_layout_in_the_file_of_a_run_is_laid_beside_the_best_of_a_search(tmp_path):
     (tmp_path / "run.toml").write_text('model = "mlp"\nlayout = "dp2/zero3"\nbatch = 8\n')
     words = ["plan", "--config", str(tmp_path / "run.toml"), "--fresh", "--most-priced", "2"]

@@ -115,6 +115,7 @@ def test_bytes_and_memory_of_many_blocks_equal_the_stated_traffic_and_the_ledger
         assert memory == pytest.approx(ledger_bytes(job, layout, batch, stage), rel=1e-3)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("line", ["mb5 dp2/zero2", "pp2/zb-h1 mb5 dp2/zero2 recompute:full"])
 def test_sums_that_are_under_way_after_a_backward_are_in_the_memory_of_every_later_one(line):
     layout, job, batch, records = recorded(line, 4)

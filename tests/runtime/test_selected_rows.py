@@ -199,6 +199,17 @@ def sharing(make):
     return nn.Sequential(nn.Linear(W, W), make(), nn.Tanh(), make(), nn.Linear(W, W))
 
 
+@pytest.mark.parametrize("line", ["pp2", "pp2/1f1b mb2", "dp2", "dp2/zero3", "mb2"])
+def test_a_dropout_that_two_mixtures_share_is_refused_by_both_its_names_where_one_rank_has_not_all_of_both(line):
+    model = sharing(lambda: Odd("one dropout for all"))
+    model[3].drop = model[1].drop
+    words = r"'1\.drop' draws random numbers(?s:.*)also '3\.drop'(?s:.*)fix: +give each module that selects rows a"
+    with pytest.raises(PlanError, match=words):
+        verify(model, line, batches(6, 7), loss=MeanSquaredError())
+    verdict = verify(model, "tp2", batches(6, 7), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(
     "make", [lambda: Odd("one dropout for all"), lambda: Odd("a function in the loop"), TwoEach],

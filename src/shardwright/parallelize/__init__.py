@@ -233,7 +233,8 @@ def _run_of(
     tokens = {
         path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
     }
-    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, cuts_batch=_cuts_batch(plan))
+    cuts = {"cuts_batch": _cuts_batch(plan), "cuts_code": plan.stages is not None}
+    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, **cuts)
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
         norms = (*batch_norms(job.model), *derived_batch_norms(job.model))

@@ -8,10 +8,11 @@ is known from the recorded run (``analysis/draws.py``). Only the modules that dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, handl
 from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
 from shardwright.analysis.draws import FIRST, MIXED, SELECTED, Draws, SamplePlace
+from shardwright.analysis.structure import is_inside
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
@@ -174,9 +176,13 @@ class KeyedDraws(TorchFunctionMode):
     True
     """
 
-    def __init__(self, rng: RngTracker, draws: Draws | None, *, cuts_batch: bool = False) -> None:
+    def __init__(
+        self, rng: RngTracker, draws: Draws | None, shared: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *, cuts_batch: bool = False, cuts_code: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.rng, self.draws, self.cuts_batch = rng, draws, cuts_batch
+        self.rng, self.draws, self.shared = rng, draws, shared
+        self.cuts_batch, self.cuts_code = cuts_batch, cuts_code
         self.for_rows = {path for path, places in draws.in_modules().items() if SELECTED in places} if draws else set()
         self.running: list[_ModuleDraws] = []
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
@@ -216,9 +222,14 @@ class KeyedDraws(TorchFunctionMode):
 
         Raises: PlanError: they are not known, and the layout cuts the batch, or a backward repeats the draw.
         """
-        rows, why = rows_of(x), ""
+        rows, why, fix = rows_of(x), "", "set the dropout's p to 0, or drop before the rows are selected"
         if self.rng.repeats:
             why = "again in a backward"
+        elif path in self.shared and (self.cuts_batch or self.cuts_code):
+            why = (
+                f"by a module that is also '{self.shared[path][-1]}', under a layout that cuts the batch or has stages"
+            )
+            fix = "give each module that selects rows a dropout of its own"
         elif self.cuts_batch and tokens is not None:
             why = "where sequences are cut"
         elif self.cuts_batch and rows is None:
@@ -229,7 +240,7 @@ class KeyedDraws(TorchFunctionMode):
                 given=f"{name}, {why}",
                 allowed="rows of samples that x[mask], x[indices] or index_select give, then computed row by row; "
                 "layouts of tp and pp without mb; recompute:full in place of torch.utils.checkpoint",
-                fix="set the dropout's p to 0, or drop before the rows are selected",
+                fix=fix,
             )
         if rows is None:
             return None
@@ -302,6 +313,7 @@ def key_draws(
     tokens: Mapping[str, Tokens] | None = None,
     *,
     cuts_batch: bool = False,
+    cuts_code: bool = False,
 ) -> None:
     """Makes the random numbers of a model's forward depend on seed, step, layer and sample, and not on the layout.
 
@@ -310,10 +322,12 @@ def key_draws(
     arguments have entries for names of modules: ``cuts``, which slices of a whole activation the module sees on this
     rank; ``rows``, a function that returns the indices of its samples in the global batch, where they are not the
     microbatch's; and ``tokens``, a function from a shape to the slices that hold this rank's tokens. ``cuts_batch``
-    says that ranks or microbatches have some of the samples. The model's modules are wrapped in place, dropout layers
-    as by :func:`key_dropout`, and ``rng.draw`` is set to :meth:`KeyedDraws.draw`.
+    says that ranks or microbatches have some of the samples, and ``cuts_code`` that ranks run some of the modules. The
+    model's modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
+    :meth:`KeyedDraws.draw`.
     """
-    keyed = KeyedDraws(rng, draws, cuts_batch=cuts_batch)
+    shared = {} if draws is None else _shared(model, draws.selecting)
+    keyed = KeyedDraws(rng, draws, shared, cuts_batch=cuts_batch, cuts_code=cuts_code)
     rng.draw = keyed.draw
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
@@ -334,6 +348,20 @@ def key_draws(
         if draws_itself:
             others.add(path)
     key_dropout(model, rng, cuts, rows, tokens, but=others)
+
+
+def _shared(model: nn.Module, selecting: Collection[str]) -> dict[str, list[str]]:
+    """Returns all names of the modules that have several which are not inside of one module whose code selects rows."""
+    if not selecting:
+        return {}
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(path)
+    return {
+        first: [first, *others]
+        for first, *others in names.values()
+        if others and not any(all(is_inside(path, around) for path in (first, *others)) for around in selecting)
+    }
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -157,6 +157,7 @@ def reserved_in(folder):
     return sum(each.stat().st_blocks * 512 for name, each in names.items() if name.startswith(str(folder)))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="/proc/self/smaps is on Linux alone")
 def test_no_more_than_one_param_group_is_in_memory_during_updates_and_none_after(tmp_path):
     widths = (512,) * 5
