@@ -251,7 +251,25 @@ class DrawsAround(Odd):
 def test_a_dropout_that_experts_share_with_other_code_is_refused_where_the_batch_is_cut():
     with pytest.raises(PlanError, match="that mix the samples"):
         verify(sharing(DrawsAround), "dp2", batches(6), loss=MeanSquaredError())
-    verdict = verify(sharing(DrawsAround), "tp2", batches(6), loss=MeanSquaredError())
+    for line in ("tp2", "pp2"):
+        verdict = verify(sharing(DrawsAround), line, batches(6), loss=MeanSquaredError())
+        assert verdict.equal, str(verdict)
+
+
+class Halves(nn.Module):
+    """Draws by a function of which it is not known which rows its numbers are for."""
+
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full_like(x, 0.5)) if self.training else x
+
+
+def test_a_module_that_two_stages_may_draw_by_in_code_that_selects_samples_is_refused():
+    model = sharing(lambda: Odd("one dropout for all"))
+    model[1].drop = model[3].drop = Halves()
+    words = r"'1\.drop' draws random numbers in code that selects(?s:.*)also '3\.drop'"
+    with pytest.raises(PlanError, match=words):
+        verify(model, "pp2", batches(6, 7), loss=MeanSquaredError())
+    verdict = verify(model, "tp2", batches(6, 7), loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
 
 

@@ -84,12 +84,13 @@ class Draws:
 
     Keys of ``places`` and ``functions`` are (module, number of its call, number of the draw in the call). ``places``
     has None for a tensor without samples, :data:`MIXED` for one that cannot be cut by samples, and :data:`SELECTED` for
-    rows that code selects; ``selecting`` are the modules whose code does. ``functions`` names the torch function of
-    each draw. ``others`` names the random generators other than torch's from which the forward draws, and ``seeded``
-    those of them that it seeds itself, so that it draws the same numbers each time. ``across`` lists modules in which
-    the samples of a batch meet, with the function by which they do (:func:`meetings`). ``backwards`` names the user's
-    autograd functions whose backward draws. ``seeds`` are the keys of the draws from a ``torch.Generator`` that the
-    forward makes or seeds, which are the same numbers in every forward.
+    rows that code selects; ``selecting`` are the modules whose code does, and ``routing`` all modules whose code
+    selects by values. ``functions`` names the torch function of each draw. ``others`` names the random generators other
+    than torch's from which the forward draws, and ``seeded`` those of them that it seeds itself, so that it draws the
+    same numbers each time. ``across`` lists modules in which the samples of a batch meet, with the function by which
+    they do (:func:`meetings`). ``backwards`` names the user's autograd functions whose backward draws. ``seeds`` are
+    the keys of the draws from a ``torch.Generator`` that the forward makes or seeds, which are the same numbers in
+    every forward.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class Draws:
     unkeyed: tuple[tuple[str, str], ...] = ()
     """The modules that draw by operators whose numbers the library cannot compute, with the name of the operator."""
     selecting: frozenset[str] = frozenset()
+    routing: frozenset[str] = frozenset()
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -201,7 +203,7 @@ def draws_of(
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
     draws = Draws(
         others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
-        seeds=frozenset(seeds),
+        seeds=frozenset(seeds), routing=frozenset(recording.selecting),
     )  # fmt: skip
     draws.unkeyed = tuple(dict.fromkeys((call.module, call.name) for call in recording.calls if call.name in UNKEYED))
     found = list(found)

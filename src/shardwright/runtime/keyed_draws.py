@@ -200,6 +200,14 @@ class KeyedDraws(TorchFunctionMode):
         """
         key = f"{path}#{call}/{number}"
         place = self.place(path, call, number)
+        if place == MIXED and path in self.shared and self.cuts_code:
+            raise PlanError(
+                f"'{path or 'the model'}' draws random numbers in code that selects samples by values",
+                given=f"a module that is also '{self.shared[path][-1]}', under a layout that has stages: another one "
+                "of them may have drawn more or less often than in the recorded forward",
+                allowed="a module that one stage has; layouts of tp without mb",
+                fix="give each module that selects rows a dropout of its own",
+            )
         if place in (MIXED, SELECTED):  # one rank has all samples
             place = None
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
@@ -326,7 +334,7 @@ def key_draws(
     model's modules are wrapped in place, dropout layers as by :func:`key_dropout`, and ``rng.draw`` is set to
     :meth:`KeyedDraws.draw`.
     """
-    shared = {} if draws is None else _shared(model, draws.selecting)
+    shared = {} if draws is None else _shared(model, draws.routing)
     keyed = KeyedDraws(rng, draws, shared, cuts_batch=cuts_batch, cuts_code=cuts_code)
     rng.draw = keyed.draw
     drawing = None if draws is None else draws.in_modules()
@@ -350,17 +358,21 @@ def key_draws(
     key_dropout(model, rng, cuts, rows, tokens, but=others)
 
 
-def _shared(model: nn.Module, selecting: Collection[str]) -> dict[str, list[str]]:
-    """Returns all names of the modules that have several which are not inside of one module whose code selects rows."""
-    if not selecting:
+def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
+    """Returns all names of each module that has several, of which one is inside of a ``routing`` module but not all.
+
+    How often such a module draws depends on values: another stage does not know it.
+    """
+    if not routing:
         return {}
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
+    inside = ([{each for each in found if is_inside(each, around)} for around in routing] for found in names.values())
     return {
-        first: [first, *others]
-        for first, *others in names.values()
-        if others and not any(all(is_inside(path, around) for path in (first, *others)) for around in selecting)
+        found[0]: found
+        for found, of_each in zip(names.values(), inside, strict=True)
+        if len(found) > 1 and any(of_each) and not any(len(each) == len(found) for each in of_each)
     }
 
 
