@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.module_log import ModuleLog
@@ -64,6 +65,7 @@ def _record(
             outputs = call_model(model, inputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
+        recording.hidden_in = next((each.holder for each in unseen_outputs(outputs)), None)
         recording.num_numbers, recording.reads_values = recorded.num_numbers, recorded.num_reads > 0
         recording.guess = guess if recorded.num_guessed else None
         recording.uses = list(running.uses)

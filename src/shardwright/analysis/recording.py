@@ -107,6 +107,8 @@ class Recording:
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
+    hidden_in: type | None = None
+    """The class of an object in the output with tensors that are not among ``outputs`` and lead to none of these."""
     functions: dict[str, list[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
 

@@ -28,6 +28,7 @@ from shardwright.analysis.forward_record import (
     tag_value,
     value_name,
 )
+from shardwright.analysis.hidden_outputs import hidden_tensors, refused_output
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError
@@ -99,6 +100,12 @@ class GhostMode(TorchFunctionMode):
             raise self._differs("the end of the forward")
         if self._chunk is None:
             return None
+        for each in hidden_tensors(outputs):
+            own = self._value(each.tensor)
+            if own is not each.tensor and each.replace is None:
+                raise refused_output(each.holder, "pp")
+            if own is not each.tensor and each.replace is not None:
+                each.replace(own)
         is_own = all(self._value(tensor) is tensor for tensor in tensors_of(outputs))
         return outputs if is_own else tree_map_only(Tensor, self._value, outputs)
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from shardwright.analysis.hidden_outputs import refused_output
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.model_graph import RecordedRun
 from shardwright.analysis.structure import has_hooks, is_inside, is_known, owners
@@ -109,10 +110,12 @@ class TensorParallel:
         recorded forward and shards cut enough of it; if layers cannot be cut; or if the model has code of its own and a
         record of its forward shows how to cut clearly more of the parameters.
 
-        Raises: LayoutError, PlanError: neither way cuts enough of the model, or a layer mixes the samples or tokens
-            that the layout cuts.
+        Raises: LayoutError, PlanError: neither way cuts enough of the model, a layer mixes the samples or tokens that
+            the layout cuts, or the model returns tensors inside of objects that torch's pytree does not know.
         """
-        mode = self.mode(plan)
+        mode, run = self.mode(plan), None if is_known(job.model) else _recorded(job)
+        if run is not None and run.recording.hidden_in is not None:
+            raise refused_output(run.recording.hidden_in, str(plan.layout.factor("tp")))
         placed = self._placed(job, plan, mode)
         check_own_writes(job.graph, _gathered(job.model, placed), str(plan.layout.factor("tp")))
         return with_hints(job.model, placed, [a.name for a in mode.axes if a.stream != "T"])
