@@ -289,7 +289,7 @@ def _may_be_shared(value: Any) -> bool:
         return False
     return all(
         type(each).__module__.startswith("torch.nn.modules.")
-        and not isinstance(each, _DropoutNd | nn.RReLU)
+        and not isinstance(each, _DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
         and not any(held for name, held in vars(each).items() if name.endswith("_hooks"))
         and "forward" not in vars(each)
         for each in value.modules()

@@ -53,6 +53,64 @@ _OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
 
 
+_WRITES = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
+)
+
+_BEFORE = "_shardwright_before"
+"""The attribute of a tensor that became a meta tensor, with the storage that it had."""
+
+
+def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Makes a meta tensor of the CPU tensor into which a torch function is about to write values that only a run has.
+
+    Code often makes ``torch.zeros(...)`` without a device and fills it with what layers compute. Without this the
+    values would be written into a copy of it on the meta device, and a record would not have the write. A view becomes
+    one together with what it is a view of. A tensor of which there are other views stays as it is.
+
+    >>> made, computed = torch.zeros(2, 3), torch.empty(3, device="meta")
+    >>> to_meta_if_written(Tensor.__setitem__, (made, 0, computed), {})
+    >>> made.is_meta
+    True
+    """
+    target = args[0] if args else None
+    if type(target) is not Tensor or target.is_meta or target.requires_grad:
+        return
+    name = getattr(function, "__name__", "")
+    if name not in _WRITES and (name.startswith("__") or not name.endswith("_")):
+        return
+    if not any(each.is_meta for each in tensors_of((args[1:], named))):
+        return
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        base = target if target._base is None else target._base
+        made = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        if base is target:
+            _swap(base, made)
+            return
+        place = target.shape, target.stride(), target.storage_offset()
+        view = torch.empty(0, dtype=base.dtype, device="meta")  # of the same storage, but it does not hold its base
+        view.set_(made.untyped_storage(), place[2] - base.storage_offset(), *place[:2])
+        if _swap(target, view):
+            del view  # it holds the base now
+            if not _swap(base, made):
+                torch.utils.swap_tensors(target, base.as_strided(*place))
+
+
+def _swap(tensor: Tensor, made: Tensor) -> bool:
+    """Makes of a tensor what ``made`` is, and returns True; returns False if that cannot be, as there are views of it.
+
+    Its storage is kept, since a record knows tensors by the addresses of their storages.
+    """
+    storage = tensor.untyped_storage()
+    torch._C._autograd._unsafe_set_version_counter((made,), (tensor._version,))
+    try:
+        torch.utils.swap_tensors(tensor, made)
+    except RuntimeError:
+        return False
+    tensor.__dict__[_BEFORE] = storage
+    return True
+
+
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
     """Calls a torch function and returns its result; a read of a meta tensor's ``device`` returns ``device`` instead.
 
@@ -72,6 +130,7 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
         named = {name: value for name, value in named.items() if name != "device"}
     if named.get("device") is not None:
         named = {**named, "device": torch.device("meta")}
+    to_meta_if_written(function, args, named)
     return function(*args, **named)
 
 
@@ -143,6 +202,9 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             func = self._instead[func] if is_replaced else func
             found = tensors_of((args, named) if named else args)
             if self._are_mixed(found) and func not in TAKES_GRADIENT:
+                if self._device.type == "meta":
+                    self._on_meta.pop(found[0], None)
+                    to_meta_if_written(func, args, named)
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):

@@ -282,14 +282,15 @@ def draws_as_known(module: nn.Module) -> bool:
     """Returns whether a module of torch or of this library draws no random numbers, or only those of plain dropout.
 
     Plain dropout is ``nn.Dropout`` and dropout inside attention. A user's class, a module whose forward was replaced,
-    any other dropout, ``nn.RReLU`` and a recurrent network give False. A model whose modules all give True needs no
-    recorded run.
+    any other dropout, ``nn.RReLU``, fractional pooling and a recurrent network give False. A model whose modules all
+    give True needs no recorded run.
     """
     return is_known(module) and "forward" not in vars(module) and not isinstance(module, _DRAWING)
 
 
 _DRAWING = (
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.RNNBase,
+    nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
 
 

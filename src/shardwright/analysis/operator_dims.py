@@ -35,17 +35,22 @@ class DimRelation:
 def relation_of(call: RecordedCall) -> DimRelation:
     """Returns how the dims of an operator's operands and results relate, from the table of operators.
 
-    An operator that the table does not list needs every dim whole. An operator that writes in place, such as ``add_``,
-    has the rule of its counterpart without the underscore.
+    An operator that the table does not list is elementwise if torch says so, and else needs every dim whole. An
+    operator that writes in place, such as ``add_``, has the rule of its counterpart without the underscore.
     """
     letters, name = DimLetters(), call.name
-    operands, results = (_RULES.get(name) or _RULES.get(name.rstrip("_")) or all_whole)(call, letters)
+    found = _RULES.get(name) or _RULES.get(name.rstrip("_")) or (_pointwise if _is_pointwise(call) else all_whole)
+    operands, results = found(call, letters)
     product = name.rstrip("_")
     addend = 0 if product in ("addmm", "baddbmm") else 2 if product in ("linear", "convolution") else None
     return DimRelation(letters, list(operands), list(results), addend)
 
 
 # ---- elementwise
+
+
+def _is_pointwise(call: RecordedCall) -> bool:
+    return torch.Tag.pointwise in getattr(call.function, "tags", ()) and bool(call.results) and bool(call.operands)
 
 
 def _pointwise(call: RecordedCall, a: DimLetters) -> Any:
@@ -302,6 +307,11 @@ def _windows(call: RecordedCall, a: DimLetters) -> Any:
 # ---- indices
 
 
+def _takes_all(index: TensorUse, size: int) -> bool:
+    """Returns whether an index takes all elements of a dim of ``size``, in order."""
+    return index.counts and index.shape == (size,)
+
+
 @_rule("embedding")
 def _embedding(call: RecordedCall, a: DimLetters) -> Any:
     table, index = call.operands
@@ -329,8 +339,10 @@ def _gather(call: RecordedCall, a: DimLetters) -> Any:
 def _index_select(call: RecordedCall, a: DimLetters) -> Any:
     x, index = call.operands
     dim = call.args[1] % len(x.shape)
-    chosen = a.new(index.shape[0] if index.shape else 1)
+    takes_all = _takes_all(index, x.shape[dim] if x.shape else 1)
+    chosen = a.new(index.shape[0] if index.shape else 1, Role.WHOLE if takes_all else Role.SAME)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
+    own = tuple(chosen if takes_all and d == dim else each for d, each in enumerate(own))
     return [own, (chosen,) if index.shape else ()], [tuple(chosen if d == dim else o for d, o in enumerate(own))]
 
 
@@ -341,8 +353,34 @@ def _index_add(call: RecordedCall, a: DimLetters) -> Any:
     dim = call.args[1] % max(len(x.shape), 1)
     own = tuple(a.new(n, Role.WHOLE if d == dim else Role.SAME) for d, n in enumerate(x.shape))
     chosen = a.new(index.shape[0] if index.shape else 1, Role.WHOLE)
+    if x.shape and _takes_all(index, x.shape[dim]):
+        chosen = own[dim]
     given = tuple(chosen if d == dim else dim_ for d, dim_ in enumerate(own))[: len(source.shape)]
     return [own, (chosen,) if index.shape else (), given], [own]
+
+
+@_rule("scatter", "scatter_add", "scatter_reduce")
+def _scatter(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of writing or adding elements where an index says along one dim: the other dims keep their places."""
+    x, *others = call.operands
+    dim = call.args[1] % max(len(x.shape), 1)
+    own = a.of(x.shape, Role.WHOLE)
+
+    def other(use: TensorUse) -> Dims:
+        sizes = zip(use.shape, x.shape, own, strict=True)
+        return tuple(each if d != dim and n == m else a.new(n, Role.WHOLE) for d, (n, m, each) in enumerate(sizes))
+
+    return [own, *(other(use) if len(use.shape) == len(x.shape) else a.of(use.shape) for use in others)], [own]
+
+
+@_rule("index_put")
+def _index_put(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of writes where indices say: if one takes all of the first dim, the values have that dim too."""
+    x, given, values = call.args[:3]
+    if len(given) != 1 or given[0] is None or not x.shape or not _takes_all(given[0], x.shape[0]):
+        return all_whole(call, a)
+    own = a.of(x.shape, Role.WHOLE)
+    return [own, own[:1], broadcast(values.shape, own)], [own]
 
 
 @_rule("index")
@@ -352,8 +390,11 @@ def _index(call: RecordedCall, a: DimLetters) -> Any:
     if any(v.dtype is torch.bool for v in given):
         return all_whole(call, a)
     places = [d for d, v in enumerate(indices) if v is not None]
-    joint = a.of(torch.broadcast_shapes(*(v.shape for v in given)))
+    shape = torch.broadcast_shapes(*(v.shape for v in given))
+    all_of = [d for d in places if len(shape) == 1 and _takes_all(indices[d], x.shape[d])]
+    joint = a.of(shape, Role.WHOLE if all_of else Role.SAME)
     own = tuple(a.new(n, Role.WHOLE if d in places else Role.SAME) for d, n in enumerate(x.shape))
+    own = tuple(joint[0] if d in all_of else each for d, each in enumerate(own))
     rest = [(d, own[d]) for d in range(len(x.shape)) if d not in places]
     together = places == list(range(places[0], places[0] + len(places)))
     first = [dim for d, dim in rest if together and d < places[0]]

@@ -40,13 +40,15 @@ class TensorUse:
     """One tensor of a recorded run: its shape, its dtype, and where its values come from.
 
     ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (computed from none of these, nor from random
-    numbers), or empty for other tensors. ``name`` is the name of a parameter or buffer.
+    numbers), or empty for other tensors. ``name`` is the name of a parameter or buffer. ``counts`` says that the
+    elements are 0, 1, 2 and so on, as those of ``torch.arange(n)``: an index by it takes all elements, in order.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str = ""
     name: str = ""
+    counts: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -176,6 +178,7 @@ class Recorded(MetaValues):
         self.runs_again = runs_again
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
+        self._of_storage: defaultdict[Any, list[TensorUse]] = defaultdict(list)
         self._quiet = 0
         self.depth = 0  # of torch functions that are running
         self.transformed = 0  # of these, the ones that run inside a transform such as torch.vmap
@@ -203,6 +206,7 @@ class Recorded(MetaValues):
         key = view_key(tensor)
         if key not in self._uses:
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)
+            self._of_storage[key[0]].append(self._uses[key])
             self._kept.append(tensor)
         return self._uses[key]
 
@@ -245,9 +249,12 @@ class Recorded(MetaValues):
         seen_args, seen_named = map_tensors((tuple(args), named), seen)
         constant = not random and all(each.kind == "constant" for each in operands)
         if not constant:
-            for written in written_arguments(function, seen_args, seen_named, TensorUse):
-                written.kind = "" if written.kind == "constant" else written.kind
+            for written in written_arguments(function, args, named, Tensor):
+                for each in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
+                    each.kind = "" if each.kind == "constant" else each.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
+        if constant and len(made) == 1 and _counts(function, seen_args, made[0]):
+            made[0].counts = True
         hidden = self.depth == 0 or self.transformed > 0 or self.runs_again()
         self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where(), hidden))
 
@@ -259,6 +266,18 @@ class Recorded(MetaValues):
             yield
         finally:
             self._quiet -= 1
+
+
+_COPIES = frozenset(("_to_copy", "clone", "contiguous"))
+
+
+def _counts(function: Any, args: tuple[Any, ...], result: TensorUse) -> bool:
+    """Returns whether the elements of an operator's ``result`` are 0, 1, 2 and so on."""
+    name = getattr(function, "overloadpacket", function).__name__
+    if name == "arange":
+        start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+        return len(result.shape) == 1 and (start, step) == (0, 1)
+    return name in _COPIES and isinstance(args[0], TensorUse) and args[0].counts
 
 
 _ASKS_SIZES = frozenset(
