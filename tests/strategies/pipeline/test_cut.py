@@ -1,5 +1,6 @@
 """Where a model is cut: the slowest chunk first, then the largest."""
 
+import sys
 from itertools import combinations, pairwise
 
 import pytest
@@ -89,3 +90,51 @@ def test_thirty_equal_layers_on_four_stages_are_thirty_layers():
         stages = cut(nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))), 4)
     held = [len(stages.chunked.calls_of(chunk)) for chunk in range(4)]
     assert sorted(held) == [7, 7, 8, 8]
+
+
+class Deep(nn.Module):
+    """Eight unlike blocks, each of which holds blocks, so that each of them has to be opened to be cut evenly."""
+
+    def __init__(self, unreadable=()):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for _ in range(3)))
+            for width in range(64, 72)
+        )
+        for number in unreadable:
+            self.blocks[number] = DecidesByValues(self.blocks[number])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class DecidesByValues(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x) if x.sum() > 0 else self.block(-x)
+
+
+@pytest.mark.parametrize("unreadable", [(), (3,), (2, 5)])
+def test_modules_that_are_too_large_are_opened_at_once_and_each_alone_if_one_cannot_be_followed(
+    unreadable, monkeypatch
+):
+    reads, module = [], sys.modules[cut.__module__]
+    read_graph = module.read_graph
+
+    def counted(model, opened, *args):
+        reads.append(set(opened))
+        return read_graph(model, opened, *args)
+
+    monkeypatch.setattr(module, "read_graph", counted)
+    stages = cut(Deep(unreadable), 2)
+    closed = {f"blocks.{number}" for number in unreadable}
+    assert len(reads) <= 6 + 9 * len(unreadable)
+    calls = {call for chunk in range(2) for call in stages.chunked.calls_of(chunk)}
+    assert closed <= calls
+    assert all(not any(call.startswith(f"{block}.") for call in calls) for block in closed)
+    assert sum(call.count(".") >= 2 for call in calls) >= 3 * (8 - len(unreadable))

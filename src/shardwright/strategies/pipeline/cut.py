@@ -71,16 +71,15 @@ def cut(
     best: tuple[float, Stages] | None = None
     for finest in FINEST[:1] if seconds or num_chunks > MOST_EVENED else FINEST:
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
-        while (site := _to_open(model, movable, costs, num_chunks, kept_closed, finest)) is not None:
-            if site.module in opened:  # it stays one call, as one with a hook does
-                kept_closed.add(site.module)
-                continue
-            try:
-                graph = read_graph(model, opened | {site.module}, given, whole)
-            except LayoutError:
-                kept_closed.add(site.module)  # its code cannot be followed: it stays one call
-                continue
-            opened.add(site.module)
+        while large := _to_open(model, movable, costs, num_chunks, kept_closed, finest):
+            together = _read_opened(model, opened, large, given, whole)
+            for each in [large] if together is not None else [{module} for module in sorted(large)]:
+                found = together if each == large else _read_opened(model, opened, each, given, whole)
+                if found is None:
+                    kept_closed |= each
+                else:
+                    graph = found
+                    opened |= each
             costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
         unread = kept_closed.difference(closed)
         if len(movable) < num_chunks:
@@ -152,17 +151,37 @@ def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
 def _to_open(
     model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
     closed: Collection[str], finest: float,
-) -> CallSite | None:  # fmt: skip
-    """Returns the costliest call if it exceeds ``finest`` of an even chunk or there are too few calls; else None."""
+) -> set[str]:  # fmt: skip
+    """Returns the modules whose calls exceed ``finest`` of an even chunk; if none does, the costliest if calls are few.
+
+    It returns none if there are as many calls as chunks and none exceeds that part.
+    """
     share = finest * total([costs[site] for site in movable]).work / num_chunks
+    found, costliest = set[str](), set[str]()
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
         from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
         if next(module.children(), None) is None or site.module in closed or from_torch:
             continue
-        if costs[site].work > share * (1 + 1e-9) or len(movable) < num_chunks:
-            return site
-    return None
+        costliest = costliest or {site.module}
+        if costs[site].work > share * (1 + 1e-9):
+            found.add(site.module)
+    return found or (costliest if len(movable) < num_chunks else set())
+
+
+def _read_opened(
+    model: nn.Module, opened: set[str], names: set[str], given: Collection[str], whole: Collection[str]
+) -> fx.Graph | None:
+    """Returns the graph of a model with the modules ``names`` opened too; None if their code cannot be followed.
+
+    Nor can one be opened that is among ``opened``: it stays one call, as a module with a hook does.
+    """
+    if not opened.isdisjoint(names):
+        return None
+    try:
+        return read_graph(model, opened | names, given, whole)
+    except LayoutError:
+        return None
 
 
 def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) -> list[int]:
