@@ -11,6 +11,7 @@ from shardwright import verify
 from shardwright.analysis.model_graph import ModelGraph
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
+from shardwright.models.losses import MeanSquaredError
 from shardwright.models.model_loss import ModelLoss
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.strategies.tensor_parallel.on_parts import share_cut
@@ -308,3 +309,34 @@ def test_weights_stay_whole_that_values_may_decide_to_read_wherever_the_code_pic
     batches = [(torch.randn(4, 8), torch.randint(4, (4,))) for _ in range(6)]
     with pytest.raises(LayoutError, match="no layer of the model can be cut"):
         verify(kind(), line, batches)
+
+
+class Dispatches(nn.Module):
+    """Sorts rows by the expert that they choose, splits them by counts, and calls each expert on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(4)
+        )  # fmt: skip
+        self.gate = nn.Parameter(torch.randn(12, 4))
+
+    def forward(self, x):
+        weights = torch.softmax(x @ self.gate, -1)
+        top, chosen = weights.topk(2, 1)
+        gates = torch.zeros_like(weights).scatter(1, chosen, top)
+        expert, rows = torch.nonzero(gates.t()).unbind(1)
+        parts = x[rows].split((gates > 0).sum(0).tolist())
+        y = torch.cat([own(part) for own, part in zip(self.experts, parts, strict=True)]) * gates[rows, expert, None]
+        return torch.zeros(x.size(0), 6, dtype=x.dtype).index_add(0, rows, y)
+
+
+def test_a_mixture_that_cannot_be_cut_by_samples_says_why_and_names_the_layout_that_can():
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 12), torch.randn(8, 6)) for _ in range(2)]
+    verdict = verify(Dispatches(), "tp2", data, loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    for line, fix in (("tp2/sp", "write tp2, or dp2"), ("tp2x2/2d", r"write tp1x4/2d, tp4, or dp4")):
+        words = rf"'experts.0.0' is kept whole: activations decide whether it is called(?s:.*)fix: +{fix}$"
+        with pytest.raises(LayoutError, match=words):
+            verify(Dispatches(), line, data, loss=MeanSquaredError())

@@ -13,6 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from shardwright.analysis.forward_events import record_events
 from shardwright.errors import PlanError
 from shardwright.verify import verify
 
@@ -105,7 +106,9 @@ def test_the_look_at_a_loss_leaves_the_graph_of_outputs_in_an_object_alone():
 def test_parts_of_outputs_in_an_object_are_refused_by_its_class(kind, line):
     made = KINDS.get(kind, lambda *both: Pair(both))
     name = type(made(1, 2)).__name__ if kind != "in a dict" else "Slots"
-    with pytest.raises(PlanError, match=rf"inside of an object(?s:.*)given: +{name} in the model's output, under tp2"):
+    with pytest.raises(
+        PlanError, match=rf"inside of an object, into(?s:.*)given: +{name} in the model's output, under tp2"
+    ):
         verify(Model(made), line, batches(), loss=loss)
 
 
@@ -114,7 +117,9 @@ def test_an_output_that_another_stage_made_cannot_be_put_into_a_tuple_of_its_own
         return Pair(both if float(both[0].shape[0]) else ())
 
     model = Model(untraceable)
-    with pytest.raises(PlanError, match=r"inside of an object(?s:.*)given: +Pair in the model's output, under pp"):
+    with pytest.raises(
+        PlanError, match=r"inside of an object, into(?s:.*)given: +Pair in the model's output, under pp"
+    ):
         verify(model, "pp2", batches(), loss=loss)
 
 
@@ -148,20 +153,87 @@ def test_a_policy_that_returns_a_distribution_trains_as_on_one_device(line):
 
 
 class WithCache(nn.Module):
-    """Returns its logits beside an object whose tensors lead to them, as a cache of keys and values does."""
+    """Returns its logits beside an object as a cache is: keys that lead to them, and a window of these."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(6, 32), nn.Linear(32, 4)
+        self.a, self.b, self.c, self.d = nn.Linear(6, 32), nn.Linear(32, 16), nn.Linear(16, 16), nn.Linear(16, 4)
 
     def forward(self, x):
-        cache = SimpleNamespace(keys=self.a(x))
-        return self.b(torch.relu(cache.keys)), cache
+        h = self.a(x)
+        keys = self.c(torch.relu(self.b(torch.relu(h))))
+        cache = SimpleNamespace(layers=[SimpleNamespace(keys=h[:, :8], states=(h, h.detach()))], last=keys)
+        return self.d(torch.relu(keys)), cache
 
 
-def test_an_object_that_leads_to_other_outputs_is_let_be():
+def logits_alone(output, targets):
+    return functional.cross_entropy(output[0], targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "tp2x2/2d", "pp2 mb2", "pp2 mb2 tp2"])
+def test_an_object_that_the_loss_does_not_read_is_let_be(line):
+    verdict = verify(WithCache(), line, batches(), loss=logits_alone)
+    assert verdict.equal, str(verdict)
+
+
+def test_what_only_leads_to_other_outputs_is_not_sent_between_stages():
+    record = record_events(WithCache().to("meta"), torch.empty(8, 6, device="meta"), ["a", "b", "c", "d"])
+    assert record.outputs == ((len(record.events) - 1, 0),)
+
+
+READS = {
+    "keys": lambda cache: cache.last.pow(2).sum(),
+    "a window": lambda cache: cache.layers[0].keys.std(1).sum(),
+    "in a tuple": lambda cache: cache.layers[0].states[0].std(1).sum(),
+    "without a gradient": lambda cache: cache.layers[0].states[1].std(1).sum(),
+}
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "pp2 mb2 tp2"])
+@pytest.mark.parametrize("what", READS)
+def test_a_loss_that_reads_such_an_object_is_refused_under_tp_in_the_first_step(what, line):
+    def both(output, targets):
+        return logits_alone(output, targets)[0] + READS[what](output[1]), len(targets)
+
+    with pytest.raises(PlanError, match=r"inside of an object, into(?s:.*)given: +SimpleNamespace"):
+        verify(WithCache(), line, batches(), loss=both)
+
+
+def test_stages_refuse_a_read_of_what_another_stage_keeps_in_an_object():
+    def both(output, targets):
+        return logits_alone(output, targets)[0] + READS["in a tuple"](output[1]), len(targets)
+
+    with pytest.raises(PlanError, match=r"inside of an object, into(?s:.*)given: +SimpleNamespace"):
+        verify(WithCache(), "pp2/cut:a,c mb2", batches(), loss=both)
+
+
+@pytest.mark.parametrize("what", [what for what in READS if what != "in a tuple"])
+def test_stages_read_what_the_last_one_has_computed_in_an_object(what):
+    def both(output, targets):
+        return logits_alone(output, targets)[0] + READS[what](output[1]), len(targets)
+
+    verdict = verify(WithCache(), "pp2/cut:a,c mb2", batches(), loss=both)
+    assert verdict.equal, str(verdict)
+
+
+class Raises(nn.Linear):
+    """Returns an object with a property that raises, and with a long list of numbers."""
+
+    def forward(self, x):
+        output = Property()
+        output.__dict__["broken"], output.y, output.numbers = 1, super().forward(x), list(range(200_000))
+        return {"y": output.y, "o": output}
+
+
+class Property:
+    @property
+    def broken(self):
+        raise ValueError("not yet")
+
+
+def test_properties_of_an_object_are_not_asked():
     def first(output, targets):
-        return functional.cross_entropy(output[0], targets, reduction="sum"), len(targets)
+        return functional.cross_entropy(output["y"], targets, reduction="sum"), len(targets)
 
-    verdict = verify(WithCache(), "tp2", batches(), loss=first)
+    verdict = verify(nn.Sequential(nn.Linear(6, 8), Raises(8, 4)), "dp2", batches(), loss=first)
     assert verdict.equal, str(verdict)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.device_moves import to_meta_if_written
+from shardwright.analysis.device_moves import mark_made, to_meta_if_written
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.verify import verify
@@ -143,13 +143,13 @@ def test_a_token_of_each_sample_is_taken_as_on_one_device(line):
 
 @pytest.mark.parametrize("function", [torch.Tensor.add_, torch.Tensor.__setitem__, torch.Tensor.add])
 def test_only_what_a_function_writes_to_becomes_a_meta_tensor(function):
-    made, computed = torch.zeros(2, 3), torch.empty(2, 3, device="meta")
+    made, computed = mark_made(torch.zeros(2, 3), ()), torch.empty(2, 3, device="meta")
     to_meta_if_written(function, (made, computed), {})
     assert made.is_meta == (function is not torch.Tensor.add)
 
 
 def test_a_view_becomes_a_meta_tensor_with_what_it_is_a_view_of():
-    made = torch.zeros(2, 3).add_(1)
+    made = mark_made(torch.zeros(2, 3), ()).add_(1)
     view = made[:, 1]
     to_meta_if_written(torch.Tensor.add_, (view, torch.empty(2, device="meta")), {})
     assert (made.is_meta, view.is_meta, view.stride(), view.storage_offset()) == (True, True, (3,), 1)
@@ -158,13 +158,38 @@ def test_a_view_becomes_a_meta_tensor_with_what_it_is_a_view_of():
 
 
 def test_a_tensor_with_views_and_one_that_takes_values_stay_as_they_are():
-    made = torch.zeros(2, 3)
+    made = mark_made(torch.zeros(2, 3), ())
     views = made.unbind(0)
     for written in (made, views[0]):
         to_meta_if_written(torch.Tensor.add_, (written, torch.empty(3, device="meta")), {})
         assert not any(each.is_meta for each in (made, *views))
     to_meta_if_written(torch.Tensor.add_, (made, torch.ones(3)), {})
     assert not made.is_meta
+
+
+SCALES = torch.zeros(8)
+
+
+class WritesGlobal(Fills):
+    def forward(self, x):
+        SCALES.add_(0)
+        SCALES.copy_(torch.arange(8.0).to(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "tp2", "pp2"])
+def test_a_tensor_that_is_not_of_the_forward_keeps_its_values(line):
+    model = WritesGlobal(by_index)
+    sums = torch.zeros(3)
+
+    def hook(module, args, output):
+        sums.add_(output.detach().sum((0, 1)).to(sums))
+
+    model.d.register_forward_hook(hook)
+    verify(model, line, batches(), loss=MeanSquaredError())
+    assert not SCALES.is_meta
+    assert SCALES.tolist() == list(range(8))
+    assert not sums.is_meta
 
 
 @pytest.mark.parametrize("line", ["dp2", "tp2", "pp2 mb2"])

@@ -60,21 +60,34 @@ _WRITES = frozenset(
 _BEFORE = "_shardwright_before"
 """The attribute of a tensor that became a meta tensor, with the storage that it had."""
 
+_MADE = "_shardwright_made"
+"""The attribute of a tensor that code has made in a forward that runs on the meta device."""
+
+
+def mark_made(result: Any, args: tuple[Any, ...]) -> Any:
+    """Marks a CPU tensor that a function called with ``args`` has returned as made in this forward; returns it."""
+    if type(result) is Tensor and not result.is_meta and all(result is not each for each in args):
+        setattr(result, _MADE, True)
+    return result
+
 
 def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Makes a meta tensor of the CPU tensor into which a torch function is about to write values that only a run has.
 
     Code often makes ``torch.zeros(...)`` without a device and fills it with what layers compute. Without this the
     values would be written into a copy of it on the meta device, and a record would not have the write. A view becomes
-    one together with what it is a view of. A tensor of which there are other views stays as it is.
+    one together with what it is a view of. A tensor that was not marked by :func:`mark_made`, such as a global one of
+    the user's, stays as it is, and so does one of which there are other views.
 
-    >>> made, computed = torch.zeros(2, 3), torch.empty(3, device="meta")
+    >>> made, computed = mark_made(torch.zeros(2, 3), ()), torch.empty(3, device="meta")
     >>> to_meta_if_written(Tensor.__setitem__, (made, 0, computed), {})
     >>> made.is_meta
     True
     """
     target = args[0] if args else None
     if type(target) is not Tensor or target.is_meta or target.requires_grad:
+        return
+    if not hasattr(target if target._base is None else target._base, _MADE):
         return
     name = getattr(function, "__name__", "")
     if name not in _WRITES and (name.startswith("__") or not name.endswith("_")):
@@ -131,7 +144,7 @@ def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dic
     if named.get("device") is not None:
         named = {**named, "device": torch.device("meta")}
     to_meta_if_written(function, args, named)
-    return function(*args, **named)
+    return mark_made(function(*args, **named), args)
 
 
 class OnMeta(TorchFunctionMode):
@@ -206,7 +219,7 @@ class IgnoresDeviceMoves(TorchFunctionMode):
                     self._on_meta.pop(found[0], None)
                     to_meta_if_written(func, args, named)
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
-            return func(*args, **named)
+            return mark_made(func(*args, **named), args) if self._device.type == "meta" else func(*args, **named)
         if func is Tensor.to and not _names_device(args[1:], named):
             return func(*args, **named)
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None

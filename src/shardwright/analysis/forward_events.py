@@ -39,7 +39,7 @@ from shardwright.analysis.forward_record import (
     value_mark,
     value_name,
 )
-from shardwright.analysis.hidden_outputs import hidden_tensors
+from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.meta_device import buffers_put_back, on_meta
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
@@ -412,7 +412,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def finish(self, outputs: Any) -> ForwardRecord:
         """Adds to the record which values the model returns and which receive a gradient, and returns the record."""
-        tensors = [*tensors_of(outputs), *(each.tensor for each in hidden_tensors(outputs))]
+        tensors = [*tensors_of(outputs), *(each.tensor for each in unseen_outputs(outputs))]
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
         for tensor in tensors:  # which a module may have kept, so that it is no result of an event
             self._look_at(tensor)

@@ -6,7 +6,9 @@ tensors inside, so where stages or ranks have parts of a model they have to be f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,13 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.autograd_graph import nodes_behind
+from shardwright.analysis.autograd_graph import leaves_behind
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.errors import PlanError
 
-_DEEPEST = 4
-"""How many objects, one in the other, are looked into."""
+_DEEPEST = 6
+"""How many objects, lists and dicts, one in the other, are looked into."""
 
 _ELSE = (str, bytes, int, float, complex, type, nn.Module, torch.Generator, torch.dtype, torch.device, ModuleType,
          FunctionType, BuiltinFunctionType, MethodType)  # fmt: skip
@@ -49,15 +53,57 @@ def hidden_tensors(tree: Any) -> list[HiddenTensor]:
 
 
 def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
-    """Returns the hidden tensors that a loss may read and that lead to none of the visible outputs.
+    """Returns the hidden tensors that depend on a parameter on which no visible output depends.
 
-    A cache of keys and values leads to the logits beside it, and is not among them.
+    Such tensors have to be looked at, or the parameter is not trained. The keys and values of a cache, also those of a
+    window of them, depend on parameters on which the logits beside them depend too.
     """
     found = [each for each in hidden_tensors(outputs) if each.tensor.grad_fn is not None]
     if not found:
         return []
-    behind = set(nodes_behind(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
-    return [each for each in found if each.tensor.grad_fn not in behind]
+    known = leaves_behind(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return [each for each in found if not leaves_behind([each.tensor]) <= known]
+
+
+def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, where: str, *, all_of: bool) -> Any:
+    """Returns a loss of an output and targets, of which a layout's part ``where`` may have parts only.
+
+    Raises: PlanError: the loss reads a hidden tensor on the meta device, which another stage has, or, with ``all_of``,
+        any hidden tensor.
+    """
+    hidden = {id(each.tensor): each for each in hidden_tensors(output) if all_of or each.tensor.is_meta}
+    if not hidden:
+        return loss(output, targets)
+    failure, found = None, None
+    with _Reads() as reads:
+        try:
+            found = loss(output, targets)
+        except Exception as error:  # perhaps because of what was read
+            failure = error
+    read = next((hidden[each] for each in reads.tensors if each in hidden), None)
+    if read is not None:
+        raise refused_output(read.holder, where) from failure
+    if failure is not None:
+        raise failure
+    return found
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that functions are called with, other than to ask for their shapes and the like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _ASKS:
+            self.tensors.update(dict.fromkeys(map(id, tensors_of((args, kwargs or {})))))
+        return func(*args, **(kwargs or {}))
+
+
+_ASKS = frozenset(("__get__", "size", "dim", "numel", "__len__", "is_floating_point", "stride"))
 
 
 def refused_output(holder: type, where: str) -> PlanError:
@@ -65,7 +111,7 @@ def refused_output(holder: type, where: str) -> PlanError:
     register = "register_dataclass" if is_dataclass(holder) else "register_pytree_node"
     given = holder.__name__ if is_dataclass(holder) else f"{holder.__name__}, flatten, unflatten"
     return PlanError(
-        "the model returns tensors inside of an object that the layout does not look into",
+        "the loss needs tensors that the model returns inside of an object, into which the layout does not look",
         given=f"{holder.__name__} in the model's output, under {where}",
         allowed="tensors, tuples, lists, dicts, and classes that torch's pytree knows, as outputs of transformers are",
         fix=f"return a dict or a tuple, or tell torch of the class once: torch.utils._pytree.{register}({given})",
@@ -85,15 +131,18 @@ def _inside(value: Any, holder: type, seen: set[int], depth: int) -> Iterator[Hi
 
 def _items(value: Any) -> Iterator[tuple[Any, Callable[[Tensor], None] | None]]:
     """Yields what an object holds, each with what puts another value in its place."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], str | int | float):
+        return  # as a list of tokens, which may be long
     if isinstance(value, Mapping | list | tuple):
         each_item = value.items() if isinstance(value, Mapping) else enumerate(value)
         put = value.__setitem__ if isinstance(value, MutableMapping | list) else None
         yield from ((each, put and partial(put, key)) for key, each in each_item)
-    elif isinstance(value, set | frozenset):
+    elif isinstance(value, set | frozenset | deque):
         yield from ((each, None) for each in value)
-    names = [*getattr(value, "__dict__", ()), *(name for kind in type(value).__mro__ for name in _slots(kind))]
-    for name in names:
-        if hasattr(value, name):
+    for name, item in [*getattr(value, "__dict__", {}).items()]:
+        yield item, partial(value.__dict__.__setitem__, name)
+    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+        with suppress(AttributeError):  # a slot that is empty
             yield getattr(value, name), partial(object.__setattr__, value, name)
 
 

@@ -248,10 +248,10 @@ class Recorded(MetaValues):
 
         seen_args, seen_named = map_tensors((tuple(args), named), seen)
         constant = not random and all(each.kind == "constant" for each in operands)
-        if not constant:
-            for written in written_arguments(function, args, named, Tensor):
-                for each in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
-                    each.kind = "" if each.kind == "constant" else each.kind
+        for written in written_arguments(function, args, named, Tensor):
+            for each in self._of_storage[view_key(written)[0]]:  # of a view, also what it is a view of
+                each.kind = "" if each.kind == "constant" and not constant else each.kind
+                each.counts = False
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
         if constant and len(made) == 1 and _counts(function, seen_args, made[0]):
             made[0].counts = True

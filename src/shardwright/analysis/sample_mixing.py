@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import copied
-from shardwright.analysis.hidden_outputs import hidden_tensors
+from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.loss_means import other_means
 from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.analysis.record_forward import record_forward
@@ -172,7 +172,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     """Warns of each operator of a loss by which samples meet (:func:`meetings`), as in a contrastive loss.
 
     A copy of the loss is run on meta tensors like a model's ``output`` and its ``targets``, but for the number of
-    samples. Nothing is said of a loss that does not run so, nor of one that reads tensors inside of objects.
+    samples. Nothing is said of a loss that does not run so, nor where only an object has what it needs.
 
     >>> import warnings
     >>> def contrastive(output, targets): return (output @ output.T).logsumexp(1).sum(), len(output)
@@ -185,7 +185,7 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     given = [x for x in sample_tensors((targets, output)) if x.dim()]
     number = len(given[0]) if given else 0
     sizes = {size for x in given for size in x.shape}
-    if not number or any(x.is_meta for x in given) or hidden_tensors(output):
+    if not number or any(x.is_meta for x in given) or unseen_outputs(output):
         return
     prime = next((each for each in COUNTS if each not in sizes), COUNTS[0])
     # a list among the targets may have an entry for each sample, whose tensors have the boxes of a picture in dim 0

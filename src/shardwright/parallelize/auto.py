@@ -147,7 +147,7 @@ def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
 
 
 def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
-    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D over them.
+    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D, without ``sp``.
 
     Of plain 1D it yields the one that cuts the samples too (``sp``), which needs no two layers to be cut together.
     """
@@ -158,6 +158,8 @@ def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
         yield Factor("tp", (num_ranks,), tuple(o for o in factor.options if o.name not in (mode, "regather")))
     if not factor.options:
         yield Factor("tp", (num_ranks,), (Option("sp"),))
+    elif not mode and num_ranks == factor.size:
+        yield Factor("tp", (num_ranks,), tuple(o for o in factor.options if o.name not in ("sp", "seq")))
 
 
 def _fits(job: Job, layout: Layout, factor: Factor) -> bool:

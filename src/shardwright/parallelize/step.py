@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.hidden_outputs import checked_loss
 from shardwright.analysis.marked_inputs import marks_in
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.sample_mixing import warn_of_loss
@@ -85,6 +86,7 @@ class TrainStep:
         is_replaced = any(each.rung is not Rung.ON_PARTS for each in stack_of(loss).wrappers)
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._reads_loss = not known and (several or bool(plan.row_axes))
+        self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -148,6 +150,13 @@ class TrainStep:
         if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
             self._reads_loss = False
             warn_of_loss(self.loss, output, targets)
+        return self._checked_loss(output, targets)
+
+    def _checked_loss(self, output: Any, targets: Any) -> Any:
+        tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
+        self._is_checked = True
+        if is_first and (tp is not None or self.plan.schedule is not None):  # ranks have parts of the model
+            return checked_loss(self.loss, output, targets, str(tp or "pp"), all_of=tp is not None)
         return self.loss(output, targets)
 
     @torch.no_grad()
@@ -157,7 +166,7 @@ class TrainStep:
         number = self.plan.layout.num_microbatches if split else 1
         assert batch.num_global is not None, "checked before"
         self._empty.check(batch.inputs, batch.num_global, number)
-        last = LossOutput(self.loss, widen=self._widens)
+        last = LossOutput(self._checked_loss, widen=self._widens)
         self._begin(batch.num_tokens)
         with eval_mode(self._executor.model):
             self._forward(pieces_of(batch, number), last)

@@ -368,12 +368,12 @@ def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
-    inside = ([{each for each in found if is_inside(each, around)} for around in routing] for found in names.values())
-    return {
-        found[0]: found
-        for found, of_each in zip(names.values(), inside, strict=True)
-        if len(found) > 1 and any(of_each) and not any(len(each) == len(found) for each in of_each)
-    }
+    shared: dict[str, list[str]] = {}
+    for found in (each for each in names.values() if len(each) > 1):
+        inside = [sum(is_inside(name, around) for name in found) for around in routing]
+        if any(inside) and len(found) not in inside:
+            shared[found[0]] = found
+    return shared
 
 
 def _may_draw(module: nn.Module) -> bool:

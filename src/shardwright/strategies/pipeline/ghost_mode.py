@@ -73,6 +73,7 @@ class GhostMode(TorchFunctionMode):
         self._first, self._stop = (end, end) if chunk is None else chunked.bounds[chunk : chunk + 2]
         self._is_last = chunk in (None, chunked.num_chunks - 1)
         self._sent = {value for edge, values in chunked.values.items() if edge[0] == chunk for value in values}
+        self._returned = frozenset(chunked.record.outputs)
         self._real: dict[ValueName, Tensor] = dict(received)
         self._at, self._inside = 0, False
         self.made: dict[ValueName, Tensor] = {}
@@ -101,7 +102,7 @@ class GhostMode(TorchFunctionMode):
         if self._chunk is None:
             return None
         for each in hidden_tensors(outputs):
-            own = self._value(each.tensor)
+            own = self._value(each.tensor) if value_name(each.tensor) in self._returned else each.tensor
             if own is not each.tensor and each.replace is None:
                 raise refused_output(each.holder, "pp")
             if own is not each.tensor and each.replace is not None:

@@ -5,9 +5,10 @@ Nothing is sent, and no module is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import prod
+from types import MappingProxyType
 
 from torch import nn
 
@@ -46,10 +47,11 @@ def sent(plan: Plan) -> float:
     return sum(note.num_sent() for _, note in notes_of(plan))
 
 
-def place(job: Job, plan: Plan, mode: Mode) -> Plan:
+def place(job: Job, plan: Plan, mode: Mode, apart: Mapping[str, str] = MappingProxyType({})) -> Plan:
     """Returns the plan with all layers cut that the mode can cut.
 
     Tokens are cut in place of samples if the layout has ``/seq``, or if samples are fewer than ranks and that works.
+    ``apart`` has the layers that the job's roles keep whole and the user's do not, each with the reason.
 
     Raises: LayoutError: no layer can be cut, an attention has fewer elements than the one axis has ranks, a role that
         the user gave to a layer does not fit, or a layer mixes the samples or tokens that the layout cuts.
@@ -57,12 +59,12 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
     found = with_rows(job, plan, mode)
     if found.dim == 1 and not is_asked(plan):
         with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
-            return _placed(job, plan, found)
+            return _placed(job, plan, found, apart)
         found = mode
-    return _placed(job, plan, found)
+    return _placed(job, plan, found, apart)
 
 
-def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
+def _placed(job: Job, plan: Plan, mode: Mode, apart: Mapping[str, str]) -> Plan:
     if mode.row_axes and mode.dim == 0:
         check_samples_apart(job.model, str(plan.layout.factor("tp")))
     plan = cut_rows(plan, mode)
@@ -72,7 +74,7 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
     if mode.axes:
         plan = _place_all_but_narrow(job, mode, plan)
         if all(isinstance(note, TokensNote) for note in plan.notes.values()):
-            raise _nothing_to_cut(job, mode, plan)
+            raise _nothing_to_cut(job, mode, plan, apart)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
@@ -157,14 +159,15 @@ def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
         yield draft.head, AllowedCallers.of("")
 
 
-def _nothing_to_cut(job: Job, mode: Mode, plan: Plan) -> GridError:
+def _nothing_to_cut(job: Job, mode: Mode, plan: Plan, apart: Mapping[str, str]) -> GridError:
     model, unrecorded = job.model, "" if job.graph is None else job.graph.failure
     total = prod(axis.size for axis in mode.axes)
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
     sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     kept = [f"; its forward cannot be recorded: {unrecorded}"] if unrecorded else []
-    kept += [f"; '{path}' is kept whole: {role.why}" for path, role in plan.roles.items() if role.name == "copied"]
+    whole = {path: apart.get(path, role.why) for path, role in plan.roles.items() if role.name == "copied"}
+    kept += [f"; '{path}' is kept whole: {why}" for path, why in whole.items()]
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return GridError(
         f"no layer of the model can be cut over {over}",

@@ -136,7 +136,7 @@ class TensorParallel:
             )
         try:
             apart = self._called_apart(job, mode)
-            known = place(job._replace(roles={**dict.fromkeys(apart, "copied"), **job.roles}), plan, mode)
+            known = place(job._replace(roles={**dict.fromkeys(apart, "copied"), **job.roles}), plan, mode, apart)
             for path in apart.keys() & known.roles.keys() - job.roles.keys():
                 known = known.role(path, mode.name, "copied", f"{apart[path]}: every rank computes it whole")
         except (LayoutError, PlanError):
