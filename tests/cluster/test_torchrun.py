@@ -80,7 +80,47 @@ def test_each_node_says_who_is_missing_and_no_more_once_all_have_come(store):
         before = [len(each) for each in said]
         time.sleep(1.2)  # more than two looks
         assert [len(each) for each in said] == before
-    assert first.seen() == "3 of 3 nodes: 0 (10.0.0.0), 1 (10.0.0.1), 2 (10.0.0.2); missing: "
+    assert first.seen() == "3 of 3 nodes: 0 (10.0.0.0), 1 (10.0.0.1), 2 (10.0.0.2)"
+
+
+def test_nodes_of_another_run_at_the_same_store_are_not_counted_nor_a_node_twice_that_comes_again(store):
+    waits = [NodeWait("127.0.0.1", store.port, 3, None, "10.0.0.1", run_id, say_after_s=60) for run_id in "aab"]
+    with waits[0]:
+        until(lambda: "10.0.0.1" in waits[0].seen())
+    with waits[1], waits[2]:
+        until(lambda: all("10.0.0.1" in each.seen() for each in waits[1:]))
+        time.sleep(1.2)  # more than two looks
+        assert [each.seen() for each in waits[1:]] == 2 * ["1 of 3 nodes: 10.0.0.1"]
+
+
+def test_a_store_that_has_gone_and_come_back_is_used_again():
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    first, last = (NodeWait("127.0.0.1", port, 3, rank, f"10.0.0.{rank}", say_after_s=60) for rank in (0, 2))
+    with first, last:
+        until(lambda: "missing: 1" in first.seen() and "2 of 3" in last.seen())
+        del store
+        time.sleep(1.2)
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        with NodeWait("127.0.0.1", port, 3, 1, "10.0.0.1", say_after_s=60):
+            until(lambda: first.are_complete and last.are_complete)
+    del store
+
+
+def test_nothing_is_said_once_ranks_are_started(store):
+    said = []
+    with come(store, 0, 2, said) as wait:
+        until(lambda: said)
+        rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        try:
+            until(lambda: wait.is_started)
+            time.sleep(0.6)  # a look
+            before = len(said)
+            time.sleep(1.2)
+            assert len(said) == before
+        finally:
+            rank.kill()
+            rank.wait()
 
 
 def test_nodes_without_numbers_are_named_by_their_addresses(store):
@@ -117,9 +157,14 @@ def test_a_wait_in_vain_names_nodes_and_another_failure_stays_what_it_is(store, 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("--nnodes 2 --node-rank 1 --master-addr here --master-port 5", (("here", 5), 2, 1)),
+        ("--nnodes 2 --node-rank 1 --master-addr here --master-port 5", (("here", 5), 2, "1")),
         ("--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint here:6 --local-addr there", (("here", 6), 2, None)),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint here", (("here", 29400), 2, None)),
+        ("--nnodes 2 --node-rank 1 --master-addr here", (("here", 29500), 2, "1")),
+        ("--nnodes 2:3", (("127.0.0.1", 29500), 3, "0")),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint /path --rdzv-conf store_type=file", None),
+        ("--nnodes nonsense", None),
+        ("--no-such-option", None),
         ("--nnodes 2 --rdzv-backend etcd-v2 --rdzv-endpoint here:6", None),
         ("--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint here:6", None),
         ("--standalone --nproc-per-node 2", None),
@@ -127,4 +172,4 @@ def test_a_wait_in_vain_names_nodes_and_another_failure_stays_what_it_is(store, 
 )
 def test_where_nodes_meet_is_read_from_torchruns_own_options(words, found):
     wait = wait_of([*words.split(), "script.py"])
-    assert (wait and (wait._where, wait.num_nodes, wait._rank)) == found
+    assert (wait and (wait._where, wait.num_nodes, wait._mark if wait.has_number else None)) == found

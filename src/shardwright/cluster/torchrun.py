@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from io import StringIO
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,22 +22,32 @@ from torch.distributed.run import get_rdzv_endpoint, main, parse_args
 from shardwright.cluster.node_wait import NodeWait
 from shardwright.errors import CommunicationError
 
-PORT = 29400
-"""The port at which torchrun's nodes meet with ``c10d`` if its endpoint names none."""
+PORTS = {"static": 29500, "c10d": 29400}
+"""The ports at which torchrun's nodes meet if its options name none, by the kind of rendezvous."""
 
 
 def wait_of(words: Sequence[str]) -> NodeWait | None:
     """Returns the wait for the nodes that a torchrun command starts ranks on, given its arguments.
 
-    It returns None if the command is of one node, or of nodes that do not meet at a store of torch.
+    It returns None if the command is of one node, or of nodes that do not meet at a TCP store of torch, and for options
+    that torchrun refuses, which it does itself.
     """
-    args = parse_args([*words])
-    num_nodes = int(str(args.nnodes).partition(":")[0])
-    if num_nodes < 2 or args.standalone or args.rdzv_backend not in ("static", "c10d"):
+    try:
+        with redirect_stderr(StringIO()):
+            args = parse_args([*words])
+        fewest, _, most = str(args.nnodes).partition(":")
+        if args.standalone or args.rdzv_backend not in PORTS or "store_type=file" in args.rdzv_conf.replace(" ", ""):
+            return None
+        is_static = args.rdzv_backend == "static"
+        num_nodes = int(most or fewest if is_static else fewest)
+        endpoint = get_rdzv_endpoint(args).removesuffix(":None")
+        host, port = parse_rendezvous_endpoint(endpoint, default_port=PORTS[args.rdzv_backend])
+    except (ValueError, TypeError, SystemExit):
         return None
-    host, port = parse_rendezvous_endpoint(get_rdzv_endpoint(args), default_port=PORT)
-    rank = args.node_rank if args.rdzv_backend == "static" else None
-    return NodeWait(host, port, num_nodes, rank, args.local_addr or "")
+    if num_nodes < 2:
+        return None
+    rank = args.node_rank if is_static else None
+    return NodeWait(host, port, num_nodes, rank, args.local_addr or "", str(args.rdzv_id))
 
 
 @contextmanager
@@ -49,14 +60,14 @@ def named_if_missing(wait: NodeWait) -> Iterator[None]:
         try:
             yield
         except (RendezvousError, DistError, TimeoutError) as failure:
-            if wait.are_complete:
+            if wait.are_complete or wait.is_started:
                 raise
+            longer = "timeout=SECONDS" if wait.has_number else "join_timeout=SECONDS,read_timeout=SECONDS"
             raise CommunicationError(
                 "not all nodes came",
                 given=f"after {wait.waited_s:.0f} s {wait.seen()}",
                 allowed=f"{wait.num_nodes} nodes",
-                fix="start the same command on each of them; --rdzv-conf timeout=SECONDS, or join_timeout=SECONDS "
-                "where --rdzv-backend is c10d, waits longer",
+                fix=f"start the same command on each of them; --rdzv-conf {longer} waits longer",
             ) from failure
 
 
