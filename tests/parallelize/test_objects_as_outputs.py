@@ -13,6 +13,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from shardwright import launch, parallelize
 from shardwright.analysis.forward_events import record_events
 from shardwright.errors import PlanError
 from shardwright.verify import verify
@@ -150,6 +151,32 @@ def test_a_policy_that_returns_a_distribution_trains_as_on_one_device(line):
     made = [(x, torch.randn(8, 4)) for x, _ in batches()]
     verdict = verify(Policy(), line, made, loss=negative)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("kind", ["namespace", "dict of its own class"])
+def test_predictions_of_stages_in_an_object_are_refused(kind):
+    model, (inputs, _), *_ = Model(KINDS[kind]), *batches()
+
+    def work(world):
+        return parallelize(model, "pp2", world, loss=loss, example=inputs).predict(inputs)
+
+    with pytest.raises(PlanError, match="the output of the last chunk is no tree of tensors"):
+        launch(work, 2, ranks="threads")
+
+
+@pytest.mark.parametrize("line", ["dp2", "pp2", "pp2/1f1b mb2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_evaluates_a_loss_of_outputs_in_an_object(kind, line):
+    model, (batch, _) = Model(KINDS[kind]), batches()
+    with torch.no_grad():
+        expected, count = loss(model(batch[0]), batch[1])
+
+    def work(world):
+        run = parallelize(model, line, world, loss=loss, example=batch[0])
+        return run.evaluate(next(run.shard([batch]))).item()
+
+    for found in launch(work, 2, ranks="threads"):
+        assert found == pytest.approx(expected.item() / count, rel=1e-5)
 
 
 class WithCache(nn.Module):

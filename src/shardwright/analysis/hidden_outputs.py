@@ -53,16 +53,16 @@ def hidden_tensors(tree: Any) -> list[HiddenTensor]:
 
 
 def unseen_outputs(outputs: Any) -> list[HiddenTensor]:
-    """Returns the hidden tensors that depend on a parameter on which no visible output depends.
+    """Returns the hidden tensors of an output without visible ones, and else those that depend on other parameters.
 
-    Such tensors have to be looked at, or the parameter is not trained. The keys and values of a cache, also those of a
-    window of them, depend on parameters on which the logits beside them depend too.
+    Those depend on a parameter on which no visible output depends, so that it is trained by them alone. The keys and
+    values of a cache, also those of a window of them, depend on parameters on which the logits beside them depend too.
     """
-    found = [each for each in hidden_tensors(outputs) if each.tensor.grad_fn is not None]
-    if not found:
-        return []
-    known = leaves_behind(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return [each for each in found if not leaves_behind([each.tensor]) <= known]
+    found, visible = hidden_tensors(outputs), [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if not found or not visible:
+        return found
+    known = leaves_behind(visible)
+    return [each for each in found if each.tensor.grad_fn is not None and not leaves_behind([each.tensor]) <= known]
 
 
 def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, where: str, *, all_of: bool) -> Any:

@@ -15,6 +15,7 @@ from shardwright.analysis.call_graph import Edge
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex
 from shardwright.analysis.forward_record import ValueName
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.rng import RngTracker
@@ -179,7 +180,8 @@ class GhostStage(PipelineStage[EventStages]):
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
             made = {name: each if name in learning else each.detach() for name, each in mode.made.items()}
-        if not torch.is_grad_enabled():  # others are sent the output, but no cache: its parts lie on all stages
+        # others are sent the output, but no cache beside it: its parts lie on all stages
+        if not torch.is_grad_enabled() and tensors_of(output):
             output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
         sent = {
             target: [made[name] for name in chunked.values.get((source, target), ())]
