@@ -56,6 +56,7 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 _WRITES = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
 )
+"""The functions with such names that write into their first argument; others that do end in one underscore."""
 
 _BEFORE = "_shardwright_before"
 """The attribute of a tensor that became a meta tensor, with the storage that it had."""

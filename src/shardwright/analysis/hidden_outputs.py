@@ -104,6 +104,7 @@ class _Reads(TorchFunctionMode):
 
 
 _ASKS = frozenset(("__get__", "size", "dim", "numel", "__len__", "is_floating_point", "stride"))
+"""The names of functions that read no elements of a tensor; ``__get__`` is that of attributes, such as ``shape``."""
 
 
 def refused_output(holder: type, where: str) -> PlanError:

@@ -110,7 +110,7 @@ class Recording:
     packed_inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
     hidden_in: type | None = None
-    """The class of an object in the output with tensors that are not among ``outputs`` and lead to none of these."""
+    """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""
     functions: dict[str, list[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions that lead to the outputs.
 
