@@ -115,6 +115,7 @@ zoo-sweep: $(ZOO_READY) ## every class of transformers of four kinds under three
 
 zoo-contract: $(ZOO_READY) ## the models of others that make contract leaves out where their packages are missing
 	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py tests/contract/test_the_llama_example.py \
+	  tests/contract/test_caches_of_others.py \
 	  tests/weights/test_transformers.py tests/zoo/test_loops.py tests/zoo/test_sweep.py tests/site/test_tutorials.py \
 	  tests/site/test_moving.py tests/site/test_transformers_page.py
 
