@@ -9,9 +9,12 @@ import pytest
 from torch.distributed import DistStoreError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from shardwright.cluster.node_wait import NodeWait
+from shardwright.cluster.node_wait import LOOK_EVERY_S, NodeWait
 from shardwright.cluster.torchrun import named_if_missing, wait_of
 from shardwright.errors import CommunicationError
+
+TWO_LOOKS_S = 2.4 * LOOK_EVERY_S
+"""Seconds in which a node that had something to say would have said it: more than two reads of the store."""
 
 COMMAND = [sys.executable, "-m", "shardwright.cluster.torchrun"]
 
@@ -78,7 +81,7 @@ def test_each_node_says_who_is_missing_and_no_more_once_all_have_come(store):
         with late:
             until(lambda: first.are_complete and last.are_complete and late.are_complete)
         before = [len(each) for each in said]
-        time.sleep(1.2)  # more than two looks
+        time.sleep(TWO_LOOKS_S)
         assert [len(each) for each in said] == before
     assert first.seen() == "3 of 3 nodes: 0 (10.0.0.0), 1 (10.0.0.1), 2 (10.0.0.2)"
 
@@ -89,7 +92,7 @@ def test_nodes_of_another_run_at_the_same_store_are_not_counted_nor_a_node_twice
         until(lambda: "10.0.0.1" in waits[0].seen())
     with waits[1], waits[2]:
         until(lambda: all("10.0.0.1" in each.seen() for each in waits[1:]))
-        time.sleep(1.2)  # more than two looks
+        time.sleep(TWO_LOOKS_S)
         assert [each.seen() for each in waits[1:]] == 2 * ["1 of 3 nodes: 10.0.0.1"]
 
 
@@ -100,7 +103,7 @@ def test_a_store_that_has_gone_and_come_back_is_used_again():
     with first, last:
         until(lambda: "missing: 1" in first.seen() and "2 of 3" in last.seen())
         del store
-        time.sleep(1.2)
+        time.sleep(TWO_LOOKS_S)
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         with NodeWait("127.0.0.1", port, 3, 1, "10.0.0.1", say_after_s=60):
             until(lambda: first.are_complete and last.are_complete)
@@ -114,9 +117,9 @@ def test_nothing_is_said_once_ranks_are_started(store):
         rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         try:
             until(lambda: wait.is_started)
-            time.sleep(0.6)  # a look
+            time.sleep(TWO_LOOKS_S)
             before = len(said)
-            time.sleep(1.2)
+            time.sleep(TWO_LOOKS_S)
             assert len(said) == before
         finally:
             rank.kill()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.analysis.device_moves import mark_made, to_meta_if_written
+from shardwright.analysis.device_moves import IgnoresDeviceMoves, mark_made, to_meta_if_written
 from shardwright.errors import LayoutError, PlanError
 from shardwright.models.losses import MeanSquaredError
 from shardwright.verify import verify
@@ -198,3 +198,13 @@ def test_fractional_pooling_between_layers_of_torch_is_refused_by_its_name(line)
     model = nn.Sequential(*layers, nn.Linear(8 * 36, 64), nn.ReLU(), nn.Linear(64, 3))
     with pytest.raises(PlanError, match=r"'2' draws random numbers that would depend on the layout"):
         verify(model, line, [(torch.randn(8, 3, 10, 10), torch.randn(8, 3))], loss=MeanSquaredError())
+
+
+def test_a_tensor_that_is_only_read_has_one_meta_tensor_for_all_its_uses():
+    mode, mask, x = IgnoresDeviceMoves(torch.device("meta")), torch.ones(3), torch.empty(3, device="meta")
+    with mode:
+        mask + x
+        first = mode._on_meta[mask]
+        mask + x
+    assert mode._on_meta[mask] is first
+    assert not mask.is_meta

@@ -56,7 +56,7 @@ _DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device`
 _WRITES = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
 )
-"""The functions with such names that write into their first argument; others that do end in one underscore."""
+"""The names of operators that write into their first argument; those of other functions that do end in one ``_``."""
 
 _BEFORE = "_shardwright_before"
 """The attribute of a tensor that became a meta tensor, with the storage that it had."""
@@ -72,8 +72,14 @@ def mark_made(result: Any, args: tuple[Any, ...]) -> Any:
     return result
 
 
+def _writes(function: Callable[..., Any]) -> bool:
+    """Returns whether a torch function writes into its first argument, by its name."""
+    name = getattr(function, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.startswith("__"))
+
+
 def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Makes a meta tensor of the CPU tensor into which a torch function is about to write values that only a run has.
+    """Turns a CPU tensor into a meta tensor, in place, if a torch function is about to write meta tensors into it.
 
     Code often makes ``torch.zeros(...)`` without a device and fills it with what layers compute. Without this the
     values would be written into a copy of it on the meta device, and a record would not have the write. A view becomes
@@ -85,13 +91,10 @@ def to_meta_if_written(function: Callable[..., Any], args: tuple[Any, ...], name
     >>> made.is_meta
     True
     """
-    target = args[0] if args else None
+    target = args[0] if args and _writes(function) else None
     if type(target) is not Tensor or target.is_meta or target.requires_grad:
         return
     if not hasattr(target if target._base is None else target._base, _MADE):
-        return
-    name = getattr(function, "__name__", "")
-    if name not in _WRITES and (name.startswith("__") or not name.endswith("_")):
         return
     if not any(each.is_meta for each in tensors_of((args[1:], named))):
         return
@@ -216,8 +219,8 @@ class IgnoresDeviceMoves(TorchFunctionMode):
             func = self._instead[func] if is_replaced else func
             found = tensors_of((args, named) if named else args)
             if self._are_mixed(found) and func not in TAKES_GRADIENT:
-                if self._device.type == "meta":
-                    self._on_meta.pop(found[0], None)
+                if self._device.type == "meta" and _writes(func):
+                    self._on_meta.pop(found[0], None)  # its key is a weak reference, with which no tensor is swapped
                     to_meta_if_written(func, args, named)
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return mark_made(func(*args, **named), args) if self._device.type == "meta" else func(*args, **named)

@@ -32,7 +32,10 @@ _ELSE = (str, bytes, int, float, complex, type, nn.Module, torch.Generator, torc
 
 
 class HiddenTensor(NamedTuple):
-    """A tensor in an object: the object's class, and what puts another tensor in its place, if that is possible."""
+    """A tensor found in an object: the object's class, the tensor, and a function that replaces it in the object.
+
+    The function is None where the tensor cannot be replaced, as in a tuple.
+    """
 
     holder: type
     tensor: Tensor
@@ -78,7 +81,7 @@ def checked_loss(loss: Callable[[Any, Any], Any], output: Any, targets: Any, whe
     with _Reads() as reads:
         try:
             found = loss(output, targets)
-        except Exception as error:  # perhaps because of what was read
+        except Exception as error:  # the user's loss may raise anything, also for want of a hidden tensor
             failure = error
     read = next((hidden[each] for each in reads.tensors if each in hidden), None)
     if read is not None:
@@ -104,7 +107,7 @@ class _Reads(TorchFunctionMode):
 
 
 _ASKS = frozenset(("__get__", "size", "dim", "numel", "__len__", "is_floating_point", "stride"))
-"""The names of functions that read no elements of a tensor; ``__get__`` is that of attributes, such as ``shape``."""
+"""The names of functions that ask for a tensor's shape and the like; attributes such as ``shape`` are ``__get__``."""
 
 
 def refused_output(holder: type, where: str) -> PlanError:

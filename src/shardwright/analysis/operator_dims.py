@@ -375,7 +375,7 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
 
 @_rule("index_put")
 def _index_put(call: RecordedCall, a: DimLetters) -> Any:
-    """The rule of writes where indices say: if one takes all of the first dim, the values have that dim too."""
+    """The rule of ``x[index] = values``: where the index takes all of dim 0 in order, x and values have alike dims."""
     x, given, values = call.args[:3]
     if len(given) != 1 or given[0] is None or not x.shape or not _takes_all(given[0], x.shape[0]):
         return all_whole(call, a)

@@ -18,7 +18,7 @@ SAY_AFTER_S = 30.0
 """Seconds after which a node says for the first time who has come; each time after takes twice as long."""
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two looks at who has come."""
+"""Seconds between two reads of the store, in which each node is listed that has come."""
 
 CONNECT_S = 2.0
 """Seconds that a try to connect may take, and one answer of the store."""
@@ -60,7 +60,7 @@ class NodeWait:
 
     @property
     def waited_s(self) -> float:
-        """The seconds since this node came."""
+        """The seconds since the wait began on this node, which is when torchrun was started there."""
         return time.monotonic() - self._began
 
     def seen(self) -> str:

@@ -27,7 +27,7 @@ PORTS = {"static": 29500, "c10d": 29400}
 
 
 def wait_of(words: Sequence[str]) -> NodeWait | None:
-    """Returns the wait for the nodes that a torchrun command starts ranks on, given its arguments.
+    """Returns what tells which nodes have come (:class:`NodeWait`) for a torchrun command, given its arguments.
 
     It returns None if the command is of one node, or of nodes that do not meet at a TCP store of torch, and for options
     that torchrun refuses, which it does itself.

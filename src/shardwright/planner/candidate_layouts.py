@@ -172,7 +172,7 @@ def _layouts(
     in_node: int,
     refusal: str = "",
 ) -> Iterator[Layout]:
-    """Yields the layouts of one division of the ranks: each size of a microbatch.
+    """Yields a layout for each size of a microbatch, for one division of the ranks over axes.
 
     ``refusal`` says why the model can have no microbatches, as text: then the layouts take the whole batch at once.
     """

@@ -359,9 +359,9 @@ def key_draws(
 
 
 def _shared(model: nn.Module, routing: Collection[str]) -> dict[str, list[str]]:
-    """Returns all names of each module that has several, of which one is inside of a ``routing`` module but not all.
+    """Returns, by their first name, all names of modules that a ``routing`` module shares with code outside of it.
 
-    How often such a module draws depends on values: another stage does not know it.
+    Such a module has several names. How often it draws depends on values, which another stage does not know.
     """
     if not routing:
         return {}
