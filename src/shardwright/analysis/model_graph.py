@@ -217,14 +217,20 @@ class ModelGraph:
         return bool(calls) and sorted(norms) == sorted({each.number for each in calls})
 
     @property
+    def failure_of_own_code(self) -> str:
+        """What the model's code raised, so that how it treats samples is not known; "" for one that needs no record."""
+        return "" if self._needs_no_record else self.failure
+
+    @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if all(map(draws_as_known, self.model.modules())) and not marks_in(self.example):
+        if self._needs_no_record:
             return None
-        try:
-            return self.run
-        except PlanError:
-            return None
+        return self._first if isinstance(self._first, RecordedRun) else None
+
+    @property
+    def _needs_no_record(self) -> bool:
+        return all(map(draws_as_known, self.model.modules())) and not marks_in(self.example)
 
     @property
     def _of_prime(self) -> RecordedRun | str:

@@ -111,7 +111,7 @@ def parallelize(
 
     Rank 0 logs which share of the parameters and FLOPs each factor of the layout cuts. A share under half is logged as
     a warning, with the largest layers that stay whole and the reasons. A warning also names each axis, such as ``tp``,
-    that sends between nodes in every layer.
+    that sends between nodes in every layer, and says if samples of a batch may meet in code that cannot be recorded.
 
     Traffic: small messages by which ranks check that they were given the same model and can run; no parameter is sent.
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model or the loss is of a kind
@@ -146,7 +146,7 @@ def parallelize(
     for share in shares_of(job, plan) if world.rank == 0 else ():
         more = f"; {EXAMPLE}, by which its operators are known" if share.is_low and example is None else ""
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s%s", share, more)
-    for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
+    for text in (*_crossing(job, plan, chosen, world, example), *_unseen(job, plan)) if world.rank == 0 else ():
         LOG.warning("%s", text)
     return _started(job, plan, chosen, world, model, seed, stop_at_nan=stop_at_nan, check_every=check_every)
 
@@ -205,6 +205,18 @@ def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, in
             calls = [call for each in traffic.values() for call in each]
             found = bytes_between(plan.mesh, world.nodes, lambda _: calls, range(world.size))
     return node_warnings(plan.mesh, world.nodes, found)
+
+
+def _unseen(job: Job, plan: Plan) -> list[str]:
+    """Returns a warning if the layout cuts the batch of a model whose own code could not be recorded."""
+    failure = job.graph.failure_of_own_code if job.graph is not None and _cuts_batch(plan) else ""
+    if not failure:
+        return []
+    return [
+        f"the forward of {type(job.model).__name__} cannot be recorded, so code that computes one sample's values from "
+        f"others of the batch, which {plan.layout} cuts, is not found; verify shows a difference. It raised "
+        f"{failure.splitlines()[0]}"
+    ]
 
 
 def _run_of(
