@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -30,7 +30,9 @@ from shardwright.analysis.draw_calls import KEYED_FUNCTIONS, UNKEYED_FIX, draw_o
 from shardwright.analysis.meta_values import RANDOM
 from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
+from shardwright.analysis.sample_loops import SampleLoop, sample_loops
 from shardwright.analysis.sample_mixing import COUNTS, meetings, warn_of_meeting
+from shardwright.analysis.sample_selections import SampleFlow
 from shardwright.analysis.structure import is_inside, is_known
 from shardwright.errors import PlanError
 
@@ -52,6 +54,9 @@ MIXED = SamplePlace(-1)
 
 SELECTED = SamplePlace(-2)
 """Marks a drawn tensor of rows that the code selects by values, as experts do: only a run knows whose rows they are."""
+
+ALONE = SamplePlace(-3)
+"""Marks a tensor that is drawn for one sample alone, and has no dim of samples, as in a loop over the batch."""
 
 _OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
@@ -104,6 +109,9 @@ class Draws:
     """The modules that draw by operators whose numbers the library cannot compute, with the name of the operator."""
     selecting: frozenset[str] = frozenset()
     routing: frozenset[str] = frozenset()
+    loops: dict[str, SampleLoop] = field(default_factory=dict)
+    """The loops over samples in which modules draw; a module with places :data:`ALONE` and no loop draws in a way that
+    is not followed."""
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -131,7 +139,10 @@ class Draws:
             found.setdefault(path, set()).add(place)
         return found
 
-    def check(self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True) -> None:
+    def check(
+        self, *, are_threads: bool, cuts: bool, cuts_samples: bool, cuts_batch: bool = True,
+        cut_layers: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """Raises PlanError if the model draws random numbers that would differ between layouts.
 
         These are draws of a backward, draws that mix samples, if the layout ``cuts_batch`` (by ranks or microbatches),
@@ -139,7 +150,8 @@ class Draws:
         are threads, which share them, or the layout ``cuts`` the batch or the model's code: what it seeds and how much
         it draws may depend on the number of samples, or on code of another stage. If the layout ``cuts_samples``, it
         also warns of a module in which samples meet (``across``): a rank would see only its own samples, so the result
-        may differ from one device.
+        may differ from one device. Inside of ``cut_layers``, of whose activations ranks hold parts, no module may draw
+        for one sample alone.
         """
         for path, function in self.across if cuts_samples else ():
             warn_of_meeting(f"'{path or 'the model'}'", function, stacklevel=2)
@@ -170,6 +182,15 @@ class Draws:
                 fix=("launch with ranks='processes', " if is_shared else "")
                 + "draw with torch.rand, or draw in the data loader",
             )
+        for path, _, _ in (key for key, place in self.places.items() if place == ALONE):
+            layer = next((layer for layer in cut_layers if is_inside(path, layer)), None)
+            if layer is not None:
+                raise PlanError(
+                    f"'{path}' draws random numbers for one sample at a time, of which a rank has a part",
+                    given=f"a loop over the samples of a batch, and '{layer}', which the layout cuts inside",
+                    allowed="such loops under dp, ZeRO and pp; draws for all samples at once",
+                    fix="set the dropout's p to 0, compute all samples at once, or leave out tp",
+                )
         for key, place in self.places.items() if cuts_batch else ():
             path = key[0]
             if key in self.seeds and place is not None:
@@ -179,6 +200,14 @@ class Draws:
                     "microbatches would draw the same numbers for other samples",
                     allowed="draws from such a generator that have no samples; draws without a generator",
                     fix="leave out the seed, or draw in the data loader",
+                )
+            if place == ALONE and path not in self.loops:
+                raise PlanError(
+                    f"'{path or 'the model'}' draws random numbers for one sample at a time, and not in one loop",
+                    given=f"{self.functions[key]}, under a layout that cuts the batch, so that ranks draw less often",
+                    allowed="one loop over the samples in order, with as many draws for each; layouts of tp and pp "
+                    "without mb",
+                    fix="draw for all samples at once, draw in one loop for each module, or set a dropout's p to 0",
                 )
             if place == MIXED:
                 function = next(name for (other, _, _), name in self.functions.items() if other == path)
@@ -191,18 +220,18 @@ class Draws:
 
 
 def draws_of(
-    recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str], seeded: Iterable[str] = (),
-    seeds: Iterable[DrawKey] = (),
+    recording: Recording, axes: RunAxes, flow: SampleFlow, found: Iterable[FoundDraw], others: Iterable[str],
+    seeded: Iterable[str] = (), seeds: Iterable[DrawKey] = (),
 ) -> Draws:  # fmt: skip
     """Returns the random draws of a recorded run, and where each drawn tensor holds the samples of the batch.
 
-    ``found`` lists the draws that :class:`FindsDraws` noted in the run. ``others`` names the random generators other
-    than torch's from which the run drew, and ``seeded`` those that it seeds itself; ``seeds`` are those of
-    :class:`Draws`.
+    ``flow`` says which samples values are made of (:func:`follow_samples`). ``found`` lists the draws that
+    :class:`FindsDraws` noted in the run. ``others`` names the random generators other than torch's from which the run
+    drew, and ``seeded`` those that it seeds itself; ``seeds`` are those of :class:`Draws`.
     """
     backwards = tuple(sorted({name.removesuffix("Backward") for name in recording.drawing_backwards}))
     draws = Draws(
-        others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes)), backwards=backwards,
+        others=tuple(others), seeded=tuple(seeded), across=tuple(meetings(recording, axes, flow)), backwards=backwards,
         seeds=frozenset(seeds), routing=frozenset(recording.selecting),
     )  # fmt: skip
     draws.unkeyed = tuple(dict.fromkeys((call.module, call.name) for call in recording.calls if call.name in UNKEYED))
@@ -214,16 +243,23 @@ def draws_of(
         if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
     }
     places = {each.key: _place(each.use, recording, axes) for each in found}
-    elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED)}
+    alone = _drawn_alone(found, flow, places)
+    loops = sample_loops(alone, next((use.shape[0] for use in recording.inputs if use.shape), 1))
+    for path, call, number in places:
+        if path in loops and alone[path][call][number] is not None:
+            places[path, call, number] = ALONE
+    elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED, ALONE)}
     for_rows = _drawing_for_rows(found) - elsewhere
     for key, _, function, *_ in found:
         place = places[key]
         around = [module for module in recording.selecting if is_inside(key[0], module)]
-        if around and place in (None, MIXED):  # for the samples that a real run selects
+        if around and place in (None, MIXED, ALONE):  # for the samples that a real run selects
+            loops[key[0]] = None
             is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
             place = SELECTED if is_of_rows else MIXED
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
+    draws.loops = {path: loop for path, loop in loops.items() if loop is not None}
     selected = [path for (path, _, _), place in draws.places.items() if place == SELECTED]
     draws.selecting = frozenset(module for module in by_rows if any(is_inside(path, module) for path in selected))
     return draws
@@ -240,6 +276,21 @@ MOST_INSIDE = 0.5
 
 Pipeline stages do not cut such a module inside: one that holds most of the model would be most of one stage's work.
 """
+
+
+def _drawn_alone(
+    found: Iterable[FoundDraw], flow: SampleFlow, places: Mapping[DrawKey, SamplePlace | None]
+) -> dict[str, dict[int, list[int | None]]]:
+    """Returns, by module and number of its call, for which sample alone each draw is made; None for other draws.
+
+    ``places`` say which drawn tensors have a dim of samples: these are for all that are in it.
+    """
+    samples: dict[str, dict[int, list[int | None]]] = {}
+    for key, use, *_ in found:
+        path, call, _ = key
+        sample = flow.sample_of(use) if places[key] is None else None
+        samples.setdefault(path, {}).setdefault(call, []).append(sample)
+    return samples
 
 
 def _drawing_for_rows(found: Sequence[FoundDraw]) -> set[str]:

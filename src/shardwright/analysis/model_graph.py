@@ -35,6 +35,7 @@ from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
+from shardwright.analysis.sample_selections import SampleFlow, follow_samples, modules_by_sample
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
@@ -58,7 +59,7 @@ class RecordedRun:
     @cached_property
     def axes(self) -> RunAxes:
         """Which dims of the run's tensors must be sharded alike (:class:`RunAxes`)."""
-        return axes_of(self.recording)
+        return self._followed[0]
 
     @cached_property
     def written(self) -> dict[str, str]:
@@ -68,7 +69,17 @@ class RecordedRun:
     @cached_property
     def draws(self) -> Draws:
         """The run's calls that draw random numbers, such as dropout, and which dim of each result holds the samples."""
-        return draws_of(self.recording, self.axes, self.found, self.others, self.seeded, self.seeds)
+        return draws_of(self.recording, *self._followed, self.found, self.others, self.seeded, self.seeds)
+
+    @cached_property
+    def modules_by_sample(self) -> set[str]:
+        """The names of modules that read a parameter for each sample alone (:func:`modules_by_sample`)."""
+        return modules_by_sample(self.recording, self._followed[1])
+
+    @cached_property
+    def _followed(self) -> tuple[RunAxes, SampleFlow]:
+        axes = axes_of(self.recording)
+        return axes, follow_samples(self.recording, axes)
 
 
 @dataclass

@@ -124,6 +124,21 @@ def _linear(call: RecordedCall, a: DimLetters) -> Any:
     return [(*lead, inner), (*out, inner), *(out for _ in bias)], [(*lead, *out)]
 
 
+@_rule("_trilinear")
+def _triple_product(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of ``functional.bilinear``: a product of rows of two tensors, whose features are needed whole.
+
+    The call names for each of the three the dims that are inserted, and then the dims that are summed over.
+    """
+    inserted, over = call.args[3:6], call.args[6]
+    rank = len(call.operands[0].shape) + len(inserted[0])
+    places = [[d for d in range(rank) if d not in dims] for dims in inserted]
+    sizes = {d: n for use, own in zip(call.operands, places, strict=True) for d, n in zip(own, use.shape, strict=True)}
+    letters = [a.new(sizes[d], Role.SAME if d in inserted[1] else Role.WHOLE) for d in range(rank)]
+    out = tuple(letters[d] for d in range(rank) if d not in over)
+    return [tuple(letters[d] for d in own) for own in places], [out]
+
+
 @_rule("mv")
 def _mv(call: RecordedCall, a: DimLetters) -> Any:
     rows, inner = a.new(call.operands[0].shape[0]), a.new(call.operands[0].shape[1], Role.SUM)
@@ -373,6 +388,14 @@ def _scatter(call: RecordedCall, a: DimLetters) -> Any:
     return [own, *(other(use) if len(use.shape) == len(x.shape) else a.of(use.shape) for use in others)], [own]
 
 
+@_rule("masked_scatter")
+def _masked_scatter(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of writing elements of ``source`` in order where a mask is true: what is not written keeps its place."""
+    x, mask, source = call.operands
+    own = a.of(call.results[0].shape, Role.WHOLE)
+    return [broadcast(x.shape, own), broadcast(mask.shape, own), a.of(source.shape, Role.WHOLE)], [own]
+
+
 @_rule("index_put")
 def _index_put(call: RecordedCall, a: DimLetters) -> Any:
     """The rule of ``x[index] = values``: where the index takes all of dim 0 in order, x and values have alike dims."""
@@ -458,6 +481,16 @@ def _transform(call: RecordedCall, a: DimLetters) -> Any:
       "empty_permuted")  # fmt: skip
 def _made(call: RecordedCall, a: DimLetters) -> Any:
     return [None for _ in call.operands], [a.of(r.shape) for r in call.results]
+
+
+@_rule("diag_embed")
+def _diagonal(call: RecordedCall, a: DimLetters) -> Any:
+    """The rule of matrices with the last dim of a tensor on a diagonal, by default in the two last dims."""
+    x, y = call.operands[0].shape, call.results[0].shape
+    between = {call.argument(place, name, at) % len(y) for place, name, at in ((2, "dim1", -2), (3, "dim2", -1))}
+    lead = iter(own := a.of(x[:-1]))
+    out = tuple(a.new(n, Role.WHOLE) if d in between else next(lead) for d, n in enumerate(y))
+    return [(*own, a.new(x[-1], Role.WHOLE))], [out]
 
 
 @_rule("triu", "tril")

@@ -23,7 +23,7 @@ from shardwright.analysis.marked_inputs import sample_tensors
 from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves
-from shardwright.analysis.sample_selections import picking_calls
+from shardwright.analysis.sample_selections import SampleFlow, follow_samples, picking_calls
 from shardwright.analysis.sample_windows import adds_up_groups, needs_other_samples
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
@@ -102,7 +102,7 @@ def mixing_call(recording: Recording, axes: RunAxes, shared: Collection[str]) ->
     return min(found, key=recording.calls.index, default=None)
 
 
-def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> dict[tuple[str, str], None]:
+def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tuple[str, str], None]:
     """Returns (module, operator) for each operator by which the samples of a batch meet otherwise than in a sum.
 
     These are reductions such as a maximum, softmax along the samples, operators that compare or multiply all samples
@@ -110,8 +110,8 @@ def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> di
     over them does. So are choices of samples by their number, if code combines these with others, and sums of samples
     in groups; functions that are not linear, such as a root, of sums over samples, if parameters and outputs depend on
     these; writes of such a sum into a buffer; reads of such a sum by code; and running counts along the samples of what
-    the model has decided, as of experts that take so many tokens each. Without ``follows``, choices of samples by
-    number are not looked for, as where some inputs have other things than samples in dim 0.
+    the model has decided, as of experts that take so many tokens each. ``flow`` has the choices of samples by number
+    (:func:`follow_samples`); an empty one has none, as where some inputs have other things than samples in dim 0.
     """
     batch = axes.of_samples(recording.inputs)
     count = next((use.shape[0] for use in recording.inputs if use.shape), 1)
@@ -154,7 +154,7 @@ def meetings(recording: Recording, axes: RunAxes, *, follows: bool = True) -> di
     for module, use in recording.read:
         if use in sums:
             found[module, f"a decision by a {sums[use].name}"] = None
-    for call in picking_calls(recording, axes, trained, leading) if follows else ():
+    for call in picking_calls(flow, trained, leading):
         found[call.module, call.name] = None
     return found
 
@@ -196,8 +196,9 @@ def warn_of_loss(loss: nn.Module, output: Any, targets: Any) -> None:
     if recording is None:
         return
     axes = axes_of(recording)
+    flow = follow_samples(recording, axes) if alike else SampleFlow()
     sums, back = _sums(recording, axes)
-    names = [call.name for call in back] + [name for _, name in meetings(recording, axes, follows=alike)]
+    names = [call.name for call in back] + [name for _, name in meetings(recording, axes, flow)]
     names += other_means(recording, axes, sums, _trained(recording), targets)
     for name in dict.fromkeys(names):
         warn_of_meeting("the loss", name, stacklevel=2)
@@ -239,7 +240,7 @@ def _sums(recording: Recording, axes: RunAxes) -> tuple[dict[TensorUse, Recorded
 
     def has_samples(use: TensorUse) -> bool:
         if use not in known:
-            known[use] = any(leaf in samples for axis in axes.of(use) for leaf in leaves(axis) if leaf.size > 1)
+            known[use] = any(leaf in samples for axis in axes.of(use) if axis.size > 1 for leaf in leaves(axis))
         return known[use]
 
     sums: dict[TensorUse, RecordedCall] = {}

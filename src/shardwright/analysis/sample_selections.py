@@ -7,6 +7,7 @@ takes samples apart and puts them together again, as a loop over the samples of 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
 from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import RunAxes, leaves
+from shardwright.analysis.run_axes import RunAxes, leaves, unify
 
 NO_SAMPLE = -1
 """Stands for a row of a dim of samples that is of no sample, such as one that is concatenated to them."""
@@ -67,13 +68,27 @@ class SampleUse(NamedTuple):
     picked: RecordedCall | None = None
 
 
-def picking_calls(
-    recording: Recording, axes: RunAxes, trained: Collection[TensorUse], leading: Collection[TensorUse]
-) -> list[RecordedCall]:
-    """Returns the operators that pick samples by number, of which code combines what it picked with other samples.
+@dataclass
+class SampleFlow:
+    """What samples the values of a recorded run are made of, and the operators that combine some that code has picked.
 
-    One that permutes the samples is among them too. What is combined must be made of parameters (``trained``), and
-    outputs must depend on the result (``leading``).
+    Both are empty for a run whose code picks none by number. ``combined`` has the operator that picked, what was
+    combined, and the results.
+    """
+
+    values: dict[TensorUse, SampleUse] = field(default_factory=dict)
+    combined: list[tuple[RecordedCall, Sequence[TensorUse], Sequence[TensorUse]]] = field(default_factory=list)
+
+    def sample_of(self, use: TensorUse) -> int | None:
+        """Returns the number of the only sample that a value is made of, or None."""
+        value = self.values.get(use)
+        return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
+
+
+def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
+    """Returns what samples the values of a recorded run are made of, if its code picks some by number.
+
+    A dim that code has put together from all samples in order, as a loop over them does, gets their index in ``axes``.
     """
     batch = axes.of_samples(recording.inputs)
 
@@ -85,23 +100,53 @@ def picking_calls(
         return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
 
     if not any(map(may_pick, recording.calls)):
-        return []
-    found = _SampleFollower(recording, trained, leading)
+        return SampleFlow()
+    found = _SampleFollower(recording)
     for call in recording.calls:
         found.follow(call)
-    return list(found.picking)
+    source = next(use for use in recording.inputs if use.shape)
+    every = SampleDim(tuple(range(source.shape[0])))
+    for use, value in found.flow.values.items():
+        for axis, rows in zip(axes.of(use), value.dims, strict=True):
+            if rows == every:
+                unify(axis, axes.of(source)[0])
+    return found.flow
+
+
+def picking_calls(
+    flow: SampleFlow, trained: Collection[TensorUse], leading: Collection[TensorUse]
+) -> list[RecordedCall]:
+    """Returns the operators that pick samples by number, of which code combines what it picked with other samples.
+
+    One that permutes the samples is among them too. What is combined must be made of parameters (``trained``), and
+    outputs must depend on the result (``leading``).
+    """
+    found = dict[RecordedCall, None]()
+    for picked, operands, results in flow.combined:
+        is_trained = any(use in trained and use.dtype.is_floating_point for use in operands)
+        if is_trained and any(use in leading for use in results):
+            found[picked] = None
+    return list(found)
+
+
+def modules_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
+    """Returns the names of modules that read a parameter for each sample of the batch alone, as in a loop over it."""
+    count = next((use.shape[0] for use in recording.inputs if use.shape), 0)
+    found: dict[str, set[int]] = {}
+    for call in recording.calls:
+        if any(use.kind == "parameter" for use in call.operands):
+            numbers = {flow.sample_of(use) for use in call.operands}
+            found.setdefault(call.module, set()).update(number for number in numbers if number is not None)
+    return {module for module, numbers in found.items() if len(numbers) == count > 1}
 
 
 class _SampleFollower:
-    """What samples the values of a recorded run are made of, operator by operator (:meth:`follow`)."""
+    """Finds what samples the values of a recorded run are made of, operator by operator (:meth:`follow`)."""
 
-    def __init__(
-        self, recording: Recording, trained: Collection[TensorUse], leading: Collection[TensorUse]
-    ) -> None:  # fmt: skip
-        self._trained, self._leading = trained, leading
-        self._values: dict[TensorUse, SampleUse] = {}
+    def __init__(self, recording: Recording) -> None:
+        self.flow = SampleFlow()
+        self._values = self.flow.values
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
-        self.picking: dict[RecordedCall, None] = {}
         number = next((use.shape[0] for use in recording.inputs if use.shape), 0)
         for use in recording.inputs:
             if use.shape and use.shape[0] == number:
@@ -207,7 +252,20 @@ class _SampleFollower:
                 self._compare(call)
             elif len(known) > 1 and call.name not in ("cat", "stack"):
                 samples = None
+        if call.name in ("cat", "stack"):
+            dims = [self._put_together(call, dims[0])]
         return [SampleUse(samples, each, picked) for each in dims]
+
+    def _put_together(self, call: RecordedCall, dims: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
+        """Returns where a result holds samples, each of which an operator has put in place after another."""
+        dim = call.argument(1, "dim", 0) % max(len(dims), 1)
+        numbers = [self.flow.sample_of(use) for use in call.operands]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers) or not dims or dims[dim] is not None:
+            return dims
+        sizes = [use.shape[dim] if call.name == "cat" else 1 for use in call.operands]
+        each = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
+        return (*dims[:dim], _rows_of(each, SampleDim(())), *dims[dim + 1 :])
 
     def _compare(self, call: RecordedCall) -> None:
         """Notes what picked samples that a call combines with others."""
@@ -221,9 +279,7 @@ class _SampleFollower:
                 return
 
     def _note(self, picked: RecordedCall, operands: Sequence[TensorUse], results: Sequence[TensorUse]) -> None:
-        is_trained = any(use in self._trained and use.dtype.is_floating_point for use in operands)
-        if is_trained and any(use in self._leading for use in results):
-            self.picking[picked] = None
+        self.flow.combined.append((picked, operands, results))
 
     def _numbers(self, call: RecordedCall, size: int, dim: int) -> list[Sequence[int] | None]:
         """Returns, for each result of an operator that picks elements by number, which it has, or None."""

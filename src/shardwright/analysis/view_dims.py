@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from shardwright.analysis.dim_letters import Concat, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
+from shardwright.analysis.dim_letters import Concat, Dim, DimLetters, Dims, Role, Rule, all_whole, broadcast, rule
 from shardwright.analysis.recording import RecordedCall
 
 VIEW_RULES: dict[str, Rule] = {}
@@ -135,9 +135,15 @@ def _split(call: RecordedCall, a: DimLetters) -> Any:
     own = list(a.of([1 if d == dim else n for d, n in enumerate(x)]))
     pieces = [(a.piece(r.shape[dim]), r.shape[dim]) for r in call.results]
     outs = [(*own[:dim], piece, *own[dim + 1 :]) for piece, _ in pieces]
-    kept = tuple(piece for piece, n in pieces if n)
-    own[dim] = kept[0] if len(kept) == 1 else (Concat(kept),)
+    own[dim] = _joined(a, [piece for piece, n in pieces if n])
     return [tuple(own)], outs
+
+
+def _joined(a: DimLetters, pieces: Sequence[Dim]) -> Dim:
+    """Returns a dim that is the pieces end to end; where each has one element, an index of its own, needed whole."""
+    if len(pieces) > 1 and all(a.size(piece) == 1 for piece in pieces):
+        return a.new(len(pieces), Role.WHOLE)
+    return pieces[0] if len(pieces) == 1 else (Concat(tuple(pieces)),)
 
 
 @_rule("cat", "concat", "concatenate")
@@ -152,8 +158,7 @@ def _cat(call: RecordedCall, a: DimLetters) -> Any:
         else:
             operands.append((*rest[:dim], a.piece(v.shape[dim]), *rest[dim + 1 :]))
     joined = [o[dim] for o, v in zip(operands, call.operands, strict=True) if len(v.shape) == len(y) and v.shape[dim]]
-    pieces = tuple(joined)
-    return operands, [(*rest[:dim], pieces[0] if len(pieces) == 1 else (Concat(pieces),), *rest[dim + 1 :])]
+    return operands, [(*rest[:dim], _joined(a, joined), *rest[dim + 1 :])]
 
 
 @_rule("stack")

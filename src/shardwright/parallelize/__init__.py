@@ -49,6 +49,7 @@ from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.keyed_draws import key_draws
 from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
+from shardwright.strategies.pipeline.cut_model import runs_on_parts
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
@@ -179,7 +180,10 @@ def _started(
         cuts_batch = _cuts_batch(plan)
         cuts = cuts_batch or plan.stages is not None
         apart = (several and not layout.own_statistics) or bool(plan.row_axes)
-        draws.check(are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch)
+        draws.check(
+            are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch,
+            cut_layers=_cut_layers(plan, plan.mesh.coord(world.rank)),
+        )  # fmt: skip
     everyone = world.everyone()
     check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
@@ -281,6 +285,14 @@ def _run_of(
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
     join_by_hand(executor, plan, axes, shard)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every)
+
+
+def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
+    """Returns the names of modules that hold parts of activations, without a record of which parts; "" is the model."""
+    if plan.token_axes:
+        return {""}
+    layers = () if runs_on_parts(plan) else (*plan.roles, *plan.notes)
+    return {path for path in layers if path} | {*plan.slices(coord), *plan.row_moves}
 
 
 def _cuts_batch(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, handl
 
 from shardwright.analysis.checkpoint_calls import CheckpointCall, checkpoint_call, saved_by
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
-from shardwright.analysis.draws import FIRST, MIXED, SELECTED, Draws, SamplePlace
+from shardwright.analysis.draws import ALONE, FIRST, MIXED, SELECTED, Draws, SamplePlace
 from shardwright.analysis.structure import is_inside
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
@@ -198,7 +198,14 @@ class KeyedDraws(TorchFunctionMode):
         drawn tensor. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole tensor a drawn
         tensor of this shape is, and ``cuts`` are slices of other dims.
         """
+        loop, sample = None if self.draws is None else self.draws.loops.get(path), None
+        if loop is not None and loop.in_call:
+            number, sample = loop.recorded(number, len(samples))
+        elif loop is not None:
+            call, sample = loop.recorded(call, len(samples))
         key = f"{path}#{call}/{number}"
+        if sample is not None:
+            return KeyedNumbers(self.rng, key, ALONE, samples[sample : sample + 1], device)
         place = self.place(path, call, number)
         if place == MIXED and path in self.shared and self.cuts_code:
             raise PlanError(
@@ -208,7 +215,7 @@ class KeyedDraws(TorchFunctionMode):
                 allowed="a module that one stage has; layouts of tp without mb",
                 fix="give each module that selects rows a dropout of its own",
             )
-        if place in (MIXED, SELECTED):  # one rank has all samples
+        if place in (ALONE, MIXED, SELECTED):  # one rank has all samples
             place = None
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
 
@@ -341,10 +348,12 @@ def key_draws(
     of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
     others = set()
     for path, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
-            continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
         places = {FIRST} if drawing is None else drawing.get(path, {FIRST})
-        if type(module) in KEYED and (places == {FIRST} or (path in of_layer and places.isdisjoint((MIXED, SELECTED)))):
+        if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and ALONE not in places:
+            continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
+        if type(module) in KEYED and (
+            places == {FIRST} or (path in of_layer and places.isdisjoint((ALONE, MIXED, SELECTED)))
+        ):
             continue
         draws_itself = _may_draw(module) if drawing is None else path in drawing
         selects = draws is not None and path in draws.selecting

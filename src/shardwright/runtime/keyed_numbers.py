@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.analysis.draws import SamplePlace
+from shardwright.analysis.draws import ALONE, SamplePlace
 from shardwright.element_hash import HeldDim, random_bits
 from shardwright.errors import EXAMPLE, PlanError
 from shardwright.rng import DimSlice, RngTracker, dropout_factors, held_of, least_kept, sample_indices
@@ -28,9 +28,10 @@ class KeyedNumbers:
 
     Each method returns a tensor on ``device`` of the shape of ``like``, a tensor or a shape. ``key`` identifies the
     draw, ``samples`` are the indices of the tensor's samples in the global batch, and ``place`` says in which dim, or
-    factor of a dim, the tensor has them. Without a ``place``, a number depends on the key and the element's index in
-    the tensor. If ``like`` is a rank's shard of a whole tensor, the result is the same shard of the whole tensor's
-    numbers. Where sequences are sharded, ``tokens(shape)`` returns which slice of the whole a tensor of this shape is.
+    factor of a dim, the tensor has them; :data:`ALONE` if it is of one sample. Without a ``place``, a number depends on
+    the key and the element's index in the tensor. If ``like`` is a rank's shard of a whole tensor, the result is the
+    same shard of the whole tensor's numbers. Where sequences are sharded, ``tokens(shape)`` returns which slice of the
+    whole a tensor of this shape is.
     ``cuts`` are the slices of dims that a tensor holds which does not say so itself.
 
     Raises: PlanError, from each method: the size of the dim in ``place`` does not fit the number of samples.
@@ -74,10 +75,12 @@ class KeyedNumbers:
     def _bits(
         self, shape: tuple[int, ...], cuts: tuple[DimSlice, ...], least: int | None = None, stream: int = 0
     ) -> Tensor:
-        at = None if self.place is None or not shape else self.place.dim
+        is_alone = self.place == ALONE
+        at = None if self.place is None or is_alone or not shape else self.place.dim
         dims = held_of(shape, (*cuts, *(() if self.tokens is None else self.tokens(shape))))
         if at is None:
             within = sample = torch.zeros(1, dtype=torch.int64, device=self.device)
+            sample = sample_indices(self.samples, self.device) if is_alone else sample
         else:
             sample, within = self._within(dims.pop(at))
         words = self.rng.words(f"{self.key}~{stream}" if stream else self.key)

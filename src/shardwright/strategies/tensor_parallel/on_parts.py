@@ -166,8 +166,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
-    if mode.row_axes and _may_read_by_values(job.model, run.recording):
-        return None  # ranks whose samples select other experts would gather other weights
+    if mode.row_axes and (run.modules_by_sample or _may_read_by_values(job.model, run.recording)):
+        return None  # ranks with other samples, or other numbers of them, would gather other weights
     cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)

@@ -163,9 +163,10 @@ class TensorParallel:
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
         """Returns the layers that ranks may not share in the way they are called, each with the reason.
 
-        Those are layers whose calls depend on activations, as those of experts do, if an axis cuts samples: ranks would
-        call different layers, and wait for each other in their collectives. What a module calls before it selects by
-        values is not among them. So are layers that are called inside a transform such as ``torch.vmap``, which takes
+        Those are layers whose calls depend on activations, as those of experts do, or that are called for one sample
+        after another, if an axis cuts samples: ranks would call different layers, or as often as they have samples, and
+        wait for each other in their collectives. What a module calls before it selects by values is not among them. So
+        are layers that are called inside a transform such as ``torch.vmap``, which takes
         no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in place
         of their parameters.
         """
@@ -178,6 +179,8 @@ class TensorParallel:
             found |= dict.fromkeys(
                 sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
             )
+        by_sample = run.modules_by_sample if mode.row_axes else set()
+        found |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
         for path, _, _, name in owners(job.model):

@@ -1,0 +1,90 @@
+"""Finds modules that draw random numbers for one sample of a batch after another, as code that loops over it does.
+
+A rank, or a microbatch, that has fewer samples makes fewer of these draws. So the number of a draw, or of a call of the
+module, is translated to the one that the recorded forward has for the same sample of its batch::
+
+    recorded, 5 samples      draw 0    1 2   3 4   5 6   7 8   9 10   11    two for each sample, one before and after
+    a rank with 2 samples    draw 0    1 2   3 4   5                        its draw 5 is the recorded draw 11
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+
+class SampleLoop(NamedTuple):
+    """The draws of a module that code makes for one sample after another, among all its draws.
+
+    Its turns are its draws in one call if ``in_call``, and else its calls. Of these, ``first`` come before the loop,
+    ``every`` are for each sample, and the others come after it. The record has ``num_samples`` samples.
+    """
+
+    first: int
+    every: int
+    num_samples: int
+    in_call: bool
+
+    def recorded(self, turn: int, count: int) -> tuple[int, int | None]:
+        """Returns the recorded turn that does the same as a ``turn`` among ``count`` samples, and the sample's index.
+
+        The recorded turn is that of the first sample; the index is None for a turn outside of the loop.
+
+        >>> loop = SampleLoop(first=1, every=2, num_samples=5, in_call=True)
+        >>> [loop.recorded(turn, count=2) for turn in range(6)]
+        [(0, None), (1, 0), (2, 0), (1, 1), (2, 1), (11, None)]
+        """
+        inside = turn - self.first
+        if inside < 0:
+            return turn, None
+        if inside >= self.every * count:
+            return turn + self.every * (self.num_samples - count), None
+        return self.first + inside % self.every, inside // self.every
+
+
+def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], count: int) -> dict[str, SampleLoop | None]:
+    """Returns the loops over the ``count`` samples of a recorded batch, by the module that draws in them.
+
+    ``samples`` has, by the module's name and the number of its call, the sample for which each draw of the call is
+    made, or None for a draw that is for no sample alone. The result has None for a module that draws for each sample
+    alone in another way, such as by two loops, and nothing for one that does not.
+
+    >>> sample_loops({"drop": {call: [call] for call in range(3)}}, 3)
+    {'drop': SampleLoop(first=0, every=1, num_samples=3, in_call=False)}
+    >>> sample_loops({"gru": {0: [None, 0, 0, 1, 1, 2, 2]}}, 3)
+    {'gru': SampleLoop(first=1, every=2, num_samples=3, in_call=True)}
+    >>> sample_loops({"drop": {0: [None]}, "both": {0: [0, 1, 2, 2, 1, 0]}, "first": {0: [0]}}, 3)
+    {'both': None}
+    """
+    found: dict[str, SampleLoop | None] = {}
+    for path, calls in samples.items():
+        if count > 1 and {*chain.from_iterable(calls.values())} >= {*range(count)}:
+            found[path] = _over_draws(calls, count) or _over_calls(calls, count)
+    return found
+
+
+def _over_draws(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
+    """Returns a loop inside of the module's calls, each of which draws alike; else None."""
+    every = list(calls.values())
+    return _loop(every[0], count, in_call=True) if all(each == every[0] for each in every) else None
+
+
+def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
+    """Returns a loop that calls the module for one sample after another; else None."""
+    if [*calls] != [*range(len(calls))] or any(len(set(each)) > 1 for each in calls.values()):
+        return None
+    loop = _loop([each[0] for each in calls.values()], count, in_call=False)
+    if loop is None:
+        return None
+    like = [len(calls[loop.recorded(call, count)[0]]) for call in calls]  # how often the same call draws elsewhere
+    return loop if like == [len(each) for each in calls.values()] else None
+
+
+def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLoop | None:
+    """Returns the loop if ``turns`` are for the samples in order, each equally often and in a row; else None."""
+    inside = [sample for sample in turns if sample is not None]
+    every = len(inside) // count
+    first = turns.index(0)
+    in_order = [number for number in range(count) for _ in range(every)]
+    return SampleLoop(first, every, count, in_call) if [*turns[first : first + len(inside)]] == in_order else None

@@ -1,0 +1,206 @@
+"""Code that computes one sample after another, with dropout and other draws, equals one device under every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from shardwright import verify
+from shardwright.errors import LayoutError, PlanError
+
+SAMPLES, TOKENS, WIDTH, CLASSES = 7, 5, 8, 4
+LAYOUTS = ("dp2", "dp3 mb2", "dp2/zero3", "mb2", "tp2", "pp2/1f1b mb2 dp2/zero1")
+CUT_ROWS = ("dp2 tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d")
+
+
+class Loop(nn.Module):
+    """Calls ``each`` for each sample, and joins what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(WIDTH, CLASSES)
+
+    def mlp(self, x):
+        return self.down(functional.relu(self.up(x)))
+
+    def each(self, sample):
+        return self.drop(self.mlp(sample)).mean(0)
+
+    def forward(self, x):
+        return self.head(torch.stack([self.each(sample) for sample in x]))
+
+
+class InPlace(Loop):
+    def each(self, sample):
+        return self.mlp(functional.dropout(sample, 0.3, self.training)).mean(0)
+
+    def forward(self, x):
+        x = functional.dropout(x, 0.2, self.training)  # before the loop, of all samples
+        joined = torch.cat([self.each(part[0])[None] for part in x.split(1)])
+        return self.head(functional.dropout(joined, 0.2, self.training))  # and after it
+
+
+class Inside(Loop):
+    """A loop over the tokens of each sample, as of a recurrent network, with two draws for each."""
+
+    def each(self, sample):
+        state = sample.new_zeros(WIDTH)
+        for token in sample:
+            state = self.drop(torch.tanh(self.mlp(token + self.drop(state))))
+        return state + 0.1 * torch.randn_like(state)
+
+
+class Attends(Loop):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def each(self, sample):
+        q, k, v = self.qkv(sample).view(-1, 3, 2, WIDTH // 2).permute(1, 2, 0, 3)
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
+        return self.mlp(mixed.transpose(0, 1).reshape(-1, WIDTH)).mean(0)
+
+
+class OfTorch(Loop):
+    """A layer of torch, with an attention that draws inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.2, batch_first=True)
+
+    def each(self, sample):
+        return self.layer(sample[None])[0].mean(0)
+
+
+class Checkpointed(Loop):
+    def each(self, sample):
+        return checkpoint(self.mlp_dropped, sample, use_reentrant=False).mean(0)
+
+    def mlp_dropped(self, x):
+        return functional.dropout(self.mlp(x), 0.3, self.training)
+
+
+class BesideLoop(Loop):
+    """Has layers that all samples go through at once, which a layout that cuts rows cuts too."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, WIDTH))
+
+    def forward(self, x):
+        return super().forward(x + self.wide(x))
+
+
+class Blocks(nn.Module):
+    """Modules that each loop over the samples, under ``recompute`` too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(InBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class InBlock(Loop):
+    def forward(self, x):
+        return x + torch.stack([functional.dropout(self.mlp(sample), 0.3, self.training) for sample in x])
+
+
+def verdict_of(model, line):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator)
+    targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return verify(model, line, [(x, targets), (x + 1, targets)], loss=nn.CrossEntropyLoss())
+
+
+def models(*classes, lines=LAYOUTS):
+    return [pytest.param(each, line, id=f"{each.__name__}-{line}") for each in classes for line in lines]
+
+
+@pytest.mark.parametrize(("model", "line"), [
+    *models(Loop, InPlace, Attends),
+    *models(BesideLoop, lines=(*LAYOUTS, *CUT_ROWS)),
+    *models(Inside, OfTorch, lines=[line for line in LAYOUTS if "tp" not in line]),
+    *models(Checkpointed, lines=[line for line in LAYOUTS if "tp" not in line and "pp" not in line]),
+    *models(Blocks, lines=(*LAYOUTS, "dp2 mb2 recompute:full", "pp2 mb2 dp2 tp2")),
+])  # fmt: skip
+@pytest.mark.sampled(6)
+def test_draws_for_one_sample_after_another_are_those_of_one_device(model, line):
+    torch.manual_seed(0)
+    verdict = verdict_of(model(), line)
+    assert verdict.equal, str(verdict)
+
+
+class Twice(Loop):
+    def forward(self, x):
+        first = torch.stack([self.drop(self.mlp(sample)) for sample in x])
+        return self.head(torch.stack([self.drop(sample).mean(0) for sample in first]))
+
+
+class Backwards(Loop):
+    def forward(self, x):
+        return self.head(torch.stack([self.each(x[number]) for number in reversed(range(len(x)))][::-1]))
+
+
+@pytest.mark.parametrize("model", [Twice, Backwards])
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_draws_for_one_sample_in_another_order_are_refused_where_the_batch_is_cut(model, line):
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match="'drop' draws random numbers for one sample at a time, and not in one loop"):
+        verdict_of(model(), line)
+    assert verdict_of(model(), "tp2").equal
+
+
+def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
+    with pytest.raises(
+        PlanError, match=r"'layer.*' draws random numbers for one sample at a time, of which a rank has"
+    ):
+        verdict_of(OfTorch(), "tp2")
+
+
+@pytest.mark.parametrize("line", CUT_ROWS)
+def test_ranks_that_have_other_samples_do_not_share_layers_that_are_called_for_each(line):
+    with pytest.raises(LayoutError, match="is kept whole: it is called for one sample after another"):
+        verdict_of(Loop(), line)
+
+
+JOINED = {
+    "stack": lambda model, x: torch.stack([model.mlp(sample) for sample in x]),
+    "cat": lambda model, x: torch.cat([model.mlp(part) for part in x.split(1)]),
+    "cat of slices": lambda model, x: torch.cat([model.mlp(x[number : number + 1]) for number in range(len(x))]),
+    "masked scatter": lambda model, x: model.mlp(x).masked_scatter(x > 1e9, torch.zeros_like(x)),
+    "diagonal": lambda model, x: torch.diag_embed(model.mlp(x)).sum(-1),
+    "bilinear": lambda model, x: functional.bilinear(model.mlp(x), x, model.table),
+}
+
+
+class Centred(Loop):
+    """Subtracts the mean over the batch from what code has joined."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined, self.table = JOINED[joined], nn.Parameter(torch.randn(WIDTH, WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = self.joined(self, x)
+        return self.head((x - x.mean(0)).mean(1))
+
+
+@pytest.mark.parametrize("joined", JOINED)
+def test_a_mean_over_samples_that_code_has_joined_is_refused(joined):
+    with pytest.raises(LayoutError, match="computes a sample's values from other samples of the batch"):
+        verdict_of(Centred(joined), "dp2")
+
+
+@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.sampled(2)
+def test_where_all_samples_are_on_each_rank_it_is_not(joined):
+    assert verdict_of(Centred(joined), "tp2").equal
