@@ -150,11 +150,19 @@ class Backwards(Loop):
         return self.head(torch.stack([self.each(x[number]) for number in reversed(range(len(x)))][::-1]))
 
 
-@pytest.mark.parametrize("model", [Twice, Backwards])
+class NoiseOfShape(Loop):
+    """Noise that no function makes from the sample, of which the record cannot tell whose it is."""
+
+    def each(self, sample):
+        noise = torch.randn(sample.shape, dtype=sample.dtype, device=sample.device)
+        return self.mlp(sample + noise).mean(0)
+
+
+@pytest.mark.parametrize("model", [Twice, Backwards, NoiseOfShape])
 @pytest.mark.parametrize("line", ["dp2", "mb2"])
 def test_draws_for_one_sample_in_another_order_are_refused_where_the_batch_is_cut(model, line):
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="'drop' draws random numbers for one sample at a time, and not in one loop"):
+    with pytest.raises(PlanError, match="draws random numbers for one sample at a time, and not in one loop"):
         verdict_of(model(), line)
     assert verdict_of(model(), "tp2").equal
 

@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
@@ -132,6 +132,11 @@ class Draws:
             raise KeyError(key)
         return like.pop()
 
+    def drawn_for_each(self, modules: Collection[str]) -> Draws:
+        """Returns the same, where ``modules`` draw as often as there are samples, though for no sample's tensor."""
+        places = {key: ALONE if key[0] in modules and place is None else place for key, place in self.places.items()}
+        return replace(self, places=places, loops={p: loop for p, loop in self.loops.items() if p not in modules})
+
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
         """Returns, by module name, in which dims the drawn tensors hold the samples; None for one without samples."""
         found: dict[str, set[SamplePlace | None]] = {}
@@ -207,7 +212,8 @@ class Draws:
                     given=f"{self.functions[key]}, under a layout that cuts the batch, so that ranks draw less often",
                     allowed="one loop over the samples in order, with as many draws for each; layouts of tp and pp "
                     "without mb",
-                    fix="draw for all samples at once, draw in one loop for each module, or set a dropout's p to 0",
+                    fix="draw for all samples at once, or in one loop for each module, by functions of the sample's "
+                    "tensor such as torch.randn_like, or set a dropout's p to 0",
                 )
             if place == MIXED:
                 function = next(name for (other, _, _), name in self.functions.items() if other == path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ class RecordedRun:
     others: Sequence[str]
     seeded: Sequence[str] = ()
     seeds: Sequence[DrawKey] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the recorded batch."""
+        return next((use.shape[0] for use in self.recording.inputs if use.shape), 1)
 
     @cached_property
     def axes(self) -> RunAxes:
@@ -193,7 +199,19 @@ class ModelGraph:
         library that draw by plain dropout, if at all, is not recorded either: it needs no record.
         """
         found = self._of_own_code
-        return None if found is None else found.draws
+        return None if found is None else self._draws
+
+    @cached_property
+    def _draws(self) -> Draws:
+        """The draws of the recorded forward; where it draws often without samples, a second record shows for whom."""
+        run = self.run
+        without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
+        often = {path for path, number in without.items() if number >= run.num_samples}
+        other = self._as_given if often else None
+        if not isinstance(other, RecordedRun) or other.num_samples == run.num_samples:
+            return run.draws
+        here, there = (Counter(each.key[0] for each in each_run.found) for each_run in (run, other))
+        return run.draws.drawn_for_each({path for path in often if here[path] != there[path]})
 
     def written_parameters(self, *, replaced_only: bool = False, converted: bool = False) -> Mapping[str, str]:
         """Returns the parameters that the model's own code writes to, each with the module whose code does.
