@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
 from shardwright import verify
 from shardwright.errors import LayoutError, PlanError
 
@@ -137,6 +140,41 @@ def test_draws_for_one_sample_after_another_are_those_of_one_device(model, line)
     torch.manual_seed(0)
     verdict = verdict_of(model(), line)
     assert verdict.equal, str(verdict)
+
+
+class OfPictures(Loop):
+    """Takes a list of inputs of several sizes, as detectors do: no tensor has the samples in a dim."""
+
+    def forward(self, pictures):
+        return self.head(torch.stack([self.each(picture) for picture in pictures]))
+
+
+class CentredPictures(OfPictures):
+    def forward(self, pictures):
+        found = torch.stack([self.mlp(picture).mean(0) for picture in pictures])
+        return self.head(found - found.mean(0))
+
+
+def verdict_of_list(model, line):
+    generator = torch.Generator().manual_seed(0)
+    pictures = [torch.randn(2 + number % 3, WIDTH, generator=generator) for number in range(SAMPLES)]
+    targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return verify(model, line, [(sw.per_sample(pictures), targets)] * 2, loss=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.sampled(2)
+def test_draws_for_the_entries_of_a_list_are_those_of_one_device(line):
+    torch.manual_seed(0)
+    verdict = verdict_of_list(OfPictures(), line)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize(("line", "is_cut"), [("dp2", True), ("mb2", True), ("tp2", False)])
+def test_a_mean_over_the_entries_of_a_list_is_refused_where_the_batch_is_cut(line, is_cut):
+    torch.manual_seed(0)
+    with pytest.raises(LayoutError, match="from other samples of the batch") if is_cut else nullcontext():
+        assert verdict_of_list(CentredPictures(), line).equal
 
 
 class Twice(Loop):

@@ -250,7 +250,7 @@ def draws_of(
     }
     places = {each.key: _place(each.use, recording, axes) for each in found}
     alone = _drawn_alone(found, flow, places)
-    loops = sample_loops(alone, next((use.shape[0] for use in recording.inputs if use.shape), 1))
+    loops = sample_loops(alone, recording.num_samples)
     for path, call, number in places:
         if path in loops and alone[path][call][number] is not None:
             places[path, call, number] = ALONE
@@ -294,7 +294,7 @@ def _drawn_alone(
     samples: dict[str, dict[int, list[int | None]]] = {}
     for key, use, *_ in found:
         path, call, _ = key
-        sample = flow.sample_of(use) if places[key] is None else None
+        sample = flow.sample_of(use) if places[key] in (None, MIXED) else None
         samples.setdefault(path, {}).setdefault(call, []).append(sample)
     return samples
 
@@ -392,7 +392,7 @@ def _state_of(state: Any) -> tuple[Any, ...]:
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:
     batch = axes.of_samples(recording.inputs)
-    count = next(given.shape[0] for given in recording.inputs if given.shape)
+    count = recording.num_samples
     dims = axes.of(use)
     at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
     if not at and axes.of_samples(recording.packed_inputs) & {leaf for axis in dims for leaf in leaves(axis)}:

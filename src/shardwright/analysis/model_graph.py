@@ -57,11 +57,6 @@ class RecordedRun:
     seeded: Sequence[str] = ()
     seeds: Sequence[DrawKey] = ()
 
-    @property
-    def num_samples(self) -> int:
-        """The number of samples in the recorded batch."""
-        return next((use.shape[0] for use in self.recording.inputs if use.shape), 1)
-
     @cached_property
     def axes(self) -> RunAxes:
         """Which dims of the run's tensors must be sharded alike (:class:`RunAxes`)."""
@@ -206,9 +201,9 @@ class ModelGraph:
         """The draws of the recorded forward; where it draws often without samples, a second record shows for whom."""
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
-        often = {path for path, number in without.items() if number >= run.num_samples}
+        often = {path for path, number in without.items() if number >= run.recording.num_samples}
         other = self._as_given if often else None
-        if not isinstance(other, RecordedRun) or other.num_samples == run.num_samples:
+        if not isinstance(other, RecordedRun) or other.recording.num_samples == run.recording.num_samples:
             return run.draws
         here, there = (Counter(each.key[0] for each in each_run.found) for each_run in (run, other))
         return run.draws.drawn_for_each({path for path in often if here[path] != there[path]})

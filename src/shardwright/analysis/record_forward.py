@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.hidden_outputs import unseen_outputs
-from shardwright.analysis.marked_inputs import marks_in, packed_in, sample_tensors
+from shardwright.analysis.marked_inputs import SampleRows, SampleValues, marks_in, packed_in, sample_tensors
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.module_log import ModuleLog
 from shardwright.analysis.own_functions import record_own_functions
-from shardwright.analysis.recording import Recorded, Recording
+from shardwright.analysis.recording import Recorded, Recording, TensorUse
 
 
 def record_forward(
@@ -61,6 +61,7 @@ def _record(
         for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
             found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
                       if isinstance(tensor, Tensor)]  # fmt: skip
+        _note_lists(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -71,3 +72,14 @@ def _record(
         recording.uses = list(running.uses)
         record_own_functions(tensors, recorded)
     return recording, recorded.num_guessed
+
+
+def _note_lists(marks: Sequence[SampleRows | SampleValues], recorded: Recorded) -> None:
+    """Notes whose sample the tensors in lists of samples are, and how many samples there are if no tensor tells."""
+    recording = recorded.recording
+    for mark in marks:
+        for number, entry in enumerate(mark.entries if isinstance(mark, SampleValues) else ()):
+            uses = (recorded.use(leaf) for leaf in tree_leaves(entry) if isinstance(leaf, Tensor))
+            recording.listed_inputs.update((use, number) for use in uses)
+    if marks and not any(use.shape for use in recording.inputs):
+        recording.inputs.append(TensorUse((marks[0].num_samples,), torch.int64, "input"))

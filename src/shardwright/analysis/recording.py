@@ -104,10 +104,12 @@ class Recording:
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
-    """The inputs that have samples in dim 0. ``marked_inputs`` are those that are marked to have none, of which
-    ``packed_inputs`` have rows of samples."""
+    """The inputs that have samples in dim 0; where none has, one that no code reads stands for them.
+    ``marked_inputs`` are those that are marked to have none, of which ``packed_inputs`` have rows of samples."""
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
+    listed_inputs: dict[TensorUse, int] = field(default_factory=dict)
+    """The tensors in lists that have an entry for each sample, each with the number of its sample."""
     outputs: list[TensorUse] = field(default_factory=list)
     hidden_in: type | None = None
     """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""
@@ -150,6 +152,11 @@ class Recording:
 
     guess: bool | None = None
     """What conditions counted as on values that only a real run has; None if there was none."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the recorded batch; 1 where no input has samples."""
+        return next((use.shape[0] for use in self.inputs if use.shape), 1)
 
     @property
     def parameters_used(self) -> set[str]:

@@ -114,7 +114,7 @@ def meetings(recording: Recording, axes: RunAxes, flow: SampleFlow) -> dict[tupl
     (:func:`follow_samples`); an empty one has none, as where some inputs have other things than samples in dim 0.
     """
     batch = axes.of_samples(recording.inputs)
-    count = next((use.shape[0] for use in recording.inputs if use.shape), 1)
+    count = recording.num_samples
     sums, found = _sums(recording, axes)[0], dict[tuple[str, str], None]()
     trained, leading = _trained(recording), _leading(recording)
 

@@ -72,7 +72,7 @@ class SampleUse(NamedTuple):
 class SampleFlow:
     """What samples the values of a recorded run are made of, and the operators that combine some that code has picked.
 
-    Both are empty for a run whose code picks none by number. ``combined`` has the operator that picked, what was
+    Both are empty for a run whose code picks none. ``combined`` has the operator that picked, what was
     combined, and the results.
     """
 
@@ -86,7 +86,7 @@ class SampleFlow:
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
-    """Returns what samples the values of a recorded run are made of, if its code picks some by number.
+    """Returns what samples the values of a recorded run are made of, if its code picks some by number, or from a list.
 
     A dim that code has put together from all samples in order, as a loop over them does, gets their index in ``axes``.
     """
@@ -99,7 +99,7 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
             return False
         return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
 
-    if not any(map(may_pick, recording.calls)):
+    if not recording.listed_inputs and not any(map(may_pick, recording.calls)):
         return SampleFlow()
     found = _SampleFollower(recording)
     for call in recording.calls:
@@ -131,7 +131,7 @@ def picking_calls(
 
 def modules_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
     """Returns the names of modules that read a parameter for each sample of the batch alone, as in a loop over it."""
-    count = next((use.shape[0] for use in recording.inputs if use.shape), 0)
+    count = recording.num_samples
     found: dict[str, set[int]] = {}
     for call in recording.calls:
         if any(use.kind == "parameter" for use in call.operands):
@@ -147,10 +147,11 @@ class _SampleFollower:
         self.flow = SampleFlow()
         self._values = self.flow.values
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
-        number = next((use.shape[0] for use in recording.inputs if use.shape), 0)
+        for use, number in recording.listed_inputs.items():
+            self._values[use] = SampleUse(frozenset((number,)), _none(use))
         for use in recording.inputs:
-            if use.shape and use.shape[0] == number:
-                rows = SampleDim(tuple(range(number)))
+            if use.shape and use.shape[0] == recording.num_samples:
+                rows = SampleDim(tuple(range(recording.num_samples)))
                 self._values[use] = SampleUse(frozenset(rows.rows), (rows, *(None for _ in use.shape[1:])))
             else:
                 self._values[use] = SampleUse(None, tuple(None for _ in use.shape))
