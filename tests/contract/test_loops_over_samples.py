@@ -162,6 +162,23 @@ def verdict_of_list(model, line):
     return verify(model, line, [(sw.per_sample(pictures), targets)] * 2, loss=nn.CrossEntropyLoss())
 
 
+class OfRows(Loop):
+    """Takes the rows of all samples in one tensor, as of pictures of several sizes, and splits it."""
+
+    def forward(self, rows, lengths):
+        return self.head(torch.stack([self.each(sample) for sample in rows.split(lengths.tolist())]))
+
+
+@pytest.mark.parametrize("line", [line for line in LAYOUTS if line != "tp2"])
+@pytest.mark.sampled(1)
+def test_draws_for_the_rows_of_each_sample_are_those_of_one_device(line):
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 1, 4, 2, 5, 3, 2])
+    inputs = sw.packed(torch.randn(20, WIDTH), lengths), lengths
+    verdict = verify(OfRows(), line, [(inputs, torch.arange(SAMPLES) % CLASSES)] * 2, loss=nn.CrossEntropyLoss())
+    assert verdict.equal, str(verdict)
+
+
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.sampled(2)
 def test_draws_for_the_entries_of_a_list_are_those_of_one_device(line):

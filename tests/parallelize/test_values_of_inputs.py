@@ -145,6 +145,7 @@ def test_layouts_of_a_model_that_reads_its_inputs_are_priced():
     assert plans.best.traffic_by_axis == {"pp": 2 * len(ids) * TOKENS * WIDTH * 4}  # one value, and its gradient
 
 
+@pytest.mark.filterwarnings("ignore:'the model' takes a decision by a sum over all samples")
 @pytest.mark.parametrize("line", ["dp2", "pp2 mb2"])
 def test_what_a_rehearsal_cannot_know_is_refused_by_name(line):
     class Decides(ImagesAndText):

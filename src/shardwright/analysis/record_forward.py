@@ -61,7 +61,7 @@ def _record(
         for found, marks in ((recording.marked_inputs, marks_in(inputs)), (recording.packed_inputs, packed_in(inputs))):
             found += [recorded.use(tensor, "input") for mark in marks for tensor in tree_leaves(mark)
                       if isinstance(tensor, Tensor)]  # fmt: skip
-        _note_lists(packed_in(inputs), recorded)
+        _note_samples(packed_in(inputs), recorded)
         with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -74,12 +74,15 @@ def _record(
     return recording, recorded.num_guessed
 
 
-def _note_lists(marks: Sequence[SampleRows | SampleValues], recorded: Recorded) -> None:
-    """Notes whose sample the tensors in lists of samples are, and how many samples there are if no tensor tells."""
+def _note_samples(marks: Sequence[SampleRows | SampleValues], recorded: Recorded) -> None:
+    """Notes whose sample the rows of packed tensors and the entries of lists are, and how many samples there are."""
     recording = recorded.recording
     for mark in marks:
+        if isinstance(mark, SampleRows):
+            rows = tuple(number for number, count in enumerate(mark.counts) for _ in range(count))
+            recording.rows_of_samples[recorded.use(mark.tensor)] = rows
         for number, entry in enumerate(mark.entries if isinstance(mark, SampleValues) else ()):
             uses = (recorded.use(leaf) for leaf in tree_leaves(entry) if isinstance(leaf, Tensor))
-            recording.listed_inputs.update((use, number) for use in uses)
+            recording.rows_of_samples.update((use, (number,)) for use in uses)
     if marks and not any(use.shape for use in recording.inputs):
         recording.inputs.append(TensorUse((marks[0].num_samples,), torch.int64, "input"))

@@ -108,8 +108,8 @@ class Recording:
     ``marked_inputs`` are those that are marked to have none, of which ``packed_inputs`` have rows of samples."""
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
-    listed_inputs: dict[TensorUse, int] = field(default_factory=dict)
-    """The tensors in lists that have an entry for each sample, each with the number of its sample."""
+    rows_of_samples: dict[TensorUse, tuple[int, ...]] = field(default_factory=dict)
+    """The sample of each row of the ``packed_inputs``; those of a list, which are of one sample, have its number alone."""
     outputs: list[TensorUse] = field(default_factory=list)
     hidden_in: type | None = None
     """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""

@@ -86,7 +86,7 @@ class SampleFlow:
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
-    """Returns what samples the values of a recorded run are made of, if its code picks some by number, or from a list.
+    """Returns what samples the values of a recorded run are made of, if code picks some by number, or inputs have rows of them.
 
     A dim that code has put together from all samples in order, as a loop over them does, gets their index in ``axes``.
     """
@@ -99,7 +99,7 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
             return False
         return any(not batch.isdisjoint(leaves(axis)) for axis in axes.of(first))
 
-    if not recording.listed_inputs and not any(map(may_pick, recording.calls)):
+    if not recording.rows_of_samples and not any(map(may_pick, recording.calls)):
         return SampleFlow()
     found = _SampleFollower(recording)
     for call in recording.calls:
@@ -147,8 +147,9 @@ class _SampleFollower:
         self.flow = SampleFlow()
         self._values = self.flow.values
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
-        for use, number in recording.listed_inputs.items():
-            self._values[use] = SampleUse(frozenset((number,)), _none(use))
+        for use, rows_of in recording.rows_of_samples.items():
+            first = SampleDim(rows_of) if use.shape and use.shape[0] == len(rows_of) > 1 else None
+            self._values[use] = SampleUse(frozenset(rows_of), (first, *_none(use)[1:]) if use.shape else ())
         for use in recording.inputs:
             if use.shape and use.shape[0] == recording.num_samples:
                 rows = SampleDim(tuple(range(recording.num_samples)))
