@@ -118,7 +118,8 @@ def packed(tensor: Tensor, counts: Iterable[int]) -> SampleRows:
     The patches of pictures of several sizes are given so, and the sizes of a sample's pictures. Each rank and
     microbatch is given the rows of its own samples, and the model is called with the tensor itself. Mark it in the
     example and in each batch. What mixes the rows of several samples, as a batch norm over them does, is not seen;
-    dropout of the rows is refused, but for that of each sample's in a loop over the samples. The mark's attributes are ``tensor`` and ``counts``.
+    dropout of the rows is refused, but for that of each sample's in a loop over the samples. The mark's attributes are
+    ``tensor`` and ``counts``.
 
     Raises: PlanError: it is not given a tensor, or the counts do not add up to its size in dim 0.
 

@@ -109,7 +109,7 @@ class Recording:
     marked_inputs: list[TensorUse] = field(default_factory=list)
     packed_inputs: list[TensorUse] = field(default_factory=list)
     rows_of_samples: dict[TensorUse, tuple[int, ...]] = field(default_factory=dict)
-    """The sample of each row of the ``packed_inputs``; those of a list, which are of one sample, have its number alone."""
+    """The sample of each row of the ``packed_inputs``; of an entry of a list, which is one sample's, that one."""
     outputs: list[TensorUse] = field(default_factory=list)
     hidden_in: type | None = None
     """The class of an object in the output whose tensors a loss has to read (:func:`unseen_outputs`); else None."""

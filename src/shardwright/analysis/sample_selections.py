@@ -86,7 +86,7 @@ class SampleFlow:
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
-    """Returns what samples the values of a recorded run are made of, if code picks some by number, or inputs have rows of them.
+    """Returns what samples the values of a recorded run are made of, if code picks some, or inputs have rows of them.
 
     A dim that code has put together from all samples in order, as a loop over them does, gets their index in ``axes``.
     """

@@ -102,7 +102,6 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
         count = torch.as_tensor(result[1], device=result[0].device)
         if count.numel() != 1:
             raise ValueError(count.shape)
-        return result[0], count
     except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
         raise PlanError(
             "the count of a loss is no number",
@@ -110,6 +109,28 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             allowed="a number, or a tensor of one",
             fix="return loss.sum(), targets.numel()",
         ) from failure
+    return result[0], count
+
+
+def check_count(count: Tensor) -> None:
+    """Raises PlanError if the count of a loss requires a gradient, which is lost where the mean is taken afterwards.
+
+    Ranks and microbatches run their backwards on sums, before the count of all is known.
+
+    >>> check_count(torch.ones(1, requires_grad=True).sum())
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the count of a loss depends on parameters, and its gradient would be lost
+      given:   (sum, count), of which the count requires a gradient, as a sum of weights that the model computes
+      allowed: a count that is a constant of the batch; under one rank and one microbatch any
+      fix:     divide by the weights within each sample, and count the samples; or return loss.sum(), count.detach()
+    """
+    if count.requires_grad:
+        raise PlanError(
+            "the count of a loss depends on parameters, and its gradient would be lost",
+            given="(sum, count), of which the count requires a gradient, as a sum of weights that the model computes",
+            allowed="a count that is a constant of the batch; under one rank and one microbatch any",
+            fix="divide by the weights within each sample, and count the samples; or return loss.sum(), count.detach()",
+        )
 
 
 def mean_of(loss_sum: Tensor, count: Count) -> tuple[Tensor, Count]:

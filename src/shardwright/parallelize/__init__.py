@@ -26,6 +26,7 @@ from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE
 from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss, loss_for
+from shardwright.models.loss_settings import follow_settings
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.auto import tokens_of
@@ -86,8 +87,9 @@ def parallelize(
         layout: the layout line, such as ``"dp2/zero3 tp2 bf16"``.
         world: this rank's world, as :func:`launch` passes it.
         loss: called as ``loss(output, targets)``; returns (sum, count). A module or function, or a loss of torch that
-            returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default. ``sw.MeanLoss(function)``
-            takes a function that returns a mean, and ``sw.ModelLoss()`` the loss that the model itself computes.
+            returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default. It is copied; numbers and
+            text among its attributes may be changed between steps. ``sw.MeanLoss(function)`` takes a function that
+            returns a mean, and ``sw.ModelLoss()`` the loss that the model itself computes.
         seed: fixes initial values and dropout, equally under every layout.
         num_tokens: tokens of one microbatch of one model copy; some tensor-parallel modes compare by it the cost of
             sending activations with that of sending weights. By default those of ``example``, as ``plan`` and
@@ -133,8 +135,9 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     example = as_tensors(example)
-    loss = structural_copy(loss_for(loss, model))
+    given, loss = loss, structural_copy(loss_for(loss, model))
     check_loss(loss)
+    follow_settings(given, loss)
     own = structural_copy(model)
     check_apart(model, own)
     if num_tokens is None:

@@ -281,7 +281,9 @@ def _samplers_of(batches: Any) -> Iterator[Any]:
     reads = list(batches.gi_frame.f_locals.values()) if isgenerator(batches) and batches.gi_frame is not None else []
     for loader in (batches, *reads):
         # what iterates over a loader of torch has an index sampler: the loader's batch sampler, or its sampler
-        batch_sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "_index_sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        if batch_sampler is None:  # and not False, as one without a length raises if it is asked
+            batch_sampler = getattr(loader, "_index_sampler", None)
         yield from (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
 
 

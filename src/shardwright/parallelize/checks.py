@@ -437,6 +437,22 @@ def with_hooks(model: nn.Module, plan: Plan) -> str:
     )
 
 
+def with_idle_hooks(model: nn.Module, stored: Mapping[str, Tensor], plan: Plan) -> str:
+    """Returns a warning about a hook on the gradient of a tensor that no backward reaches; "" without such a hook.
+
+    ``stored`` are the run's parameters. Those that are not ``model``'s own, such as shards and master weights, get
+    their gradients after the backward.
+    """
+    computing = {id(parameter) for parameter in model.parameters()}
+    idle = (name for name, each in stored.items() if id(each) not in computing and has_hook_of_user(each))
+    name = next(idle, "")
+    return name and (
+        f"the hook on the gradient of run.parameters['{name}'] never runs: under {plan.layout} that tensor is a shard "
+        "or a master weight, which gets its gradient after the backward; change its .grad between run.step and the "
+        "optimizer's step"
+    )
+
+
 def _share_dropped(module: nn.Module) -> float:
     """Returns a module's share of dropout: a dropout's, or the one that attentions, RNNs and layers of others keep."""
     share = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)

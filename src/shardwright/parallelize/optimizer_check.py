@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from itertools import chain
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 
 Split = Callable[[Tensor], Sequence[Tensor]]
+
+_EXECUTION = ("capturable", "foreach", "fused")
+"""The options that say how torch runs a step, and not what it computes: a card may be needed for it."""
 
 
 def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: Sequence[Any] = ()) -> None:
@@ -32,18 +39,27 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
             allowed="a class of torch.optim, or a function that is called as one",
             fix="write run.optimizer(torch.optim.AdamW, lr=1e-3)",
         )
+    stages = {*mesh_axes("stages")}
     sharded = [name for name, state in plan.state.items() if state.optimizer.axes or name in plan.offloaded]
+    cut = [name for name in sharded if name in plan.offloaded or not stages.issuperset(plan.state[name].optimizer.axes)]
     flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in sharded)
     of_groups = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
     groups = [{}, *filter(None, of_groups)]
     if of_groups and all(of_groups) and not _can_be_made(kind, options):
         del groups[0]  # what the optimizer needs only its groups name
-    if sharded and not is_elementwise(kind, options, groups, flat=flat):
+    if cut and not is_elementwise(kind, options, groups, flat=flat):
         raise PlanError(
-            f"{kind.__name__} needs whole tensors or all of them, and '{sharded[0]}' is not whole on every rank",
+            f"{kind.__name__} needs whole tensors or all of them, and '{cut[0]}' is not whole on every rank",
             given=f"{kind.__name__} under {plan.layout}",
             allowed="optimizers that update each element alone: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
             fix="use AdamW, or a layout that shards no parameter",
+        )
+    if sharded and not cut and not is_elementwise(kind, options, groups, whole=True):
+        raise PlanError(
+            f"{kind.__name__} needs all tensors, and '{sharded[0]}' is on one stage of {plan.layout}",
+            given=f"{kind.__name__} under {plan.layout}",
+            allowed="optimizers that update each tensor alone",
+            fix="use AdamW, or leave out pp",
         )
     if plan.offloaded and not is_elementwise(kind, options, groups, flat=True, in_turn=True):
         raise PlanError(
@@ -55,9 +71,21 @@ def check_elementwise(kind: Any, options: Mapping[str, Any], plan: Plan, given: 
         )
 
 
+def check_made_by_hand(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Raises PlanError as :func:`check_elementwise` does, for an optimizer that was not made by ``run.optimizer``.
+
+    One whose class cannot be made again from its options is not tried.
+    """
+    kind = type(optimizer)
+    options = {name: value for name, value in optimizer.defaults.items() if name in signature(kind).parameters}
+    if _can_be_made(kind, options):
+        groups = [{name: group[name] for name in options if name in group} for group in optimizer.param_groups]
+        check_elementwise(kind, options, plan, groups)
+
+
 def _can_be_made(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
     try:
-        kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
+        kind([{"params": [nn.Parameter(torch.zeros(1, 1))]}], **options)
     except Exception:  # any optimizer's code runs here, and refuses what it lacks by an error of its own kind
         return False
     return True
@@ -70,6 +98,7 @@ def is_elementwise(
     *,
     flat: bool = True,
     in_turn: bool = False,
+    whole: bool = False,
 ) -> bool:
     """Returns whether an optimizer updates a whole tensor and its parts to the same values, by trying both.
 
@@ -77,13 +106,19 @@ def is_elementwise(
     ``flat``, ranges of elements that end inside a row. Each split is tried twice: with one optimizer over all parts,
     and with an optimizer for each part. With ``in_turn`` the optimizer over all parts makes a step for each of them,
     while the others have no gradient. ``groups`` are the options of parameter groups; each group is tried on a copy of
-    the tensor. An optimizer whose step raises, such as one that needs a closure, gives False.
+    the tensor. With ``whole`` there is one split, into two tensors that no rank cuts. An optimizer whose step raises,
+    such as one that needs a closure, gives False, and so does one whose options, beside the parameters, come out
+    otherwise: it counts or estimates something over all its tensors.
 
     Raises: what the constructor raises for these options, such as a ValueError for a negative learning rate.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)
+    >>> is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, whole=True)  # each tensor alone, but whole
+    True
     """
+    options = {name: value for name, value in options.items() if name not in _EXECUTION}
+    groups = [{name: value for name, value in group.items() if name not in _EXECUTION} for group in groups]
     start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
     gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
 
@@ -92,10 +127,12 @@ def is_elementwise(
         parameters = [[nn.Parameter(part.clone()) for _ in groups] for part in parts(start)]
         by_group = zip(groups, zip(*parameters, strict=True), strict=True)
         in_groups = [{**group, "params": list(members)} for group, members in by_group]
-        return parameters, kind(in_groups if any(groups) else in_groups[0]["params"], **options)
+        optimizer = kind(in_groups if any(groups) else in_groups[0]["params"], **options)
+        getattr(optimizer, "train", lambda: None)()  # as those without a schedule need before a step
+        return parameters, optimizer
 
-    def stepped(parts: Split) -> Sequence[Sequence[Tensor]]:
-        """Returns each part after three steps, once for each of the groups."""
+    def stepped(parts: Split) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
+        """Returns each part after three steps, once for each of the groups, and the numbers in the groups' options."""
         parameters, optimizer = made(parts)
         for gradient in gradients:
             for copies, part in zip(parameters, parts(gradient), strict=True):
@@ -106,23 +143,38 @@ def is_elementwise(
                     optimizer.zero_grad()
             if not in_turn:
                 optimizer.step()
-        return [[parameter.detach() for parameter in copies] for copies in parameters]
+        numbers = [
+            float(each) for group in optimizer.param_groups for _, each in sorted(group.items()) if _is_number(each)
+        ]
+        return [[parameter.detach() for parameter in copies] for copies in parameters], [] if in_turn else numbers
 
-    def same(parts: Split, whole: Sequence[Tensor]) -> bool:
-        together = stepped(parts)
-        alone = [stepped(lambda t, n=n: parts(t)[n : n + 1])[0] for n in range(len(together))]  # type: ignore[misc]
-        expected = [*chain(*zip(*map(parts, whole), strict=True))]
+    def same(parts: Split, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
+        """Returns whether parts, stepped together and each alone, become those of ``result``, or are alike if None."""
+        together, found = stepped(parts)
+        each_alone = [stepped(lambda t, n=n: parts(t)[n : n + 1]) for n in range(len(together))]  # type: ignore[misc]
+        alone = [part for (part,), _ in each_alone]
+        expected = [*chain(*together)] if result is None else [*chain(*zip(*map(parts, result), strict=True))]
         return all(
             torch.allclose(part, other, rtol=1e-12, atol=1e-12)
-            for found in (together, alone)
-            for part, other in zip(chain(*found), expected, strict=True)
-        )
+            for tried in (together, alone)
+            for part, other in zip(chain(*tried), expected, strict=True)
+        ) and all(_close(numbers, others) for others in (found, *(own for _, own in each_alone)))
 
     splits: list[Split] = [lambda t: t.split([2, 4]), lambda t: t.split([1, 3], dim=1)]
     splits += [lambda t: t.reshape(-1).split([5, 1, 11, 7])] if flat else []
     made(lambda tensor: (tensor,))  # outside of the try: options that the class refuses are the caller's error
     try:
-        (whole,) = stepped(lambda tensor: (tensor,))
-        return all(same(parts, whole) for parts in splits)
+        (result,), numbers = stepped(lambda tensor: (tensor,))
+        if whole:
+            return same(lambda t: (t, 2 * t[:4, :3]), None, numbers)
+        return all(same(parts, result, numbers) for parts in splits)
     except Exception:  # any optimizer's code runs here: it may need a closure, or tensors of another shape
         return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _close(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    return len(numbers) == len(others) and all(map(partial(isclose, rel_tol=1e-9, abs_tol=1e-12), numbers, others))

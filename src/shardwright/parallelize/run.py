@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
+from shardwright.parallelize.loss_reads import check_reads
 from shardwright.parallelize.measured_timeline import busy_seconds, measured_timeline
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.optimizer_check import check_elementwise
@@ -99,7 +100,7 @@ class Run(RankState):
         self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan,
-            NoSampleChecker(plain, plan),
+            NoSampleChecker(plain, plan), self._check_reads,
         )  # fmt: skip
         models = [self.model] if plain is None else [self.model, plain]
         are_compared = bool(check_every) and world.size > 1
@@ -505,6 +506,10 @@ class Run(RankState):
         if self.plan.layout.compile is not None:
             step_uncompiled(optimizer)
         return optimizer
+
+    def _check_reads(self, leaves: Collection[Tensor]) -> None:
+        """Raises PlanError if a loss reads parameters of the plain model, or parts of the run's own."""
+        check_reads(leaves, self.model, self.parameters, self._guard.is_plain, self.plan)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Renews copies of the parameters after each step of an optimizer over them, and marks whose state it has."""

@@ -7,7 +7,7 @@ registered for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from shardwright.forward_stack import Rung, stack_of
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
+from shardwright.models.loss_settings import settings_of
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.checks import (
     check_dtypes,
@@ -37,6 +38,7 @@ from shardwright.parallelize.checks import (
     structure_of,
     torch_errors_explained,
 )
+from shardwright.parallelize.loss_reads import leaves_beside, nodes_of
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
@@ -71,6 +73,7 @@ class TrainStep:
         offload: Offload | None,
         stop_at_nan: bool,
         empty: NoSampleChecker,
+        check_reads: Callable[[Collection[Tensor]], None],
     ) -> None:
         self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
         self.parameters, self.offload = parameters, offload
@@ -87,6 +90,7 @@ class TrainStep:
         known = type(loss) in (CrossEntropy, MeanSquaredError, SumLoss) or is_replaced
         self._reads_loss = not known and (several or bool(plan.row_axes))
         self._is_checked = self._everyone.device.type == "meta"  # of a rehearsal, where no rank has values
+        self._settings, self._check_reads, self._knows_reads = settings_of(loss), check_reads, known or self._is_checked
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, Tensor]:
         """Runs forward and backward of step ``number``; returns the mean loss and number of targets over all ranks.
@@ -150,7 +154,13 @@ class TrainStep:
         if self._reads_loss:  # the first time, of a user's loss, and where the layout cuts samples
             self._reads_loss = False
             warn_of_loss(self.loss, output, targets)
-        return self._checked_loss(output, targets)
+        if self._knows_reads:
+            return self._checked_loss(output, targets)
+        self._knows_reads, nodes = True, nodes_of(output)
+        result = self._checked_loss(output, targets)
+        if isinstance(result, tuple) and isinstance(result[0], Tensor):
+            self._check_reads(leaves_beside(result[0], output, nodes))
+        return result
 
     def _checked_loss(self, output: Any, targets: Any) -> Any:
         tp, is_first = self.plan.layout.factor("tp"), not self._is_checked
@@ -226,11 +236,13 @@ class TrainStep:
         return output
 
     def _begin(self, num_tokens: int) -> None:
-        """Resets the strategies, in case a step has failed, and sets the number of tokens of each sample.
+        """Resets the strategies, in case a step has failed, takes the loss's settings, and notes a sample's tokens.
 
         Raises: PlanError: a parameter's dtype was changed since the model was laid out.
         """
         check_dtypes(self._executor.parameters, self.plan.compute_dtypes)
+        if self._settings is not None:
+            self._settings.renew()
         torch.clear_autocast_cache()  # of an earlier step in the same block: casts of the parameters as they were
         for events in self._executor.events:
             events.restart()

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwright.comm.trained_copies import ON_RETURN, note_trained
 from shardwright.errors import PlanError, explain
+from shardwright.parallelize.optimizer_check import check_made_by_hand
 from shardwright.parallelize.optimizer_groups import check_groups
 from shardwright.parallelize.update_log import UpdateLog
 from shardwright.plan.plan import Plan
@@ -109,6 +110,11 @@ class StepGuard:
         if all(parameter.grad is None for parameter in self.parameters.values()):
             self.num_waiting = 0
 
+    def is_plain(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is one that the run does not step, as of the plain model, or shares its memory."""
+        others = [other for each in self._others.values() if (other := each()) is not None and not other.is_meta]
+        return any(each is tensor or (each.numel() and each.data_ptr() == tensor.data_ptr()) for each in others)
+
     @property
     def has_stepped(self) -> bool:
         """Whether the run has taken a step."""
@@ -122,8 +128,8 @@ class StepGuard:
         """Raises PlanError if a step of ``optimizer``, which is about to run, would be wrong for this run.
 
         That is so if, after a step of the run, it has tensors that the run does not read, such as the plain model's,
-        and no other code has given it gradients; if its parameter groups were chosen by the dims of flattened shards;
-        or if it would use the gradients of the last of several steps only.
+        and no other code has given it gradients; if it cannot update shards alone, or its parameter groups were chosen
+        by the dims of flattened shards; or if it would use the gradients of the last of several steps only.
         """
         kind, tensors = type(optimizer).__name__, _tensors_of(optimizer)
         line = f"optimizer = run.optimizer(torch.optim.{kind}, lr=...)"
@@ -136,6 +142,7 @@ class StepGuard:
             )
         if optimizer not in self._accepted and self._updates(optimizer):
             check_groups(optimizer, self.parameters, self.plan)
+            check_made_by_hand(optimizer, self.plan)
             self.accept(optimizer)
         if self.num_waiting > 1 and self._updates(optimizer):
             raise PlanError(
@@ -149,9 +156,11 @@ class StepGuard:
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts a step of ``optimizer`` if it updates the run's parameters; called after the step.
 
-        Then ``num_waiting`` becomes 0. If ranks are compared, the step and its learning rates are recorded for the
-        comparison.
+        Then ``num_waiting`` becomes 0, also if the parameters that it updates are on other stages. If ranks are
+        compared, the step and its learning rates are recorded for the comparison.
         """
+        if optimizer in self._accepted:
+            self.num_waiting = 0
         if self._updates(optimizer):
             self.num_waiting = 0
             self.num_updates += 1

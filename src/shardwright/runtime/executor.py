@@ -45,7 +45,7 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
 from shardwright.devices import Moment
 from shardwright.errors import ExplainedError, PlanError
-from shardwright.models.losses import mean_of, sum_and_count
+from shardwright.models.losses import check_count, mean_of, sum_and_count
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
@@ -158,6 +158,7 @@ class LossOutput:
         self.is_mean = self.scale is None and loss_sum.dtype.itemsize >= self.widest_bytes
         if self.is_mean:
             return mean_of(loss_sum, count)[0]
+        check_count(count)
         return loss_sum if self.scale in (None, 1) else loss_sum * self.scale
 
 

@@ -155,7 +155,9 @@ def reference(
             with moves, forward or nullcontext(), torch_errors_explained(plan):
                 sums.append(sum_and_count(loss(call_model(model, inputs), unmarked(targets))))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
-        mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
+        mean, divisor = mean_of(loss_sum, sum(float(count.detach()) for _, count in sums))
+        if any(count.requires_grad for _, count in sums):  # a mean by weights that the model computes
+            mean, _ = mean_of(loss_sum, torch.stack([count for _, count in sums]).sum())
         outcome.losses.append(mean.item())
         outcome.loss_dtype = loss_dtype(sums[0][0])
         # a loss in float32 would round 1 / divisor, and with it every gradient

@@ -37,7 +37,8 @@ class StageCode:
     """The model's traced calls for one set of forward arguments and train/eval modes, cut into chunks.
 
     ``ready`` are the calls of this stage's chunks, with the functions that they run. ``attributes`` are the values that
-    modules' attributes had when the code was traced; ``shared`` checks writes into buffers. ``routes`` caches the
+    modules' attributes had when the code was traced, and ``settings`` the plain values inside of those that are dicts,
+    lists or objects; ``shared`` checks writes into buffers. ``routes`` caches the
     messages by schedule. ``has_run`` says that these calls have been run before; until then each chunk's run checks
     that it has not changed the attributes.
     """
@@ -45,6 +46,7 @@ class StageCode:
     chunked: ChunkedModel
     ready: Mapping[int, tuple[PreparedNode, ...]]
     attributes: Mapping[tuple[str, str], Any]
+    settings: Mapping[tuple[str, str], Mapping[str, Any]]
     shared: SharedBuffers
     routes: list[ChunkRoute] = field(default_factory=list)
     has_run: bool = False
@@ -183,7 +185,7 @@ class Stage(PipelineStage[Stages]):
         if code is not None and (changed := self._changed_attributes(code)):
             for path, name in changed:
                 value = getattr(self.model.get_submodule(path), name)
-                if not isinstance(value, PLAIN):
+                if not isinstance(value, PLAIN) and value is not code.attributes[path, name]:
                     raise _attribute_changed(path, name)
                 setattr(self.stages.model.get_submodule(path), name, value)
             self._codes.clear()
@@ -205,7 +207,8 @@ class Stage(PipelineStage[Stages]):
         found = []
         for (path, name), before in code.attributes.items():
             now = getattr(self.model.get_submodule(path), name, None)
-            if now is not before and not (isinstance(now, PLAIN) and type(now) is type(before) and now == before):
+            is_equal = now is before or (isinstance(now, PLAIN) and type(now) is type(before) and now == before)
+            if not is_equal or ((path, name) in code.settings and code.settings[path, name] != _settings_in(now)):
                 found.append((path, name))
         return found
 
@@ -216,10 +219,20 @@ class Stage(PipelineStage[Stages]):
         }
         mine = (chunk for chunk, at in enumerate(self.stage_of) if at == self.stage)
         ready = {chunk: prepare(self.model, chunked, chunk) for chunk in mine}
-        return StageCode(chunked, ready, attributes, SharedBuffers(chunked, self.stage_of, self.stage))
+        settings = {key: found for key, value in attributes.items() if (found := _settings_in(value))}
+        return StageCode(chunked, ready, attributes, settings, SharedBuffers(chunked, self.stage_of, self.stage))
 
     def _route_for(self, schedule: Schedule, code: StageCode) -> ChunkRoute:
         return self._new_route(schedule, code.routes, code.chunked.edges)
+
+
+def _settings_in(value: Any) -> dict[str, Any]:
+    """Returns the plain values in a dict, a list or an object of settings that a module has, by name."""
+    if isinstance(value, (*PLAIN, Tensor, type)) or callable(value):  # modules are callable
+        return {}
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    held = dict(enumerate(value)) if isinstance(value, list) else held
+    return {str(name): each for name, each in held.items() if isinstance(each, PLAIN)}
 
 
 def _attribute_changed(path: str, name: str) -> PlanError:

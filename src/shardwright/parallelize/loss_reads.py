@@ -1,0 +1,76 @@
+"""Finds parameters that a loss reads beside the model's output, as a penalty over the weights does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.axes import mesh_axes
+from shardwright.errors import PlanError
+from shardwright.plan.plan import Plan
+
+
+def nodes_of(output: Any) -> set[Any]:
+    """Returns the nodes of autograd's graph that made the tensors of a model's output, before a loss is computed."""
+    return {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+
+
+def leaves_beside(loss_sum: Tensor, output: Any, nodes: Collection[Any]) -> list[Tensor]:
+    """Returns the leaf tensors on which a loss depends otherwise than through the model's output.
+
+    ``nodes`` are those of :func:`nodes_of` for the output.
+
+    >>> weight, output = nn.Parameter(Tensor([2.0])), nn.Linear(1, 1)(Tensor([[1.0]]))
+    >>> nodes = nodes_of(output)
+    >>> [each is weight for each in leaves_beside(output.sum() + weight.abs().sum(), output, nodes)]
+    [True]
+    """
+    outputs = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+    waiting, seen, found = [loss_sum.grad_fn], set(nodes), list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in outputs:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def check_reads(
+    leaves: Collection[Tensor], model: nn.Module, stored: Mapping[str, Tensor], is_plain: Callable[[Tensor], bool],
+    plan: Plan,
+) -> None:  # fmt: skip
+    """Raises PlanError if a loss reads parameters that are not those that it would read on one device.
+
+    ``leaves`` are what it reads beside the output. Those that are ``is_plain``, of the plain model, are not trained.
+    Those of the run's ``model`` and those that it has ``stored`` may be parts, or be on another stage.
+    """
+    computing = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(parameter): name for name, parameter in stored.items()} | computing
+    for leaf in leaves:
+        name = own.get(id(leaf))
+        if name is None and not is_plain(leaf):
+            continue  # of a frozen teacher, for example, that was not marked so
+        if name is not None and id(leaf) in computing and _is_whole(name, plan):
+            continue
+        raise PlanError(
+            "the loss reads parameters beside the model's output, which gives another gradient than on one device",
+            given=f"a parameter of the plain model, which no step of the run trains, under {plan.layout}"
+            if name is None
+            else f"the parameter '{name}', of which ranks hold parts, or which one stage has, under {plan.layout}",
+            allowed="penalties that the model returns as a part of its output; the optimizer's weight_decay",
+            fix="compute the penalty in the model's forward, from its own parameters, and return it with the output",
+        )
+
+
+def _is_whole(name: str, plan: Plan) -> bool:
+    """Returns whether each rank computes with the whole parameter, and trains that one itself."""
+    cut = {*plan.compute[name].axes} - {*mesh_axes("copies")}
+    is_stored = plan.state[name].parameter == plan.compute[name]
+    return plan.stages is None and not cut and is_stored and plan.stored_dtypes[name] == plan.compute_dtypes[name]

@@ -1,0 +1,363 @@
+"""What training loops do beside steps: settings that change, penalties, optimizers by turns, hooks, streams."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+from shardwright import launch, parallelize, verify
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+LINES = ("single", "dp2", "dp2/zero3", "tp2", "pp2 mb2")
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).double()
+
+
+def batches(number=4):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, 6, generator=generator).double(), torch.randint(3, (6,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+def on_ranks(line, work, model=None, **options):
+    model = plain() if model is None else model
+    return launch(lambda world: work(parallelize(model, line, world, **options)), Layout.parse(line), ranks="threads")
+
+
+def by_sgd(run, each=lambda number: None):
+    """The losses of four steps; ``each`` is called before each of them."""
+    optimizer, losses = run.optimizer(torch.optim.SGD, lr=0.1), []
+    for number, batch in enumerate(run.shard(batches())):
+        each(number)
+        losses.append(run.step(batch).item())
+        optimizer.step()
+    return losses
+
+
+def by_plain_sgd(loss, model=None, each=lambda number: None):
+    model = plain() if model is None else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number, (x, y) in enumerate(batches()):
+        each(number)
+        optimizer.zero_grad()
+        mean = loss(model(x), y)
+        mean.backward()
+        optimizer.step()
+        losses.append(mean.item())
+    return losses
+
+
+def close(found, expected):
+    return all(rank == pytest.approx(expected, rel=1e-9) for rank in found)
+
+
+# ---- settings of the loss
+
+
+class Smoothed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.beta, self.more = 0.0, {"scale": 1.0}
+
+    def forward(self, output, targets):
+        each = functional.cross_entropy(output, targets, reduction="sum")
+        return self.more["scale"] * (each + self.beta * (output**2).sum()), len(targets)
+
+
+def smoothed(output, targets, beta):
+    return Smoothed.forward(SimpleNamespace(beta=beta, more={"scale": 1.0}), output, targets)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("how", ["module", "bound method", "partial", "inside", "run.loss"])
+@pytest.mark.sampled(5)
+def test_settings_of_a_loss_that_change_between_steps_hold_for_the_next_step(line, how):
+    def work(world, model):
+        loss = Smoothed()
+        given = {"bound method": loss.forward, "partial": partial(smoothed, beta=0.0)}.get(how, loss)
+        run = parallelize(model, line, world, loss=given)
+
+        def each(number):
+            if how == "partial":
+                given.keywords["beta"] = 0.2 * number
+            elif how == "inside":
+                loss.more["scale"] = 1.0 + 0.2 * number
+            else:
+                (run.loss if how == "run.loss" else loss).beta = 0.2 * number
+
+        return by_sgd(run, each)
+
+    expected, own = Smoothed(), plain()
+
+    def mean(output, targets):
+        total, count = expected(output, targets)
+        return total / count
+
+    def changed(number):
+        if how == "inside":
+            expected.more["scale"] = 1.0 + 0.2 * number
+        else:
+            expected.beta = 0.2 * number
+
+    assert close(launch(work, Layout.parse(line), own, ranks="threads"), by_plain_sgd(mean, each=changed))
+
+
+def test_a_setting_of_torchs_loss_may_change_too():
+    def work(world, model):
+        loss = nn.CrossEntropyLoss()
+        run = parallelize(model, "dp2", world, loss=loss)
+        return by_sgd(run, lambda number: setattr(loss, "label_smoothing", 0.2 * number))
+
+    loss = nn.CrossEntropyLoss()
+    expected = by_plain_sgd(loss, each=lambda number: setattr(loss, "label_smoothing", 0.2 * number))
+    assert close(launch(work, 2, plain(), ranks="threads"), expected)
+
+
+# ---- what a loss depends on beside the output
+
+
+class ByConfidence(nn.Module):
+    """A mean by weights that the output gives, so that the count has a gradient too."""
+
+    def forward(self, output, targets):
+        weights = output.sigmoid().mean(-1)
+        return (weights * functional.cross_entropy(output, targets, reduction="none")).sum(), weights.sum()
+
+
+def test_a_count_with_a_gradient_is_differentiated_on_one_rank():
+    def mean(output, targets):
+        total, count = ByConfidence()(output, targets)
+        return total / count
+
+    assert close(on_ranks("single", by_sgd, loss=ByConfidence()), by_plain_sgd(mean))
+    assert verify(plain(), "single", batches(2), loss=ByConfidence()).equal
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2", "mb2"])
+def test_and_refused_where_the_mean_is_taken_after_the_backward(line):
+    with pytest.raises(PlanError, match="the count of a loss depends on parameters"):
+        verify(plain(), line, batches(1), loss=ByConfidence())
+
+
+def penalty(parameters):
+    return 0.01 * sum(each.abs().sum() for each in parameters)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_penalty_over_parameters_of_the_plain_model_is_refused(line):
+    model = plain()
+
+    def loss(output, targets):
+        each = functional.cross_entropy(output, targets, reduction="sum")
+        return each + len(targets) * penalty(model.parameters()), len(targets)
+
+    with pytest.raises(PlanError, match="the loss reads parameters beside the model's output"):
+        on_ranks(line, by_sgd, model, loss=loss)
+
+
+@pytest.mark.parametrize(("line", "is_refused"), [*zip(LINES, (False, False, True, True, True), strict=True)])
+def test_a_penalty_over_parameters_of_the_run_is_refused_where_ranks_have_parts(line, is_refused):
+    def work(world, model):
+        runs = []
+
+        def loss(output, targets):
+            each = functional.cross_entropy(output, targets, reduction="sum")
+            return each + len(targets) * penalty(runs[0].model.parameters()), len(targets)
+
+        runs.append(parallelize(model, line, world, loss=loss))
+        return by_sgd(runs[0])
+
+    model = plain()
+    if is_refused:
+        with pytest.raises(
+            PlanError, match=r"the parameter '\d.\w+', of which ranks hold parts, or which one stage has"
+        ):
+            launch(work, Layout.parse(line), model, ranks="threads")
+    else:
+        own = plain()
+        expected = by_plain_sgd(lambda o, t: functional.cross_entropy(o, t) + penalty(own.parameters()), own)
+        assert close(launch(work, Layout.parse(line), model, ranks="threads"), expected)
+
+
+def test_a_network_beside_the_model_may_be_read_by_a_loss_though_it_was_not_frozen():
+    torch.manual_seed(2)
+    features = nn.Linear(3, 3).double()
+
+    def loss(output, targets):
+        return functional.cross_entropy(features(output), targets, reduction="sum"), len(targets)
+
+    expected = by_plain_sgd(lambda o, t: functional.cross_entropy(features(o), t))
+    assert close(on_ranks("dp2 tp2", by_sgd, loss=loss), expected)
+
+
+# ---- settings of the model
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.settings, self.more, self.all = SimpleNamespace(tau=1.0), {"tau": 1.0}, [1.0]
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh()) / self.settings.tau / self.more["tau"] / self.all[0]
+
+    def set(self, number):
+        self.settings.tau, self.more["tau"], self.all[0] = 1.0 + number, 1.0 + number / 2, 1.0 + number / 4
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2", "pp2/gpipe mb2"])
+def test_settings_inside_of_a_models_objects_hold_for_the_next_step(line):
+    def tempered():
+        torch.manual_seed(0)
+        return Tempered().double()
+
+    own = tempered()
+    expected = by_plain_sgd(functional.cross_entropy, own, own.set)
+    assert close(on_ranks(line, lambda run: by_sgd(run, run.model.set), tempered()), expected)
+
+
+# ---- optimizers
+
+
+class OverAll(torch.optim.SGD):
+    """Estimates one number from all its tensors, as optimizers that find the rate themselves do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["estimate"] = group.get("estimate", 0.0) + sum(float(p.grad.abs().sum()) for p in group["params"])
+        return super().step(closure)
+
+
+class WithModes(torch.optim.SGD):
+    """Steps in its own training mode alone, as optimizers without a schedule do."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def step(self, closure=None):
+        assert self.training, "call optimizer.train() first"
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "tp2"])
+@pytest.mark.parametrize("kind", [OverAll, torch.optim.Adafactor])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_an_optimizer_that_needs_whole_tensors_is_refused_however_it_was_made(line, kind, by_hand):
+    def work(run):
+        run.step(next(run.shard(batches(1))))
+        make = (lambda: kind(run.parameters.values(), lr=0.1)) if by_hand else (lambda: run.optimizer(kind, lr=0.1))
+        with pytest.raises(PlanError, match=f"{kind.__name__} needs whole tensors or all of them"):
+            make().step()
+
+    on_ranks(line, work)
+
+
+def test_a_matrix_optimizer_made_by_hand_is_refused_where_matrices_are_cut():
+    def work(run):
+        run.step(next(run.shard(batches(1))))
+        matrices = [each for each in run.parameters.values() if each.dim() == 2]
+        with pytest.raises(PlanError, match="Muon needs whole tensors"):
+            torch.optim.Muon(matrices, lr=0.1).step()
+
+    on_ranks("tp2", work)
+
+
+def test_stages_step_an_optimizer_that_needs_whole_tensors_but_not_all_of_them():
+    def work(run, kind, **options):
+        optimizer = run.optimizer(kind, **options)
+        for batch in run.shard(batches()):
+            run.step(batch)
+            optimizer.step()
+        return run.state_dict()
+
+    kind = torch.optim.Adafactor
+    (expected,) = on_ranks("single", partial(work, kind=kind, lr=0.1))
+    for found in on_ranks("pp2 mb2", partial(work, kind=kind, lr=0.1)):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(PlanError, match=r"OverAll needs all tensors, and '0.weight' is on one stage"):
+        on_ranks("pp2", partial(work, kind=OverAll, lr=0.1))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "tp2"])
+def test_an_optimizer_with_modes_is_tried_in_its_training_mode(line):
+    def work(run):
+        optimizer = run.optimizer(WithModes, lr=0.1)
+        optimizer.train()
+        for batch in run.shard(batches()):
+            run.step(batch)
+            optimizer.step()
+        return run.evaluate(next(run.shard(batches(1)))).item()
+
+    assert close([[found] for found in on_ranks(line, work)], on_ranks("single", work))
+
+
+@pytest.mark.parametrize("line", [*LINES, "pp2"])
+def test_two_optimizers_step_by_turns_though_each_stage_has_parameters_of_one(line):
+    def work(run):
+        rules = [lambda name, shape, own=own: {} if name[0] == own else None for own in "02"]
+        optimizers, losses = [run.optimizer(torch.optim.SGD, parameters=rule, lr=0.1) for rule in rules], []
+        for number, batch in enumerate(run.shard(batches())):
+            losses.append(run.step(batch).item())
+            optimizers[number % 2].step()
+        return losses
+
+    (expected,) = on_ranks("single", work)
+    assert close(on_ranks(line, work), expected)
+
+
+# ---- hooks and loaders
+
+
+@pytest.mark.parametrize(("line", "times"), [("single", 0), ("dp2", 0), ("dp2/zero1", 1), ("dp2 bf16", 1)])
+def test_a_hook_on_a_stored_parameter_that_no_backward_reaches_is_warned_of(line, times, caplog):
+    def work(run):
+        next(iter(run.parameters.values())).register_post_accumulate_grad_hook(lambda parameter: None)
+        run.step(next(run.shard(batches(1))))
+
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        on_ranks(line, work)
+    told = [
+        each for each in caplog.messages if "the hook on the gradient of run.parameters['0.weight'] never runs" in each
+    ]
+    assert len(told) == times
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        (x, y), *_ = batches()
+        return iter(zip(x, y, strict=True))
+
+
+class WithoutLength(Sampler):
+    def __iter__(self):
+        return iter(range(6))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Endless(), batch_size=3),
+        lambda: DataLoader(TensorDataset(*batches()[0]), batch_size=3, sampler=WithoutLength()),
+    ],
+    ids=["a stream", "a sampler without a length"],
+)
+def test_a_loader_without_a_length_is_read(loader):
+    losses = on_ranks("dp2", lambda run: [run.evaluate(part).item() for part in run.shard(loader())])
+    assert close(losses, on_ranks("single", lambda run: [run.evaluate(part).item() for part in run.shard(loader())])[0])
+    assert len(losses[0]) == 2
