@@ -73,6 +73,7 @@ class RngTracker:
         self.layers: set[str] = set()
         self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
         self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
+        self.forward_ended: Callable[[], None] | None = None  # set by key_draws: checks how often modules were called
 
     @property
     def seed(self) -> int:
@@ -144,6 +145,10 @@ class RngTracker:
             self._first.setdefault(layer, number)
             self._calls[layer] += 1
         return number
+
+    def num_calls(self, layer: str) -> int:
+        """Returns how often a layer was called in this forward."""
+        return self._calls[layer]
 
     def draws_before(self, layer: str, rows: Tensor) -> Tensor:
         """Returns how often a layer has drawn for each of ``rows`` in this forward already, and counts this draw too.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright import verify
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 7, 5, 8, 4
 LAYOUTS = ("dp2", "dp3 mb2", "dp2/zero3", "mb2", "tp2", "pp2/1f1b mb2 dp2/zero1")
@@ -213,11 +213,23 @@ class NoiseOfShape(Loop):
         return self.mlp(sample + noise).mean(0)
 
 
-@pytest.mark.parametrize("model", [Twice, Backwards, NoiseOfShape])
+class AllButTheLast(Loop):
+    def forward(self, x):
+        found = [self.each(sample) for sample in x[:-1]]
+        return self.head(torch.stack([*found, self.mlp(x[-1]).mean(0)]))
+
+
+class Flipped(Loop):
+    def forward(self, x):
+        return self.head(torch.stack([self.each(sample) for sample in x.flip(1).flip(0)]))
+
+
+@pytest.mark.filterwarnings("ignore:'the model' takes flip over all samples")
+@pytest.mark.parametrize("model", [Twice, Backwards, NoiseOfShape, AllButTheLast, Flipped])
 @pytest.mark.parametrize("line", ["dp2", "mb2"])
 def test_draws_for_one_sample_in_another_order_are_refused_where_the_batch_is_cut(model, line):
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="draws random numbers for one sample at a time, and not in one loop"):
+    with pytest.raises(PlanError, match="draws random numbers more often the more samples there are"):
         verdict_of(model(), line)
     assert verdict_of(model(), "tp2").equal
 
@@ -229,16 +241,204 @@ def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
         verdict_of(OfTorch(), "tp2")
 
 
+@pytest.mark.parametrize("model", [Loop, OfTorch])
 @pytest.mark.parametrize("line", CUT_ROWS)
-def test_ranks_that_have_other_samples_do_not_share_layers_that_are_called_for_each(line):
-    with pytest.raises(LayoutError, match="is kept whole: it is called for one sample after another"):
-        verdict_of(Loop(), line)
+@pytest.mark.sampled(2)
+def test_ranks_that_have_other_numbers_of_samples_gather_nothing_in_layers_that_are_called_for_each(model, line):
+    torch.manual_seed(0)
+    verdict = verdict_of(model(), line)
+    assert verdict.equal, str(verdict)
+
+
+class OfPictures(Loop):
+    """Takes a list of inputs of several sizes, as detectors do: no tensor has the samples in a dim."""
+
+    def forward(self, pictures):
+        return self.head(torch.stack([self.each(picture) for picture in pictures]))
+
+
+class CentredPictures(OfPictures):
+    def forward(self, pictures):
+        found = torch.stack([self.mlp(picture).mean(0) for picture in pictures])
+        return self.head(found - found.mean(0))
+
+
+def verdict_of_list(model, line):
+    generator = torch.Generator().manual_seed(0)
+    pictures = [torch.randn(2 + number % 3, WIDTH, generator=generator) for number in range(SAMPLES)]
+    targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return verify(model, line, [(sw.per_sample(pictures), targets)] * 2, loss=nn.CrossEntropyLoss())
+
+
+class OfRows(Loop):
+    """Takes the rows of all samples in one tensor, as of pictures of several sizes, and splits it."""
+
+    def forward(self, rows, lengths):
+        return self.head(torch.stack([self.each(sample) for sample in rows.split(lengths.tolist())]))
+
+
+@pytest.mark.parametrize("line", [line for line in LAYOUTS if line != "tp2"])
+@pytest.mark.sampled(1)
+def test_draws_for_the_rows_of_each_sample_are_those_of_one_device(line):
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 1, 4, 2, 5, 3, 2])
+    inputs = sw.packed(torch.randn(20, WIDTH), lengths), lengths
+    verdict = verify(OfRows(), line, [(inputs, torch.arange(SAMPLES) % CLASSES)] * 2, loss=nn.CrossEntropyLoss())
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.sampled(2)
+def test_draws_for_the_entries_of_a_list_are_those_of_one_device(line):
+    torch.manual_seed(0)
+    verdict = verdict_of_list(OfPictures(), line)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize(("line", "is_cut"), [("dp2", True), ("mb2", True), ("tp2", False)])
+def test_a_mean_over_the_entries_of_a_list_is_refused_where_the_batch_is_cut(line, is_cut):
+    torch.manual_seed(0)
+    with pytest.raises(LayoutError, match="from other samples of the batch") if is_cut else nullcontext():
+        assert verdict_of_list(CentredPictures(), line).equal
+
+
+class Twice(Loop):
+    def forward(self, x):
+        first = torch.stack([self.drop(self.mlp(sample)) for sample in x])
+        return self.head(torch.stack([self.drop(sample).mean(0) for sample in first]))
+
+
+class Backwards(Loop):
+    def forward(self, x):
+        return self.head(torch.stack([self.each(x[number]) for number in reversed(range(len(x)))][::-1]))
+
+
+class NoiseOfShape(Loop):
+    """Noise that no function makes from the sample, of which the record cannot tell whose it is."""
+
+    def each(self, sample):
+        noise = torch.randn(sample.shape, dtype=sample.dtype, device=sample.device)
+        return self.mlp(sample + noise).mean(0)
+
+
+class AllButTheLast(Loop):
+    def forward(self, x):
+        found = [self.each(sample) for sample in x[:-1]]
+        return self.head(torch.stack([*found, self.mlp(x[-1]).mean(0)]))
+
+
+class Flipped(Loop):
+    def forward(self, x):
+        return self.head(torch.stack([self.each(sample) for sample in x.flip(1).flip(0)]))
+
+
+@pytest.mark.filterwarnings("ignore:'the model' takes flip over all samples")
+@pytest.mark.parametrize("model", [Twice, Backwards, NoiseOfShape, AllButTheLast, Flipped])
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_draws_for_one_sample_in_another_order_are_refused_where_the_batch_is_cut(model, line):
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match="draws random numbers more often the more samples there are"):
+        verdict_of(model(), line)
+    assert verdict_of(model(), "tp2").equal
+
+
+def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
+    with pytest.raises(
+        PlanError, match=r"'layer.*' draws random numbers for one sample at a time, of which a rank has"
+    ):
+        verdict_of(OfTorch(), "tp2")
+
+
+@pytest.mark.parametrize("model", [Loop, OfTorch])
+@pytest.mark.parametrize("line", CUT_ROWS)
+@pytest.mark.sampled(2)
+def test_ranks_that_have_other_numbers_of_samples_gather_nothing_in_layers_that_are_called_for_each(model, line):
+    torch.manual_seed(0)
+    verdict = verdict_of(model(), line)
+    assert verdict.equal, str(verdict)
+
+
+def test_a_layer_of_torch_that_is_called_for_each_sample_is_not_cut_where_ranks_have_other_samples():
+    with pytest.raises(LayoutError, match="'layer.self_attn' is kept whole: it is called for one sample after another"):
+        verdict_of(OfTorch(), "tp2x2/2d")
+
+
+class Reordered(Loop):
+    """Drops after the samples were joined in another order."""
+
+    def forward(self, x):
+        return self.head(self.drop(torch.cat([self.mlp(part) for part in x.split(1)][::-1])).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:'the model' takes cat over all samples")
+def test_draws_for_samples_in_another_order_are_refused():
+    with pytest.raises(PlanError, match="mix the samples of a batch, or for rows of which it is not known whose"):
+        verdict_of(Reordered(), "dp2")
+
+
+class AsLong(Loop):
+    """Draws for each token that a sample has, of which the inputs say how many these are."""
+
+    def forward(self, x, lengths):
+        return self.head(torch.stack([self.tokens(sample[:n]) for sample, n in zip(x, lengths.tolist(), strict=True)]))
+
+    def tokens(self, sample):
+        return torch.stack([self.drop(self.mlp(token)) for token in sample]).mean(0)
+
+
+class AsLongInCall(AsLong):
+    def tokens(self, sample):
+        return torch.stack([functional.dropout(self.mlp(token), 0.3, self.training) for token in sample]).mean(0)
+
+
+@pytest.mark.parametrize("model", [AsLong, AsLongInCall])
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_a_loop_that_draws_more_often_for_some_samples_is_refused_when_it_does(model, line):
+    torch.manual_seed(0)
+    x, targets = torch.randn(4, TOKENS, WIDTH), torch.arange(4)
+    alike, unlike = torch.full((4,), TOKENS), torch.tensor([5, 1, 3, 2])
+    assert verify(model(), line, [((x, alike), targets)] * 2, loss=nn.CrossEntropyLoss()).equal
+    assert verify(
+        model(), "single", [((x, each), targets) for each in (alike, unlike)], loss=nn.CrossEntropyLoss()
+    ).equal
+    with pytest.raises((PlanError, RankFailedError), match="for one sample after another, and not equally often"):
+        verify(model(), line, [((x, each), targets) for each in (alike, unlike)], loss=nn.CrossEntropyLoss())
+
+
+class OnlyTheHead(Loop):
+    """Calls its head for each sample; the other layers take the whole batch, in code of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x):
+        x = x + self.narrow(functional.gelu(self.wide(x)))
+        return torch.stack([self.head(sample.mean(0)) for sample in x])
+
+
+@pytest.mark.parametrize("line", ["tp2/sp", "dp2 tp2/sp"])
+def test_layers_beside_the_loop_are_cut_where_ranks_have_other_samples(line):
+    torch.manual_seed(0)
+    verdict = verdict_of(OnlyTheHead(), line)
+    assert verdict.equal, str(verdict)
+    assert verdict.shares["tp2/sp"] > 0.5
+
+
+def filled(model, x):
+    out = torch.zeros_like(x)
+    for number in range(len(x)):
+        out[number] = model.mlp(x[number])
+    return out
 
 
 JOINED = {
     "stack": lambda model, x: torch.stack([model.mlp(sample) for sample in x]),
     "cat": lambda model, x: torch.cat([model.mlp(part) for part in x.split(1)]),
     "cat of slices": lambda model, x: torch.cat([model.mlp(x[number : number + 1]) for number in range(len(x))]),
+    "cat of rows": lambda model, x: torch.cat([model.mlp(sample) for sample in x]).view(x.shape),
+    "filled": filled,
+    "padded": lambda model, x: nn.utils.rnn.pad_sequence([model.mlp(sample) for sample in x], batch_first=True),
     "masked scatter": lambda model, x: model.mlp(x).masked_scatter(x > 1e9, torch.zeros_like(x)),
     "diagonal": lambda model, x: torch.diag_embed(model.mlp(x)).sum(-1),
     "bilinear": lambda model, x: functional.bilinear(model.mlp(x), x, model.table),

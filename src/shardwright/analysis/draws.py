@@ -112,6 +112,8 @@ class Draws:
     loops: dict[str, SampleLoop] = field(default_factory=dict)
     """The loops over samples in which modules draw; a module with places :data:`ALONE` and no loop draws in a way that
     is not followed."""
+    unfollowed: frozenset[str] = frozenset()
+    """The modules that draw for some samples alone, and not for all of them."""
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -208,20 +210,22 @@ class Draws:
                 )
             if place == ALONE and path not in self.loops:
                 raise PlanError(
-                    f"'{path or 'the model'}' draws random numbers for one sample at a time, and not in one loop",
+                    f"'{path or 'the model'}' draws random numbers more often the more samples there are, and not in a "
+                    "loop that is followed",
                     given=f"{self.functions[key]}, under a layout that cuts the batch, so that ranks draw less often",
-                    allowed="one loop over the samples in order, with as many draws for each; layouts of tp and pp "
-                    "without mb",
-                    fix="draw for all samples at once, or in one loop for each module, by functions of the sample's "
-                    "tensor such as torch.randn_like, or set a dropout's p to 0",
+                    allowed="one loop over the samples in order, with as many draws for each, by functions of the "
+                    "sample's tensor such as torch.rand_like; layouts of tp and pp without mb",
+                    fix="draw for all samples at once, give each loop a dropout of its own, or set a dropout's p to 0",
                 )
             if place == MIXED:
                 function = next(name for (other, _, _), name in self.functions.items() if other == path)
                 raise PlanError(
-                    f"'{path or 'the model'}' draws random numbers that mix the samples of a batch",
+                    f"'{path or 'the model'}' draws random numbers that mix the samples of a batch, or for rows of "
+                    "which it is not known whose they are",
                     given=f"{function}, under a layout that cuts the batch, so that no rank has all of it at once",
                     allowed="random numbers for each sample, or the same for all; layouts of tp and pp without mb",
-                    fix="draw for each sample alone, mix samples in the data loader, or, for dropout, set its p to 0",
+                    fix="draw before samples are mixed or joined, join them by one torch.stack or torch.cat, mix "
+                    "samples in the data loader, or, for dropout, set its p to 0",
                 )
 
 
@@ -248,7 +252,7 @@ def draws_of(
         for module in recording.selecting
         if any(is_inside(path, module) for path in drawing) and _selects_rows(module, recording, axes)
     }
-    places = {each.key: _place(each.use, recording, axes) for each in found}
+    places = {each.key: MIXED if flow.permutes(each.use) else _place(each.use, recording, axes) for each in found}
     alone = _drawn_alone(found, flow, places)
     loops = sample_loops(alone, recording.num_samples)
     for path, call, number in places:
@@ -266,6 +270,10 @@ def draws_of(
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
     draws.loops = {path: loop for path, loop in loops.items() if loop is not None}
+    drawn_alone = {
+        path for path, calls in alone.items() if any(each is not None for own in calls.values() for each in own)
+    }
+    draws.unfollowed = frozenset(drawn_alone - loops.keys())
     selected = [path for (path, _, _), place in draws.places.items() if place == SELECTED]
     draws.selecting = frozenset(module for module in by_rows if any(is_inside(path, module) for path in selected))
     return draws

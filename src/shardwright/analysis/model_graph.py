@@ -36,7 +36,7 @@ from shardwright.analysis.record_forward import record_forward
 from shardwright.analysis.recording import Recorded, RecordedCall, Recording
 from shardwright.analysis.run_axes import RunAxes, axes_of
 from shardwright.analysis.sample_mixing import BATCH_NORM_CALLS, COUNTS, mixing_call
-from shardwright.analysis.sample_selections import SampleFlow, follow_samples, modules_by_sample
+from shardwright.analysis.sample_selections import SampleFlow, follow_samples, parameters_by_sample
 from shardwright.errors import PlanError
 
 RECORDABLE = "code that runs on tensors without values, or on the values of the example, which is then a real batch"
@@ -73,9 +73,9 @@ class RecordedRun:
         return draws_of(self.recording, *self._followed, self.found, self.others, self.seeded, self.seeds)
 
     @cached_property
-    def modules_by_sample(self) -> set[str]:
-        """The names of modules that read a parameter for each sample alone (:func:`modules_by_sample`)."""
-        return modules_by_sample(self.recording, self._followed[1])
+    def parameters_by_sample(self) -> set[str]:
+        """The names of parameters that code reads for each sample alone (:func:`parameters_by_sample`)."""
+        return parameters_by_sample(self.recording, self._followed[1])
 
     @cached_property
     def _followed(self) -> tuple[RunAxes, SampleFlow]:
@@ -198,12 +198,19 @@ class ModelGraph:
 
     @cached_property
     def _draws(self) -> Draws:
-        """The draws of the recorded forward; where it draws often without samples, a second record shows for whom."""
+        """The draws of the recorded forward, without those that are more the more samples there are but for no loop.
+
+        Where a module draws often for no sample, or for some samples alone, a record with another number of samples
+        shows whether the number of its draws depends on theirs.
+        """
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
-        often = {path for path, number in without.items() if number >= run.recording.num_samples}
-        other = self._as_given if often else None
-        if not isinstance(other, RecordedRun) or other.recording.num_samples == run.recording.num_samples:
+        often = {path for path, number in without.items() if number >= run.recording.num_samples} | run.draws.unfollowed
+        counts = (None, *(each for each in COUNTS if each != run.recording.num_samples)) if often else ()
+        tried = (self._tried(count, self.reads_values) for count in counts[:2])
+        runs = (each for each in tried if isinstance(each, RecordedRun))
+        other = next((each for each in runs if each.recording.num_samples != run.recording.num_samples), None)
+        if other is None:
             return run.draws
         here, there = (Counter(each.key[0] for each in each_run.found) for each_run in (run, other))
         return run.draws.drawn_for_each({path for path in often if here[path] != there[path]})

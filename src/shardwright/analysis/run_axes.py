@@ -106,6 +106,11 @@ def _product(axes: Sequence[DimAxis]) -> DimAxis:
     return made
 
 
+def product_of(slow: DimAxis, inside: int) -> DimAxis:
+    """Returns the axis of a dim in which each index of ``slow`` has so many elements ``inside``, next to each other."""
+    return slow if inside == 1 else _product([slow, DimAxis(inside)])
+
+
 def _concatenation(axes: Sequence[DimAxis]) -> DimAxis:
     parts = [part for each in axes for part in _parts(each) if part.size]
     if len(parts) == 1:

@@ -18,20 +18,25 @@ class SampleLoop(NamedTuple):
     """The draws of a module that code makes for one sample after another, among all its draws.
 
     Its turns are its draws in one call if ``in_call``, and else its calls. Of these, ``first`` come before the loop,
-    ``every`` are for each sample, and the others come after it. The record has ``num_samples`` samples.
+    ``every`` are for each sample, and ``last`` come after it. The record has ``num_samples`` samples.
     """
 
     first: int
     every: int
+    last: int
     num_samples: int
     in_call: bool
+
+    def total(self, count: int) -> int:
+        """Returns the number of turns in a forward with ``count`` samples."""
+        return self.first + self.every * count + self.last
 
     def recorded(self, turn: int, count: int) -> tuple[int, int | None]:
         """Returns the recorded turn that does the same as a ``turn`` among ``count`` samples, and the sample's index.
 
         The recorded turn is that of the first sample; the index is None for a turn outside of the loop.
 
-        >>> loop = SampleLoop(first=1, every=2, num_samples=5, in_call=True)
+        >>> loop = SampleLoop(first=1, every=2, last=1, num_samples=5, in_call=True)
         >>> [loop.recorded(turn, count=2) for turn in range(6)]
         [(0, None), (1, 0), (2, 0), (1, 1), (2, 1), (11, None)]
         """
@@ -51,9 +56,9 @@ def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], coun
     alone in another way, such as by two loops, and nothing for one that does not.
 
     >>> sample_loops({"drop": {call: [call] for call in range(3)}}, 3)
-    {'drop': SampleLoop(first=0, every=1, num_samples=3, in_call=False)}
+    {'drop': SampleLoop(first=0, every=1, last=0, num_samples=3, in_call=False)}
     >>> sample_loops({"gru": {0: [None, 0, 0, 1, 1, 2, 2]}}, 3)
-    {'gru': SampleLoop(first=1, every=2, num_samples=3, in_call=True)}
+    {'gru': SampleLoop(first=1, every=2, last=0, num_samples=3, in_call=True)}
     >>> sample_loops({"drop": {0: [None]}, "both": {0: [0, 1, 2, 2, 1, 0]}, "first": {0: [0]}}, 3)
     {'both': None}
     """
@@ -87,4 +92,6 @@ def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLo
     every = len(inside) // count
     first = turns.index(0)
     in_order = [number for number in range(count) for _ in range(every)]
-    return SampleLoop(first, every, count, in_call) if [*turns[first : first + len(inside)]] == in_order else None
+    if [*turns[first : first + len(inside)]] != in_order:
+        return None
+    return SampleLoop(first, every, len(turns) - first - len(inside), count, in_call)

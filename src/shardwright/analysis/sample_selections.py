@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.analysis.dim_letters import Concat, Dim, DimLetters
 from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
-from shardwright.analysis.run_axes import RunAxes, leaves, unify
+from shardwright.analysis.run_axes import RunAxes, leaves, product_of, unify
 
 NO_SAMPLE = -1
 """Stands for a row of a dim of samples that is of no sample, such as one that is concatenated to them."""
@@ -28,6 +28,12 @@ _DIM_ARGUMENTS = {
     "tensor_split": 2, "unbind": 1, "unsafe_split": 2,
 }  # fmt: skip
 """Operators that pick elements of a dim by their numbers, and the number of the argument that names the dim."""
+
+_VIEWS = frozenset(("expand", "narrow", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"))
+"""Operators that give a view of what they take, so that a write into it is one into that."""
+
+_MOVES = {"flip": 1, "roll": 2}
+"""Operators that change the order along dims, and the number of the argument that names these."""
 
 _COMBINES = frozenset((
     "_cdist_forward", "add", "addcdiv", "addcmul", "addmm", "atan2", "baddbmm", "bmm", "div", "dot", "fmod", "lerp",
@@ -84,6 +90,12 @@ class SampleFlow:
         value = self.values.get(use)
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
+    def permutes(self, use: TensorUse) -> bool:
+        """Returns whether a value has all samples in a dim, in another order than theirs."""
+        value = self.values.get(use)
+        rows = [each.rows for each in value.dims if each is not None] if value is not None else []
+        return any(each != tuple(sorted(each)) and len({*each}) == len(each) for each in rows)
+
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
     """Returns what samples the values of a recorded run are made of, if code picks some, or inputs have rows of them.
@@ -105,11 +117,11 @@ def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
     for call in recording.calls:
         found.follow(call)
     source = next(use for use in recording.inputs if use.shape)
-    every = SampleDim(tuple(range(source.shape[0])))
+    every = tuple(range(source.shape[0]))
     for use, value in found.flow.values.items():
         for axis, rows in zip(axes.of(use), value.dims, strict=True):
-            if rows == every:
-                unify(axis, axes.of(source)[0])
+            if rows is not None and rows.rows == every and rows.outside == 1:
+                unify(axis, product_of(axes.of(source)[0], rows.inside))
     return found.flow
 
 
@@ -129,15 +141,21 @@ def picking_calls(
     return list(found)
 
 
-def modules_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
-    """Returns the names of modules that read a parameter for each sample of the batch alone, as in a loop over it."""
-    count = recording.num_samples
+def parameters_by_sample(recording: Recording, flow: SampleFlow) -> set[str]:
+    """Returns the names of parameters that code reads for each sample of the batch alone, as in a loop over it."""
+    made_of = {use: {name} for name, use in recording.parameters.items()}  # parameters, and what is computed from them
     found: dict[str, set[int]] = {}
     for call in recording.calls:
-        if any(use.kind == "parameter" for use in call.operands):
-            numbers = {flow.sample_of(use) for use in call.operands}
-            found.setdefault(call.module, set()).update(number for number in numbers if number is not None)
-    return {module for module, numbers in found.items() if len(numbers) == count > 1}
+        names = set().union(*(made_of.get(use, ()) for use in call.operands))
+        if not names:
+            continue
+        if not any(use in flow.values for use in call.operands):
+            made_of.update((use, names) for use in call.results)
+            continue
+        samples = {flow.sample_of(use) for use in call.operands} - {None}
+        for name in names if samples else ():
+            found.setdefault(name, set()).update(sample for sample in samples if sample is not None)
+    return {name for name, samples in found.items() if len(samples) == recording.num_samples > 1}
 
 
 class _SampleFollower:
@@ -146,6 +164,8 @@ class _SampleFollower:
     def __init__(self, recording: Recording) -> None:
         self.flow = SampleFlow()
         self._values = self.flow.values
+        self._slots: dict[TensorUse, tuple[TensorUse, int, int]] = {}  # by view: what it is of, the dim, and the index
+        self._filled: dict[tuple[TensorUse, int], dict[int, int]] = {}  # by these, the sample that is in each index
         self._made_by = {use: call for call in recording.calls for use in call.results if use.kind == "constant"}
         for use, rows_of in recording.rows_of_samples.items():
             first = SampleDim(rows_of) if use.shape and use.shape[0] == len(rows_of) > 1 else None
@@ -159,6 +179,7 @@ class _SampleFollower:
 
     def follow(self, call: RecordedCall) -> None:
         """Notes what samples the results of the next operator are made of, and whether it combines picked ones."""
+        self._note_slots(call)
         given = [self._values[use] for use in call.operands if use in self._values]
         if not given:
             for use in (*call.results, *call.written):
@@ -170,10 +191,35 @@ class _SampleFollower:
             results = self._picked(call, first, call.argument(_DIM_ARGUMENTS[name], "dim", 0))
         elif call.name == "index":
             results = self._indexed(call, first)
+        elif call.name in _MOVES and first is not None:
+            given_dims = call.argument(_MOVES[call.name], "dims") or range(len(first.dims))
+            moved = {dim % max(len(first.dims), 1) for dim in given_dims}
+            kept = tuple(None if dim in moved else rows for dim, rows in enumerate(first.dims))
+            results = [SampleUse(first.samples if kept == first.dims else None, kept, first.picked)]
         else:
             results = self._combined(call, given)
         for use, value in zip(call.results, results, strict=True):
             self._values[use] = value
+
+    def _note_slots(self, call: RecordedCall) -> None:
+        """Follows code that writes each sample into an index of a new tensor, as ``out[i] = ...`` in a loop does."""
+        first = next(iter(call.operands), None)
+        if call.name == "select" and first is not None and first not in self._values and first not in self._slots:
+            dim = call.args[1] % len(first.shape)
+            self._slots[call.results[0]] = first, dim, call.args[2] % first.shape[dim]
+        elif call.name in _VIEWS and first in self._slots:
+            self._slots.update((use, self._slots[first]) for use in call.results)
+        for use in (each for each in call.written if each in self._slots):
+            base, dim, index = self._slots[use]
+            samples = {self.flow.sample_of(each) for each in call.operands if each in self._values and each is not use}
+            filled = self._filled.setdefault((base, dim), {})
+            for sample in samples - {None} if len(samples) == 1 else ():
+                assert sample is not None, "taken out"
+                filled[index] = sample
+            if len(filled) == base.shape[dim]:
+                each = tuple(filled[index] for index in range(len(filled)))
+                dims = tuple(_rows_of(each, SampleDim(())) if d == dim else None for d in range(len(base.shape)))
+                self._values[base] = SampleUse(frozenset(each), dims)
 
     def _picked(self, call: RecordedCall, value: SampleUse, dim: int) -> list[SampleUse]:
         """Returns the results of an operator that picks elements of dim ``dim`` by their numbers."""
@@ -267,7 +313,10 @@ class _SampleFollower:
             return dims
         sizes = [use.shape[dim] if call.name == "cat" else 1 for use in call.operands]
         each = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
-        return (*dims[:dim], _rows_of(each, SampleDim(())), *dims[dim + 1 :])
+        rows = _rows_of(each, SampleDim(()))
+        if rows is not None and rows.rows != tuple(sorted(rows.rows)) and len({*rows.rows}) == len(rows.rows):
+            self._note(call, call.operands, call.results)
+        return (*dims[:dim], rows, *dims[dim + 1 :])
 
     def _compare(self, call: RecordedCall) -> None:
         """Notes what picked samples that a call combines with others."""
@@ -347,10 +396,16 @@ def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:
 
 
 def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
-    """Returns what samples a dim holds of which ``each`` index belongs to one, with the factors that it had before."""
+    """Returns what samples a dim holds of which ``each`` index belongs to one, with the factors that it had before.
+
+    If it was made anew (``before`` is empty), the rows that follow each other and are of one sample are a factor.
+    """
     if len(each) < 2:
         return None
     inside = before.inside if len(each) % before.inside == 0 else 1
+    if not before.rows:
+        same = next((number for number, sample in enumerate(each) if sample != each[0]), len(each))
+        inside = same if len(each) % same == 0 else 1
     rows = each[::inside]
     found = SampleDim(rows, 1, inside)
     return found if tuple(found.each) == each else SampleDim(each)

@@ -377,6 +377,8 @@ class Executor:
             if written is not None:
                 stack.enter_context(written.watching(chunk, len(microbatches)))
             starts = self.work.forward(chunk, number)
+        if self.rng.forward_ended is not None:
+            self.rng.forward_ended()
         self._has_run.add(key)
         return starts
 

@@ -71,6 +71,13 @@ class _ModuleDraws:
         self.keyed.running.pop()
         if not self.keyed.running:
             self.keyed.__exit__(*error)
+        if error[0] is None and self.number:
+            self.keyed.check_loop(self.path, self.number, self.samples, in_call=True)
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The indices of the call's samples in the global batch."""
+        return self.keyed.rng.samples if self.rows is None else self.rows()
 
     def leave_out(self, name: str) -> None:
         """Counts a draw by the function ``name`` that takes its numbers from a generator with a seed."""
@@ -109,7 +116,7 @@ class _ModuleDraws:
                 self.number = rest[0]
         else:
             drawn[self.number :] = [name]
-        samples = self.keyed.rng.samples if self.rows is None else self.rows()
+        samples = self.samples
         self.number += 1
         draw = self.path, self.call, self.number - 1
         numbers: Callable[[torch.device], KeyedNumbers] | None = None
@@ -185,6 +192,8 @@ class KeyedDraws(TorchFunctionMode):
         self.cuts_batch, self.cuts_code = cuts_batch, cuts_code
         self.for_rows = {path for path, places in draws.in_modules().items() if SELECTED in places} if draws else set()
         self.running: list[_ModuleDraws] = []
+        self.looping: dict[str, nn.Module] = {}  # the modules that draw for one sample after another
+        self.rows_of_loops: dict[str, Rows | None] = {}  # of those that are called so, what tells their samples
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
@@ -218,6 +227,32 @@ class KeyedDraws(TorchFunctionMode):
         if place in (ALONE, MIXED, SELECTED):  # one rank has all samples
             place = None
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None, cuts)
+
+    def check_loop(self, path: str, turns: int, samples: Sequence[int], *, in_call: bool) -> None:
+        """Raises PlanError if a module drew more or less often for some sample than for others, in a training forward.
+
+        ``turns`` are its draws in one call (``in_call``), or its calls in the forward. It matters only where the batch
+        is cut. Where stages have parts of the code, or a backward repeats some of it, their number is not known.
+        """
+        is_known = self.draws is not None and self.cuts_batch and not self.cuts_code
+        loop = self.draws.loops.get(path) if self.draws is not None and is_known else None
+        if loop is None or loop.in_call is not in_call or self.rng.repeats or not self.looping[path].training:
+            return
+        if turns != loop.total(len(samples)):
+            raise PlanError(
+                f"'{path or 'the model'}' draws random numbers for one sample after another, and not equally often",
+                given=f"{turns} {'draws' if in_call else 'calls'} for {len(samples)} samples, where the record has "
+                f"{loop.every} for each",
+                allowed="code that draws as often for each sample, whatever its values and its length",
+                fix="draw once for all that a sample has, draw also where nothing is to be dropped, or set the "
+                "dropout's p to 0",
+            )
+
+    def check_loops(self) -> None:
+        """Raises PlanError as :meth:`check_loop` does, for loops over calls of a module; called after each forward."""
+        for path, rows in self.rows_of_loops.items():
+            samples = self.rng.samples if rows is None else rows()
+            self.check_loop(path, self.rng.num_calls(path), samples, in_call=False)
 
     def place(self, path: str, call: int, number: int) -> SamplePlace | None:
         """Returns where the tensor of one draw has its samples: dim 0, if the recorded forward made no such draw."""
@@ -364,6 +399,13 @@ def key_draws(
             wrap(module, Rung.DRAWS, name, by="core", around=around)
         if draws_itself:
             others.add(path)
+        loop = None if draws is None else draws.loops.get(path)
+        if loop is not None:
+            keyed.looping[path] = module
+            if not loop.in_call:
+                keyed.rows_of_loops[path] = (rows or {}).get(path)
+    if keyed.rows_of_loops and cuts_batch and not cuts_code:
+        rng.forward_ended = keyed.check_loops
     key_dropout(model, rng, cuts, rows, tokens, but=others)
 
 

@@ -16,7 +16,7 @@ Traffic: for each layer whose input features are cut, one all-reduce of its outp
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
@@ -166,15 +166,16 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
-    if mode.row_axes and (run.modules_by_sample or _may_read_by_values(job.model, run.recording)):
-        return None  # ranks with other samples, or other numbers of them, would gather other weights
+    if mode.row_axes and _may_read_by_values(job.model, run.recording):
+        return None  # ranks whose samples select other experts would gather other weights
     cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")), job.graph)
         plan = cut_rows(plan, mode)
     plan, parts = (plan, {}) if name is None else _cut_parts(plan, cuts.parts, name)
     own = _owners_of(job.model)
-    plan, stored = _store_parts(plan, cuts, mode, parts, own)
+    # what is called for one sample after another is called as often as a rank has samples: nothing is gathered there
+    plan, stored = _store_parts(plan, cuts, mode, parts, own, run.parameters_by_sample)
     first = dict.fromkeys(plan.mesh.axes, 0)
     before = known.compute if known is not None else {}
     cut = [name for name, each in before.items() if each.local_shape(first) != each.shape]
@@ -264,16 +265,17 @@ def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
 
 
 def _store_parts(
-    plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart], own: Mapping[str, set[str]]
-) -> tuple[Plan, dict[str, StoredParts]]:
-    """Returns the plan with weights sharded over the axes that cut samples, each in its longest uncut dim."""
+    plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart], own: Mapping[str, set[str]],
+    apart: Collection[str],
+) -> tuple[Plan, dict[str, StoredParts]]:  # fmt: skip
+    """Returns the plan with weights, except ``apart``, sharded over the axes that cut samples in their longest dim."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
     found = {}
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
         free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
-        if len(layout.shape) < 2 or not free or name in cuts.held:
+        if len(layout.shape) < 2 or not free or name in cuts.held or name in apart:
             continue  # every rank holds a copy, and the gradient is summed
         dim = max(free, key=lambda each: layout.shape[each])
         pieces, sizes = [(0, layout.shape[dim])], []

@@ -179,7 +179,7 @@ class TensorParallel:
             found |= dict.fromkeys(
                 sorted(path for path in later if is_inside(path, module)), "activations decide whether it is called"
             )
-        by_sample = run.modules_by_sample if mode.row_axes else set()
+        by_sample = {name.rpartition(".")[0] for name in run.parameters_by_sample} if mode.row_axes else set()
         found |= dict.fromkeys(sorted(by_sample), "it is called for one sample after another")
         used, called = run.recording.parameters_used, {call.module for call in calls}
         hidden = {call.module for call in calls if call.is_hidden}
