@@ -61,6 +61,11 @@ class SampleDim(NamedTuple):
         """For each index of the dim, the number of the sample to which its elements belong."""
         return [row for row in self.rows for _ in range(self.inside)] * self.outside
 
+    @property
+    def is_permuted(self) -> bool:
+        """Whether the rows are of samples in another order than theirs, and none twice."""
+        return self.rows != tuple(sorted(self.rows)) and len({*self.rows}) == len(self.rows)
+
 
 class SampleUse(NamedTuple):
     """What samples a value is made of, and where its dims hold them.
@@ -78,8 +83,8 @@ class SampleUse(NamedTuple):
 class SampleFlow:
     """What samples the values of a recorded run are made of, and the operators that combine some that code has picked.
 
-    Both are empty for a run whose code picks none. ``combined`` has the operator that picked, what was
-    combined, and the results.
+    Both are empty for a run whose code picks none. ``combined`` has the operator that picked, what was combined, and
+    the results.
     """
 
     values: dict[TensorUse, SampleUse] = field(default_factory=dict)
@@ -91,10 +96,9 @@ class SampleFlow:
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
     def permutes(self, use: TensorUse) -> bool:
-        """Returns whether a value has all samples in a dim, in another order than theirs."""
+        """Returns whether a value has samples in a dim in another order than theirs."""
         value = self.values.get(use)
-        rows = [each.rows for each in value.dims if each is not None] if value is not None else []
-        return any(each != tuple(sorted(each)) and len({*each}) == len(each) for each in rows)
+        return value is not None and any(each is not None and each.is_permuted for each in value.dims)
 
 
 def follow_samples(recording: Recording, axes: RunAxes) -> SampleFlow:
@@ -213,9 +217,8 @@ class _SampleFollower:
             base, dim, index = self._slots[use]
             samples = {self.flow.sample_of(each) for each in call.operands if each in self._values and each is not use}
             filled = self._filled.setdefault((base, dim), {})
-            for sample in samples - {None} if len(samples) == 1 else ():
-                assert sample is not None, "taken out"
-                filled[index] = sample
+            filled.pop(index, None)  # of what was there before
+            filled.update((index, sample) for sample in samples if sample is not None and len(samples) == 1)
             if len(filled) == base.shape[dim]:
                 each = tuple(filled[index] for index in range(len(filled)))
                 dims = tuple(_rows_of(each, SampleDim(())) if d == dim else None for d in range(len(base.shape)))
@@ -314,7 +317,7 @@ class _SampleFollower:
         sizes = [use.shape[dim] if call.name == "cat" else 1 for use in call.operands]
         each = tuple(number for number, size in zip(known, sizes, strict=True) for _ in range(size))
         rows = _rows_of(each, SampleDim(()))
-        if rows is not None and rows.rows != tuple(sorted(rows.rows)) and len({*rows.rows}) == len(rows.rows):
+        if rows is not None and rows.is_permuted:
             self._note(call, call.operands, call.results)
         return (*dims[:dim], rows, *dims[dim + 1 :])
 
