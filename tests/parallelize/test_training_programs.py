@@ -192,6 +192,34 @@ def test_a_penalty_over_parameters_of_the_run_is_refused_where_ranks_have_parts(
         assert close(launch(work, Layout.parse(line), model, ranks="threads"), expected)
 
 
+class Keeping(nn.Sequential):
+    """Keeps a term for the loss, as mixtures of experts do; its own parameters made it."""
+
+    def forward(self, x):
+        hidden = self[1](self[0](x))
+        self.term = (hidden**2).sum()
+        return self[2](hidden)
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+def test_a_term_that_the_forward_has_kept_may_be_read_by_the_loss(line):
+    def work(world, model):
+        runs = []
+
+        def loss(output, targets):
+            return functional.cross_entropy(output, targets, reduction="sum") + 0.1 * runs[0].model.term, len(targets)
+
+        runs.append(parallelize(model, line, world, loss=loss))
+        return by_sgd(runs[0])
+
+    def keeping():
+        return Keeping(*plain())
+
+    own = keeping()
+    expected = by_plain_sgd(lambda o, t: functional.cross_entropy(o, t) + 0.1 * own.term / len(t), own)
+    assert close(launch(work, Layout.parse(line), keeping(), ranks="threads"), expected)
+
+
 def test_a_network_beside_the_model_may_be_read_by_a_loss_though_it_was_not_frozen():
     torch.manual_seed(2)
     features = nn.Linear(3, 3).double()

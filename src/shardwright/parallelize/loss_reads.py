@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,32 +14,38 @@ from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 
 
-def nodes_of(output: Any) -> set[Any]:
-    """Returns the nodes of autograd's graph that made the tensors of a model's output, before a loss is computed."""
-    return {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+def now_in_graph() -> int:
+    """Returns a number that is smaller than those of the nodes that autograd will make in this thread from now on."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).neg().grad_fn
+    assert node is not None, "gradients are enabled"
+    return node._sequence_nr()
 
 
-def leaves_beside(loss_sum: Tensor, output: Any, nodes: Collection[Any]) -> list[Tensor]:
-    """Returns the leaf tensors on which a loss depends otherwise than through the model's output.
+def leaves_read(loss_sum: Tensor, output: Any, since: int) -> list[Tensor]:
+    """Returns the leaf tensors, other than the model's output, that a loss has read itself.
 
-    ``nodes`` are those of :func:`nodes_of` for the output.
+    ``since`` is :func:`now_in_graph` before the loss was computed: what the forward has made of parameters before, such
+    as the output, or a term that a module has kept for the loss, is not looked into.
 
-    >>> weight, output = nn.Parameter(Tensor([2.0])), nn.Linear(1, 1)(Tensor([[1.0]]))
-    >>> nodes = nodes_of(output)
-    >>> [each is weight for each in leaves_beside(output.sum() + weight.abs().sum(), output, nodes)]
-    [True]
+    >>> weight, output = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)(torch.ones(1, 1))
+    >>> kept, since = weight.exp(), now_in_graph()
+    >>> loss_sum = output.sum() + kept.sum()
+    >>> len(leaves_read(loss_sum, output, since)), len(leaves_read(loss_sum + weight.abs().sum(), output, since))
+    (0, 1)
     """
     outputs = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-    waiting, seen, found = [loss_sum.grad_fn], set(nodes), list[Tensor]()
+    waiting, seen, found = [loss_sum.grad_fn], set[Any](), list[Tensor]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in outputs:
-            found.append(variable)
-        waiting += [following for following, _ in node.next_functions]
+        variable = getattr(node, "variable", None)  # of the node of a leaf
+        if isinstance(variable, Tensor):
+            found += [variable] if id(variable) not in outputs else []
+        elif node._sequence_nr() > since:
+            waiting += [following for following, _ in node.next_functions]
     return found
 
 

@@ -38,7 +38,7 @@ from shardwright.parallelize.checks import (
     structure_of,
     torch_errors_explained,
 )
-from shardwright.parallelize.loss_reads import leaves_beside, nodes_of
+from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
@@ -156,10 +156,10 @@ class TrainStep:
             warn_of_loss(self.loss, output, targets)
         if self._knows_reads:
             return self._checked_loss(output, targets)
-        self._knows_reads, nodes = True, nodes_of(output)
+        self._knows_reads, since = True, now_in_graph()
         result = self._checked_loss(output, targets)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):
-            self._check_reads(leaves_beside(result[0], output, nodes))
+            self._check_reads(leaves_read(result[0], output, since))
         return result
 
     def _checked_loss(self, output: Any, targets: Any) -> Any:
