@@ -410,7 +410,7 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused_also_wher
         groups = [{"params": [p]} for p in run.parameters.values()]
         run.optimizer(_ByNorm, iter(groups), over_all=False)
         for listed, common in ((groups, True), ([*groups[:-1], {**groups[-1], "over_all": True}], False)):
-            with pytest.raises(PlanError, match="or all of them|needs all tensors"):
+            with pytest.raises(PlanError, match=r"or all of them|needs all tensors"):
                 run.optimizer(_ByNorm, listed, over_all=common)
 
     on_ranks(build_mlp(MLPConfig()), line, work)
