@@ -124,6 +124,13 @@ def verdict_of(model, line):
     return verify(model, line, [(x, targets), (x + 1, targets)], loss=nn.CrossEntropyLoss())
 
 
+def check_equal(model, line, compared=verdict_of):
+    torch.manual_seed(0)
+    verdict = compared(model(), line)
+    assert verdict.equal, str(verdict)
+    return verdict
+
+
 def models(*classes, lines=LAYOUTS):
     return [pytest.param(each, line, id=f"{each.__name__}-{line}") for each in classes for line in lines]
 
@@ -137,9 +144,7 @@ def models(*classes, lines=LAYOUTS):
 ])  # fmt: skip
 @pytest.mark.sampled(6)
 def test_draws_for_one_sample_after_another_are_those_of_one_device(model, line):
-    torch.manual_seed(0)
-    verdict = verdict_of(model(), line)
-    assert verdict.equal, str(verdict)
+    check_equal(model, line)
 
 
 class OfPictures(Loop):
@@ -169,22 +174,22 @@ class OfRows(Loop):
         return self.head(torch.stack([self.each(sample) for sample in rows.split(lengths.tolist())]))
 
 
+def verdict_of_rows(model, line):
+    lengths = torch.tensor([3, 1, 4, 2, 5, 3, 2])
+    inputs = sw.packed(torch.randn(20, WIDTH), lengths), lengths
+    return verify(model, line, [(inputs, torch.arange(SAMPLES) % CLASSES)] * 2, loss=nn.CrossEntropyLoss())
+
+
 @pytest.mark.parametrize("line", [line for line in LAYOUTS if line != "tp2"])
 @pytest.mark.sampled(1)
 def test_draws_for_the_rows_of_each_sample_are_those_of_one_device(line):
-    torch.manual_seed(0)
-    lengths = torch.tensor([3, 1, 4, 2, 5, 3, 2])
-    inputs = sw.packed(torch.randn(20, WIDTH), lengths), lengths
-    verdict = verify(OfRows(), line, [(inputs, torch.arange(SAMPLES) % CLASSES)] * 2, loss=nn.CrossEntropyLoss())
-    assert verdict.equal, str(verdict)
+    check_equal(OfRows, line, verdict_of_rows)
 
 
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.sampled(2)
 def test_draws_for_the_entries_of_a_list_are_those_of_one_device(line):
-    torch.manual_seed(0)
-    verdict = verdict_of_list(OfPictures(), line)
-    assert verdict.equal, str(verdict)
+    check_equal(OfPictures, line, verdict_of_list)
 
 
 @pytest.mark.parametrize(("line", "is_cut"), [("dp2", True), ("mb2", True), ("tp2", False)])
@@ -236,7 +241,7 @@ def test_draws_for_one_sample_in_another_order_are_refused_where_the_batch_is_cu
 
 def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
     with pytest.raises(
-        PlanError, match=r"'layer.*' draws random numbers for one sample at a time, of which a rank has"
+        PlanError, match=r"'layer.*' draws random numbers for one sample at a time, of which ranks have"
     ):
         verdict_of(OfTorch(), "tp2")
 
@@ -245,9 +250,7 @@ def test_layers_that_are_cut_inside_do_not_draw_for_one_sample():
 @pytest.mark.parametrize("line", CUT_ROWS)
 @pytest.mark.sampled(2)
 def test_ranks_that_have_other_numbers_of_samples_gather_nothing_in_layers_that_are_called_for_each(model, line):
-    torch.manual_seed(0)
-    verdict = verdict_of(model(), line)
-    assert verdict.equal, str(verdict)
+    check_equal(model, line)
 
 
 class Reordered(Loop):
@@ -306,10 +309,7 @@ class OnlyTheHead(Loop):
 
 @pytest.mark.parametrize("line", ["tp2/sp", "dp2 tp2/sp"])
 def test_layers_beside_the_loop_are_cut_where_ranks_have_other_samples(line):
-    torch.manual_seed(0)
-    verdict = verdict_of(OnlyTheHead(), line)
-    assert verdict.equal, str(verdict)
-    assert verdict.shares["tp2/sp"] > 0.5
+    assert check_equal(OnlyTheHead, line).shares["tp2/sp"] > 0.5
 
 
 def filled(model, x):

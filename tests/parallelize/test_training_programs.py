@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from shardwright import launch, parallelize, verify
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.parallelize.loss_settings import MOST_ENTRIES, follow_settings, settings_of
 
 LINES = ("single", "dp2", "dp2/zero3", "tp2", "pp2 mb2")
 
@@ -124,6 +125,19 @@ def test_a_setting_of_torchs_loss_may_change_too():
     loss = nn.CrossEntropyLoss()
     expected = by_plain_sgd(loss, each=lambda number: setattr(loss, "label_smoothing", 0.2 * number))
     assert close(launch(work, 2, plain(), ranks="threads"), expected)
+
+
+def test_a_table_of_a_loss_is_no_setting_that_is_looked_up_before_each_step():
+    class WithTable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.beta = {str(number): number for number in range(MOST_ENTRIES + 1)}, 0.0
+
+    given, own = WithTable(), WithTable()
+    follow_settings(given, own)
+    given.words["3"], given.beta = 4, 0.5
+    settings_of(own).renew()
+    assert (own.words["3"], own.beta) == (3, 0.5)
 
 
 # ---- what a loss depends on beside the output
@@ -320,6 +334,19 @@ def test_stages_step_an_optimizer_that_needs_whole_tensors_but_not_all_of_them()
         torch.testing.assert_close(found, expected)
     with pytest.raises(PlanError, match=r"OverAll needs all tensors, and '0.weight' is on one stage"):
         on_ranks("pp2", partial(work, kind=OverAll, lr=0.1))
+
+
+def test_stages_step_an_optimizer_of_matrices():
+    def work(run):
+        matrices = [each for each in run.parameters.values() if each.dim() == 2]
+        optimizer = torch.optim.Muon(matrices, lr=0.1)
+        losses = []
+        for batch in run.shard(batches()):
+            losses.append(run.step(batch).item())
+            optimizer.step()
+        return losses
+
+    assert close(on_ranks("pp2 mb2", work), on_ranks("single", work)[0])
 
 
 @pytest.mark.parametrize("line", ["dp2/zero1", "tp2"])

@@ -56,7 +56,7 @@ SELECTED = SamplePlace(-2)
 """Marks a drawn tensor of rows that the code selects by values, as experts do: only a run knows whose rows they are."""
 
 ALONE = SamplePlace(-3)
-"""Marks a tensor that is drawn for one sample alone, and has no dim of samples, as in a loop over the batch."""
+"""Marks a drawn tensor that belongs to one sample and so has no dim of samples, as where code loops over the batch."""
 
 _OTHERS = Lock()
 """Held while a forward is recorded: ranks that are threads share the generators of Python and NumPy."""
@@ -110,8 +110,8 @@ class Draws:
     selecting: frozenset[str] = frozenset()
     routing: frozenset[str] = frozenset()
     loops: dict[str, SampleLoop] = field(default_factory=dict)
-    """The loops over samples in which modules draw; a module with places :data:`ALONE` and no loop draws in a way that
-    is not followed."""
+    """By module, the loop over the samples in which it draws. A module that has draws at :data:`ALONE` and no entry
+    here draws in a way that cannot be matched between batches of different sizes."""
     unfollowed: frozenset[str] = frozenset()
     """The modules that draw for some samples alone, and not for all of them."""
 
@@ -134,8 +134,16 @@ class Draws:
             raise KeyError(key)
         return like.pop()
 
+    @property
+    def alone(self) -> list[str]:
+        """The modules that draw tensors which belong to one sample (:data:`ALONE`)."""
+        return list(dict.fromkeys(path for (path, _, _), place in self.places.items() if place == ALONE))
+
     def drawn_for_each(self, modules: Collection[str]) -> Draws:
-        """Returns the same, where ``modules`` draw as often as there are samples, though for no sample's tensor."""
+        """Returns these draws with those of ``modules`` marked as :data:`ALONE` and in no loop, if without samples.
+
+        These modules were found to draw more often in a larger batch.
+        """
         places = {key: ALONE if key[0] in modules and place is None else place for key, place in self.places.items()}
         return replace(self, places=places, loops={p: loop for p, loop in self.loops.items() if p not in modules})
 
@@ -189,12 +197,12 @@ class Draws:
                 fix=("launch with ranks='processes', " if is_shared else "")
                 + "draw with torch.rand, or draw in the data loader",
             )
-        for path, _, _ in (key for key, place in self.places.items() if place == ALONE):
+        for path in self.alone if cut_layers else ():
             layer = next((layer for layer in cut_layers if is_inside(path, layer)), None)
             if layer is not None:
                 raise PlanError(
-                    f"'{path}' draws random numbers for one sample at a time, of which a rank has a part",
-                    given=f"a loop over the samples of a batch, and '{layer}', which the layout cuts inside",
+                    f"'{path or 'the model'}' draws random numbers for one sample at a time, of which ranks have parts",
+                    given=f"a loop over the samples of a batch, and '{layer or 'the model'}', which is cut inside",
                     allowed="such loops under dp, ZeRO and pp; draws for all samples at once",
                     fix="set the dropout's p to 0, compute all samples at once, or leave out tp",
                 )

@@ -198,10 +198,11 @@ class ModelGraph:
 
     @cached_property
     def _draws(self) -> Draws:
-        """The draws of the recorded forward, without those that are more the more samples there are but for no loop.
+        """The draws of the recorded forward, in which draws that a larger batch has more of are marked.
 
-        Where a module draws often for no sample, or for some samples alone, a record with another number of samples
-        shows whether the number of its draws depends on theirs.
+        Where a module draws often without samples, or for some samples alone, the forward is recorded with another
+        number of samples. If the module draws another number of times there, it loops over them in a way that is not
+        followed.
         """
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
@@ -249,7 +250,10 @@ class ModelGraph:
 
     @property
     def failure_of_own_code(self) -> str:
-        """What the model's code raised, so that how it treats samples is not known; "" for one that needs no record."""
+        """The exception, as text, that kept the forward from being recorded, so that its code could not be checked.
+
+        It is empty if the forward was recorded, and for a model of torch's and our own layers alone.
+        """
         return "" if self._needs_no_record else self.failure
 
     @property

@@ -155,7 +155,7 @@ class Recording:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples in the recorded batch; 1 where no input has samples."""
+        """The size of the recorded batch, in samples; 1 if no input has a dim of samples."""
         return next((use.shape[0] for use in self.inputs if use.shape), 1)
 
     @property

@@ -70,13 +70,13 @@ def sample_loops(samples: Mapping[str, Mapping[int, Sequence[int | None]]], coun
 
 
 def _over_draws(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
-    """Returns a loop inside of the module's calls, each of which draws alike; else None."""
+    """Returns the loop if each call of the module loops over all samples, and draws as the others do; or None."""
     every = list(calls.values())
     return _loop(every[0], count, in_call=True) if all(each == every[0] for each in every) else None
 
 
 def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> SampleLoop | None:
-    """Returns a loop that calls the module for one sample after another; else None."""
+    """Returns the loop if code calls the module for one sample after another; or None."""
     if [*calls] != [*range(len(calls))] or any(len(set(each)) > 1 for each in calls.values()):
         return None
     loop = _loop([each[0] for each in calls.values()], count, in_call=False)
@@ -87,7 +87,7 @@ def _over_calls(calls: Mapping[int, Sequence[int | None]], count: int) -> Sample
 
 
 def _loop(turns: Sequence[int | None], count: int, *, in_call: bool) -> SampleLoop | None:
-    """Returns the loop if ``turns`` are for the samples in order, each equally often and in a row; else None."""
+    """Returns the loop if ``turns``, the sample of each, take the samples in order and each equally often; or None."""
     inside = [sample for sample in turns if sample is not None]
     every = len(inside) // count
     first = turns.index(0)

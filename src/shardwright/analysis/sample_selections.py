@@ -29,9 +29,6 @@ _DIM_ARGUMENTS = {
 }  # fmt: skip
 """Operators that pick elements of a dim by their numbers, and the number of the argument that names the dim."""
 
-_VIEWS = frozenset(("expand", "narrow", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"))
-"""Operators that give a view of what they take, so that a write into it is one into that."""
-
 _MOVES = {"flip": 1, "roll": 2}
 """Operators that change the order along dims, and the number of the argument that names these."""
 
@@ -91,7 +88,7 @@ class SampleFlow:
     combined: list[tuple[RecordedCall, Sequence[TensorUse], Sequence[TensorUse]]] = field(default_factory=list)
 
     def sample_of(self, use: TensorUse) -> int | None:
-        """Returns the number of the only sample that a value is made of, or None."""
+        """Returns the number of the sample from which alone a value was computed; None if from several or none."""
         value = self.values.get(use)
         return next(iter(value.samples)) if value is not None and value.samples and len(value.samples) == 1 else None
 
@@ -211,7 +208,7 @@ class _SampleFollower:
         if call.name == "select" and first is not None and first not in self._values and first not in self._slots:
             dim = call.args[1] % len(first.shape)
             self._slots[call.results[0]] = first, dim, call.args[2] % first.shape[dim]
-        elif call.name in _VIEWS and first in self._slots:
+        elif getattr(call.function, "is_view", False) and first in self._slots:
             self._slots.update((use, self._slots[first]) for use in call.results)
         for use in (each for each in call.written if each in self._slots):
             base, dim, index = self._slots[use]
@@ -399,9 +396,10 @@ def _none(use: TensorUse) -> tuple[SampleDim | None, ...]:
 
 
 def _rows_of(each: tuple[int, ...], before: SampleDim) -> SampleDim | None:
-    """Returns what samples a dim holds of which ``each`` index belongs to one, with the factors that it had before.
+    """Returns how a dim holds samples, from the number of the sample to which ``each`` of its indices belongs.
 
-    If it was made anew (``before`` is empty), the rows that follow each other and are of one sample are a factor.
+    Its factors are those of ``before``, the dim from which the indices were taken. For a dim that code has put together
+    ``before`` is empty: then as many indices as follow each other for the first sample are the factor inside.
     """
     if len(each) < 2:
         return None

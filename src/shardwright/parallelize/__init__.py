@@ -26,7 +26,6 @@ from shardwright.comm.world import World
 from shardwright.errors import EXAMPLE
 from shardwright.layout import Layout
 from shardwright.models.given_loss import Loss, as_loss, loss_for
-from shardwright.models.loss_settings import follow_settings
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.auto import tokens_of
@@ -34,6 +33,7 @@ from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.loss_settings import follow_settings
 from shardwright.parallelize.outputs import join_by_hand
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
@@ -185,7 +185,7 @@ def _started(
         apart = (several and not layout.own_statistics) or bool(plan.row_axes)
         draws.check(
             are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch,
-            cut_layers=_cut_layers(plan, plan.mesh.coord(world.rank)),
+            cut_layers=_cut_layers(plan, plan.mesh.coord(world.rank)) if draws.alone else (),
         )  # fmt: skip
     everyone = world.everyone()
     check_compiler(layout, everyone)
@@ -291,7 +291,7 @@ def _run_of(
 
 
 def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
-    """Returns the names of modules that hold parts of activations, without a record of which parts; "" is the model."""
+    """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
     if plan.token_axes:
         return {""}
     layers = () if runs_on_parts(plan) else (*plan.roles, *plan.notes)

@@ -15,7 +15,7 @@ from shardwright.plan.plan import Plan
 
 
 def now_in_graph() -> int:
-    """Returns a number that is smaller than those of the nodes that autograd will make in this thread from now on."""
+    """Returns autograd's sequence number now: nodes that this thread makes later have larger ones."""
     with torch.enable_grad():
         node = torch.zeros((), requires_grad=True).neg().grad_fn
     assert node is not None, "gradients are enabled"

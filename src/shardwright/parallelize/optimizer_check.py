@@ -149,9 +149,16 @@ def is_elementwise(
         return [[parameter.detach() for parameter in copies] for copies in parameters], [] if in_turn else numbers
 
     def same(parts: Split, result: Sequence[Tensor] | None, numbers: Sequence[float]) -> bool:
-        """Returns whether parts, stepped together and each alone, become those of ``result``, or are alike if None."""
+        """Returns whether an optimizer over all parts, and one over each, step the parts to the same values.
+
+        These must be the parts of ``result``, if it is given, and ``numbers`` those in the options of each optimizer.
+        """
+
+        def stepped_alone(number: int) -> tuple[Sequence[Sequence[Tensor]], list[float]]:
+            return stepped(lambda tensor: parts(tensor)[number : number + 1])
+
         together, found = stepped(parts)
-        each_alone = [stepped(lambda t, n=n: parts(t)[n : n + 1]) for n in range(len(together))]  # type: ignore[misc]
+        each_alone = [stepped_alone(number) for number in range(len(together))]
         alone = [part for (part,), _ in each_alone]
         expected = [*chain(*together)] if result is None else [*chain(*zip(*map(parts, result), strict=True))]
         return all(

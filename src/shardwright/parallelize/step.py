@@ -27,7 +27,6 @@ from shardwright.forward_stack import Rung, stack_of
 from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.given_loss import SumLoss
-from shardwright.models.loss_settings import settings_of
 from shardwright.models.losses import CrossEntropy, MeanSquaredError, mean_of
 from shardwright.parallelize.checks import (
     check_dtypes,
@@ -39,6 +38,7 @@ from shardwright.parallelize.checks import (
     torch_errors_explained,
 )
 from shardwright.parallelize.loss_reads import leaves_read, now_in_graph
+from shardwright.parallelize.loss_settings import settings_of
 from shardwright.parallelize.no_samples import NoSampleChecker
 from shardwright.parallelize.outputs import OutputShare, can_join, described, join_parts
 from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload

@@ -159,10 +159,10 @@ class StepGuard:
         Then ``num_waiting`` becomes 0, also if the parameters that it updates are on other stages. If ranks are
         compared, the step and its learning rates are recorded for the comparison.
         """
-        if optimizer in self._accepted:
+        updates = self._updates(optimizer)
+        if updates or optimizer in self._accepted:
             self.num_waiting = 0
-        if self._updates(optimizer):
-            self.num_waiting = 0
+        if updates:
             self.num_updates += 1
             if self.num_updates == 1:
                 for plain, version in self._plain:

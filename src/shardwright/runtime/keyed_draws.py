@@ -71,7 +71,7 @@ class _ModuleDraws:
         self.keyed.running.pop()
         if not self.keyed.running:
             self.keyed.__exit__(*error)
-        if error[0] is None and self.number:
+        if error[0] is None and self.number and self.path in self.keyed.counted:
             self.keyed.check_loop(self.path, self.number, self.samples, in_call=True)
 
     @property
@@ -192,8 +192,8 @@ class KeyedDraws(TorchFunctionMode):
         self.cuts_batch, self.cuts_code = cuts_batch, cuts_code
         self.for_rows = {path for path, places in draws.in_modules().items() if SELECTED in places} if draws else set()
         self.running: list[_ModuleDraws] = []
-        self.looping: dict[str, nn.Module] = {}  # the modules that draw for one sample after another
-        self.rows_of_loops: dict[str, Rows | None] = {}  # of those that are called so, what tells their samples
+        # modules that draw for one sample after another, where their number of draws must be that of the record
+        self.counted: dict[str, nn.Module] = {}
         self.drawn: dict[tuple[str, int], list[str]] = {}  # the functions that a module's call draws by, in order
 
     def numbers(
@@ -231,12 +231,12 @@ class KeyedDraws(TorchFunctionMode):
     def check_loop(self, path: str, turns: int, samples: Sequence[int], *, in_call: bool) -> None:
         """Raises PlanError if a module drew more or less often for some sample than for others, in a training forward.
 
-        ``turns`` are its draws in one call (``in_call``), or its calls in the forward. It matters only where the batch
-        is cut. Where stages have parts of the code, or a backward repeats some of it, their number is not known.
+        ``turns`` are its draws in one call (``in_call``), or its calls in the forward. If a backward repeats some of
+        it, nothing is known of their number.
         """
-        is_known = self.draws is not None and self.cuts_batch and not self.cuts_code
-        loop = self.draws.loops.get(path) if self.draws is not None and is_known else None
-        if loop is None or loop.in_call is not in_call or self.rng.repeats or not self.looping[path].training:
+        assert self.draws is not None, "it has the loops"
+        loop = self.draws.loops[path]
+        if loop.in_call is not in_call or self.rng.repeats or not self.counted[path].training:
             return
         if turns != loop.total(len(samples)):
             raise PlanError(
@@ -248,10 +248,13 @@ class KeyedDraws(TorchFunctionMode):
                 "dropout's p to 0",
             )
 
-    def check_loops(self) -> None:
-        """Raises PlanError as :meth:`check_loop` does, for loops over calls of a module; called after each forward."""
-        for path, rows in self.rows_of_loops.items():
-            samples = self.rng.samples if rows is None else rows()
+    def check_calls(self, rows: Mapping[str, Rows]) -> None:
+        """Raises PlanError if code that loops over samples called a module another number of times than in the record.
+
+        It is called after each forward. ``rows`` tell the samples of modules that have others than the microbatch.
+        """
+        for path in self.counted:
+            samples = rows[path]() if path in rows else self.rng.samples
             self.check_loop(path, self.rng.num_calls(path), samples, in_call=False)
 
     def place(self, path: str, call: int, number: int) -> SamplePlace | None:
@@ -399,13 +402,10 @@ def key_draws(
             wrap(module, Rung.DRAWS, name, by="core", around=around)
         if draws_itself:
             others.add(path)
-        loop = None if draws is None else draws.loops.get(path)
-        if loop is not None:
-            keyed.looping[path] = module
-            if not loop.in_call:
-                keyed.rows_of_loops[path] = (rows or {}).get(path)
-    if keyed.rows_of_loops and cuts_batch and not cuts_code:
-        rng.forward_ended = keyed.check_loops
+        if draws is not None and path in draws.loops and cuts_batch and not cuts_code:
+            keyed.counted[path] = module
+    if keyed.counted:
+        rng.forward_ended = partial(keyed.check_calls, rows or {})
     key_dropout(model, rng, cuts, rows, tokens, but=others)
 
 

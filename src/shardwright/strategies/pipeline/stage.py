@@ -38,9 +38,9 @@ class StageCode:
 
     ``ready`` are the calls of this stage's chunks, with the functions that they run. ``attributes`` are the values that
     modules' attributes had when the code was traced, and ``settings`` the plain values inside of those that are dicts,
-    lists or objects; ``shared`` checks writes into buffers. ``routes`` caches the
-    messages by schedule. ``has_run`` says that these calls have been run before; until then each chunk's run checks
-    that it has not changed the attributes.
+    lists or objects. ``shared`` checks writes into buffers. ``routes`` caches the messages by schedule. ``has_run``
+    says that these calls have been run before; until then each chunk's run checks that it has not changed the
+    attributes.
     """
 
     chunked: ChunkedModel

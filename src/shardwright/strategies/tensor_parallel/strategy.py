@@ -163,12 +163,12 @@ class TensorParallel:
     def _called_apart(self, job: Job, mode: Mode) -> dict[str, str]:
         """Returns the layers that ranks may not share in the way they are called, each with the reason.
 
-        Those are layers whose calls depend on activations, as those of experts do, or that are called for one sample
-        after another, if an axis cuts samples: ranks would call different layers, or as often as they have samples, and
-        wait for each other in their collectives. What a module calls before it selects by values is not among them. So
-        are layers that are called inside a transform such as ``torch.vmap``, which takes
-        no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in place
-        of their parameters.
+        If an axis cuts samples, those are layers whose calls depend on activations, as those of experts do, and layers
+        that are called for one sample after another: ranks would call different layers, or as often as they have
+        samples, and wait for each other in their collectives. What a module calls before it selects by values is not
+        among them. Under any layout those are layers that are called inside a transform such as ``torch.vmap``, which
+        takes no autograd function of a collective, and those that ``torch.func.functional_call`` calls with tensors in
+        place of their parameters.
         """
         run = None if all(map(is_known, job.model.modules())) else _recorded(job)
         if run is None:

@@ -9,30 +9,34 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardwright.analysis.reached import ATOMS
 from shardwright.models.given_loss import FunctionLoss, SumLoss
 
-PLAIN = (bool, int, float, str, type(None))
-"""The types of settings: other values, such as tensors, are shared by the loss and its copy, or copied for good."""
+MOST_ENTRIES = 100
+"""A dict with more entries is a table, such as a vocabulary, and not settings: each is looked up before each step."""
 
 _FOLLOWED = "_followed_settings"
 
 
 class LossSettings:
-    """The settings of a loss that was given, with what they were when the copy of the loss last took them."""
+    """The numbers, text and flags among the attributes of a user's loss, which a run's copy of the loss takes over.
+
+    They are found once, in both. Each has the value that it had when the copy last took it.
+    """
 
     def __init__(self, given: Any, own: Any) -> None:
         self._settings = [
             _Setting(mine, theirs, key, value)
             for mine, theirs in _pairs(given, own, set())
             for key, value in theirs.items()
-            if isinstance(value, PLAIN) and mine.get(key, _MISSING) == value
+            if type(value) in ATOMS and mine.get(key, _MISSING) == value
         ]
 
     def renew(self) -> None:
         """Gives the copy each setting that has changed since, as by ``loss.beta = 0.5``; called before each step."""
         for number, (mine, theirs, key, before) in enumerate(self._settings):
             value = theirs.get(key, before)
-            if value is not before and isinstance(value, PLAIN):
+            if value is not before and type(value) in ATOMS:
                 mine[key] = value
                 self._settings[number] = _Setting(mine, theirs, key, value)
 
@@ -48,10 +52,9 @@ _MISSING = object()
 
 
 def follow_settings(given: Any, own: nn.Module) -> None:
-    """Has the copy ``own`` of a loss take the settings of the loss that was ``given``, whenever these change.
+    """Lets a run's copy ``own`` of a loss take over what a user changes in the loss that was ``given``.
 
     >>> class Penalised(nn.Module):
-    ...     beta = 0.0
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.beta = 0.0
@@ -68,13 +71,13 @@ def follow_settings(given: Any, own: nn.Module) -> None:
 
 
 def settings_of(loss: nn.Module) -> LossSettings | None:
-    """Returns the settings that a run's loss follows; None for one that was not made by ``parallelize``."""
+    """Returns the settings that a run's loss takes over; None for a loss that ``parallelize`` has not copied."""
     found: LossSettings | None = vars(loss).get(_FOLLOWED)
     return found
 
 
 def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], MutableMapping[str, Any]]]:
-    """Yields the attributes or items of each object in the copy, and those of the one in the given loss."""
+    """Yields, for each object that the loss was copied with, the copy's attributes or items and the original's."""
     if given is own or id(given) in seen or type(given) is not type(own) or isinstance(given, Tensor | type):
         return
     seen.add(id(given))
@@ -85,7 +88,8 @@ def _pairs(given: Any, own: Any, seen: set[int]) -> Iterator[tuple[MutableMappin
         yield from _pairs(given.keywords, own.keywords, seen)
     else:
         theirs, mine = (each if isinstance(each, dict) else getattr(each, "__dict__", None) for each in (given, own))
-        if isinstance(theirs, dict) and isinstance(mine, dict):
+        is_table = isinstance(given, dict) and len(given) > MOST_ENTRIES
+        if isinstance(theirs, dict) and isinstance(mine, dict) and not is_table:
             yield mine, theirs
             for key in theirs.keys() & mine.keys():
                 yield from _pairs(theirs[key], mine[key], seen)
