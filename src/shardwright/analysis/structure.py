@@ -91,6 +91,17 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
     return any(getattr(each, name) for each in (module.modules() if inside else (module,)) for name in HOOKS)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has hooks that are called in the backward.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> handle = layer.register_forward_hook(print)
+    >>> has_backward_hooks(layer)
+    False
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def has_hooks_of_user(module: nn.Module) -> bool:
     """Returns whether a module has a hook other than this library's.
 

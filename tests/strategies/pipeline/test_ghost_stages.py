@@ -579,6 +579,53 @@ def test_values_that_are_passed_on_overwritten_or_collected_are_those_of_one_dev
     assert result.equal, str(result)
 
 
+class Sections(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layers(), Layers()])
+
+
+class HookedSections(Sections):
+    """Hooks on whole sections, each more than a stage can hold, keep what the head reads and change what goes on."""
+
+    def __init__(self):
+        super().__init__()
+        for section in self.layers:
+            section.register_forward_hook(collect)
+        self.layers[1].register_forward_pre_hook(lambda module, given: (given[0] * torch.sigmoid(given[0]),))
+        self.layers[1].register_forward_hook(lambda module, given, output: output * torch.cos(given[0]))
+
+    def forward(self, x):
+        COLLECTED.outputs = []
+        x = super().forward(x)
+        return x + COLLECTED.outputs[0] * COLLECTED.outputs[1]
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/1f1b mb4", "pp4/zb-v mb8"])
+def test_a_module_with_forward_hooks_is_cut_inside_where_stages_are_even_no_other_way(line):
+    model = model_of(HookedSections)
+    assert ("layers.0" in plan_of(model, line).stages.opened) == (line != "pp2 mb2")
+    result = verify(model, line, batches())
+    assert result.equal, str(result)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_module_with_a_backward_hook_is_never_cut_inside():
+    def hooked(kind):
+        model = model_of(kind)
+        for section in model.layers:
+            section.register_full_backward_hook(
+                lambda module, given, taken: tuple(x if x is None else x.cos() for x in given)
+            )
+        return model
+
+    assert verify(hooked(Sections), "pp2 mb2", batches()).equal
+    with pytest.raises(LayoutError, match="cannot be cut into 4 chunks"):
+        plan_of(hooked(Sections), "pp4/1f1b")
+    with pytest.raises(LayoutError, match="makes and does not return"):
+        plan_of(hooked(HookedSections), "pp2")  # the collected tensor is not the one that the hook's module returns
+
+
 class Block(nn.Module):
     """Leaves itself out: by a random number, or where its mask hides every sample."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardwright.analysis.forward_record import ForwardEvent, ForwardRecord
 from shardwright.analysis.marked_inputs import hint_of_samples
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.operator_results import cloned
-from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.structure import has_backward_hooks, has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError, PlanError
@@ -82,7 +82,7 @@ def cut_events(
     (('up',), ('down',), ('1.0',))
     """
     hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
-    closed = {*closed, *hooked}
+    closed = {*closed, *(path for path in hooked if has_backward_hooks(model.get_submodule(path)))}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
     record, inputs = _recorded(model, example, ())
     if "" in record.selecting:
@@ -99,21 +99,24 @@ def cut_events(
             fix="move the buffer and the code that changes it into a module of its own",
         )
     closed |= record.writing  # only the stage that runs it has what it writes
-    best: tuple[float, EventStages] | None = None
+    cut = partial(_cut, model, stage_of or range(num_chunks), record, inputs, names, seconds)
+    # in a module that is cut inside, forward hooks get ghosts of what a stage lacks: only where nothing else is even
+    ways = dict.fromkeys([frozenset(closed | hooked), frozenset(closed)])
+    best: tuple[float, EventStages, Collection[str]] | None = None
     failures: list[LayoutError] = []
-    for finest in FINEST[:1] if names or seconds else FINEST:
+    for whole, finest in product(ways, FINEST[:1] if names or seconds else FINEST):
         try:
-            found = _cut(model, stage_of or range(num_chunks), record, inputs, names, seconds, closed, finest)
+            uneven, stages = cut(whole, finest)
         except LayoutError as failure:
             failures.append(failure)
             continue
-        if best is None or found[0] < FINER * best[0]:
-            best = found
+        if best is None or uneven < FINER * best[0]:
+            best = uneven, stages, whole
         if best[0] <= UNEVEN:
             break
     if best is None:
         raise failures[0]
-    return _closed_again(best[1], record, inputs, closed, hooked)
+    return _closed_again(best[1], record, inputs, best[2], hooked)
 
 
 def _cut(
@@ -132,7 +135,8 @@ def _cut(
         found, _ = _recorded(model, inputs, units)
         out_of = {found.events[number].name for number in found.escaping}
         for path in out_of:
-            if path in escaped or next(model.get_submodule(path).children(), None) is None:
+            module = model.get_submodule(path)
+            if path in escaped or has_backward_hooks(module) or next(module.children(), None) is None:
                 raise _escapes(path)
         # what a unit decides by its inputs, other stages must decide too
         deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
