@@ -286,7 +286,9 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
             vision, "PoolFormerForImageClassification", num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[16, 32],
             patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1],
         ),
-        "mobilenet-v2": partial(vision, "MobileNetV2ForImageClassification", depth_multiplier=0.25),
+        "mobilenet-v2": partial(
+            vision, "MobileNetV2ForImageClassification", depth_multiplier=0.25, output_stride=8,  # 4 x 4 points are left
+        ),
         "hiera": partial(
             vision, "HieraForImageClassification", num_hidden_layers=None, num_attention_heads=None, embed_dim=16,
             depths=[1, 1], num_heads=[1, 2], patch_size=[7, 7], patch_stride=[4, 4], patch_padding=[3, 3],
