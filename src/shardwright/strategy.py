@@ -198,7 +198,9 @@ def check_own_writes(
                 given=f"code of '{written[name] or 'the model'}' that changes it in place, which the copy alone has",
                 allowed="such code where ranks compute with what they store: under dp, pp and tp over one axis",
                 fix="compute the changed weight anew in each forward, as weight = self.weight * mask, or change it "
-                "between steps, by run.load_state_dict({...}, strict=False)",
+                "between steps, by run.load_state_dict({...}, strict=False)"
+                + "; or train in fp32, which plan looks for with --fix fp32"
+                * converted,
             )
 
 

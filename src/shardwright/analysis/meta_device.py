@@ -19,7 +19,7 @@ from shardwright.analysis.operator_results import MetaOperators
 
 @contextmanager
 def on_meta(
-    model: nn.Module, *, values: bool = True, guess: bool | None = None,
+    model: nn.Module, *, values: bool = True, guess: bool | None = None, spread: bool = False,
     instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({}),
 ) -> Iterator[MetaValues | None]:  # fmt: skip
     """Returns a context in which a model's forward can run on the meta device, even on a batch without samples.
@@ -27,8 +27,8 @@ def on_meta(
     With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
     the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
     that are not known, as in :class:`MetaValues`; with it, masks that are not known select all, and numbers are 1.
-    ``instead`` maps torch functions to the functions that run in their
-    place.
+    With ``spread``, choices that are not known fall on each place as often. ``instead`` maps torch functions to the
+    functions that run in their place.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
@@ -38,11 +38,11 @@ def on_meta(
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    kept = MetaValues(guess=guess, selects_all=guess is not None) if values else MetaOperators()
+    kept = MetaValues(guess=guess, selects_all=guess is not None, spread=spread) if values else MetaOperators()
     replaced: dict[Callable[..., Any], Callable[..., Any]] = {functional.interpolate: _interpolate, **instead}
     if isinstance(kept, MetaValues):
         kept.give_kept(model.buffers())
-        replaced[Tensor.tolist] = kept.numbers_in
+        replaced |= {Tensor.tolist: kept.numbers_in, Tensor.__format__: kept.text_of}
     with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 

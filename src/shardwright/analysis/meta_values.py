@@ -36,8 +36,10 @@ RANDOM = frozenset((
 """The operators that draw random numbers."""
 
 _READS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
-_SELECTING = frozenset(["nonzero", "masked_select", "index"])
-_UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
+_SELECTING = frozenset(["nonzero", "masked_select", "index", "bincount"])
+_UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "bincount"])
+_CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
+"""The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
 Key = tuple[Any, ...]
@@ -97,6 +99,8 @@ class MetaValues(DispatchMode):
     in a real run; such conditions mostly check the inputs. While ``selects_all`` is set, masks that are known only in
     a real run count as true everywhere, and so do conditions without a ``guess``: code that selects by them, as the
     loop over the experts of a mixture does, selects everything. A number that only a real run has is then 1.
+    With ``spread``, the indices of the largest elements, where only a real run has them, are each of the indices as
+    often: the router of a mixture then sends each expert as many tokens, which is what a step's cost is stated for.
 
     Raises: ValueReadError: the code reads any other value that is known only in a real run, or makes a tensor whose
         shape depends on one.
@@ -109,9 +113,12 @@ class MetaValues(DispatchMode):
     ...     weight.add(1).sum().item()
     Traceback (most recent call last):
     shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
+    >>> with MetaValues(spread=True):
+    ...     torch.empty(3, 4, device="meta").topk(2).indices.tolist()
+    [[0, 1], [2, 3], [0, 1]]
     """
 
-    def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
+    def __init__(self, *, guess: bool | None = None, selects_all: bool = False, spread: bool = False) -> None:
         super().__init__()
         self.num_selected = 0
         """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
@@ -124,7 +131,7 @@ class MetaValues(DispatchMode):
         """How many calls so far have read values, or made a tensor whose shape depends on values."""
         self.keeps_values = True
         """Whether results have values. Unset, none has: inside a function of torch whose own result has none."""
-        self._guess = guess
+        self._guess, self._spread = guess, spread
         self._values: dict[Key, Tensor] = {}
         self._held: dict[int, tuple[weakref.ref[Any], list[Key]]] = {}  # the keys of each storage, until it is freed
         self._freed: deque[int] = deque()  # any thread may drop the last reference
@@ -215,6 +222,12 @@ class MetaValues(DispatchMode):
         function, args = self.indexing(Tensor.tolist, (tensor,))
         return function(*args)
 
+    def text_of(self, tensor: Tensor, spec: str) -> str:
+        """Returns what ``format(tensor, spec)`` is, as :meth:`indexing` says."""
+        function, args = self.indexing(Tensor.__format__, (tensor, spec))
+        text: str = function(*args)
+        return text
+
     def _unknown_numbers(self, tensor: Tensor) -> Tensor:
         """Returns ones in place of the numbers of ``tensor``, or true values, which only a real run has."""
         self.read(tensor)
@@ -281,7 +294,7 @@ class MetaValues(DispatchMode):
             if chosen is not None:
                 return run_on_meta(torch.ops.aten.index.Tensor, (self._as_meta(args[0]), chosen), {})
             if name in _SELECTING and self.selects_all:
-                return self._all_selected(name, args)
+                return self._all_selected(name, args, named)
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
         if named.get("device") is not None:
             named = {**named, "device": torch.device("meta")}
@@ -298,7 +311,21 @@ class MetaValues(DispatchMode):
             for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
                 if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
                     self.give(result, value)
+        elif self._spread and name in _CHOOSING:
+            self._spread_indices(func, args, named, results)
         return results
+
+    def _spread_indices(self, func: Any, args: Any, named: Any, results: Any) -> None:
+        """Gives indices of chosen elements values: of each row those that follow the last ones of the row before."""
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | named
+        x, dim = args[0], given.get("dim", _CHOOSING[func.overloadpacket.__name__])
+        indices = next((each for each in tensors_of(results) if each.dtype is torch.int64), None)
+        if dim is None or indices is None or not 0 < indices.numel() <= MOST_ELEMENTS:
+            return
+        in_rows = indices.unsqueeze(dim) if indices.dim() < x.dim() else indices
+        in_rows = in_rows.movedim(dim, -1)
+        numbers = torch.arange(in_rows.numel()).remainder_(x.shape[dim]).view(in_rows.shape).movedim(-1, dim)
+        self.give(indices, numbers.reshape(indices.shape))
 
     def _chosen(self, name: str, args: Any) -> list[Tensor | None] | None:
         """Returns the indices of an ``index`` by masks whose values are known, without masks; None for other calls."""
@@ -310,11 +337,16 @@ class MetaValues(DispatchMode):
             chosen += values.nonzero().unbind(1) if values is not None and values.dtype is torch.bool else [each]
         return [each if each is None else self._as_meta(each) for each in chosen]
 
-    def _all_selected(self, name: str, args: Any) -> Any:
-        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""
+    def _all_selected(self, name: str, args: Any, named: Any) -> Any:
+        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere.
+
+        ``bincount`` returns as many counts as it was asked for at least.
+        """
         self.num_selected += 1
         self.selected()
         x = args[0]
+        if name == "bincount":
+            return x.new_empty(named.get("minlength", args[2] if len(args) > 2 else 0), dtype=torch.int64)
         if name == "nonzero":
             return self._meta_of(torch.ones(x.shape).nonzero())
         if name == "masked_select":

@@ -211,7 +211,7 @@ def rehearsal_errors_explained() -> Iterator[None]:
         yield
     except (LayoutError, PlanError):
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as failure:  # its own checks too
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as failure:  # its own checks too
         raise PlanError(
             "a step of the model cannot be rehearsed without values on such a batch",
             given=f"{type(failure).__name__}: {first_line(failure)}",
@@ -256,7 +256,8 @@ def _rehearsed(
     values, guess = run.plan.reads_values, None
     if not values and job.graph is not None and job.graph.needs_constants:
         values, guess = True, job.graph.guess
-    with on_meta(run.model, values=values, guess=guess, instead=NATIVE_ATTENTION):
+    # a router's choices are in no rehearsal: experts are taken to have as many tokens each
+    with on_meta(run.model, values=values, guess=guess, spread=True, instead=NATIVE_ATTENTION):
         if first_step:
             run.step(microbatch)
         else:

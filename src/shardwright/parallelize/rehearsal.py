@@ -130,7 +130,8 @@ def values_crossing(
         if key not in by_shapes:
             crossed: dict[str, Any] = {}
             for chunk in chunks:
-                with torch.enable_grad(), on_meta(job.model, values=values), framed(job.frame, inputs) as given:
+                on_meta_device = on_meta(job.model, values=values, spread=True)
+                with torch.enable_grad(), on_meta_device, framed(job.frame, inputs) as given:
                     known = {**bind(chunked, given), **crossed}
                     run(chunk, known, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
                 crossed.update({name: value for name, value in known.items() if name in wanted})
@@ -217,7 +218,7 @@ def _values_on_parts(
             starts: dict[int, Sequence[Tensor]] = {}
             # a check of the user's may fail, as where modules inside of stages were recorded
             following = following_modules(job.model, world.recorder.enter_layer)
-            with torch.enable_grad(), on_meta(job.model, guess=True), following:
+            with torch.enable_grad(), on_meta(job.model, guess=True, spread=True), following:
                 stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum(job.loss))
                 for kind, number, chunk in schedule.actions[0]:
                     with world.recorder.recording() as records:

@@ -25,6 +25,8 @@ class SearchResult:
     nearest: dict[str, str] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     """By reason, what the constraint is for the layout in ``nearest``, as "91 GB of 74"; not for all reasons."""
+    remedies: dict[str, str] = field(default_factory=dict)
+    """By reason, what an error said to write instead; not for all reasons."""
     unpriced: int = 0
     """The layouts that might be better than the best, by their estimates, and were not priced."""
     failure: PlanError | None = None
@@ -47,5 +49,6 @@ class SearchResult:
     def refused(self, error: LayoutError | PlanError, layout: Layout | str) -> None:
         """Counts a layout as left out because of ``error``."""
         self.reject(error.what, layout)
+        self.remedies.setdefault(error.what, str(error.fix))
         if isinstance(error, PlanError) and self.failure is None:
             self.failure = error
