@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwright.analysis.code_caches import code_caches_put_back
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
 from shardwright.analysis.meta_values import MetaValues
@@ -43,7 +44,7 @@ def on_meta(
     if isinstance(kept, MetaValues):
         kept.give_kept(model.buffers())
         replaced |= {Tensor.tolist: kept.numbers_in, Tensor.__format__: kept.text_of}
-    with IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
+    with code_caches_put_back(model), IgnoresDeviceMoves(torch.device("meta"), replaced), without_branches(model), kept:
         yield kept if isinstance(kept, MetaValues) else None
 
 

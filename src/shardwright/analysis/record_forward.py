@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.code_caches import code_caches_put_back
 from shardwright.analysis.hidden_outputs import unseen_outputs
 from shardwright.analysis.marked_inputs import SampleRows, SampleValues, marks_in, packed_in, sample_tensors
 from shardwright.analysis.module_calls import call_model
@@ -50,7 +51,7 @@ def record_forward(
 def _record(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
 ) -> tuple[Recording, int]:  # fmt: skip
-    with ModuleLog(model) as running:
+    with code_caches_put_back(model), ModuleLog(model) as running:
         recorded = Recorded(running.where, guess=guess, runs_again=running.runs_again)
         recording = recorded.recording
         for name, parameter in model.named_parameters():

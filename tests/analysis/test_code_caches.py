@@ -1,0 +1,113 @@
+"""Tables that a model's code keeps in caches of Python are those of real forwards, and not of a record's."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import verify
+from shardwright.analysis.model_graph import ModelGraph
+from shardwright.models.losses import MeanSquaredError
+
+BATCH = torch.randn(8, 5, 6), torch.randn(8, 5, 6)
+TABLES = {}
+
+
+def computed(size, device, dtype):
+    return torch.arange(size, device=device, dtype=dtype)[:, None] / size
+
+
+def counted(function):
+    """A decorator that hides the cache in a closure."""
+    cached = functools.lru_cache(maxsize=2)(function)
+
+    @functools.wraps(function)
+    def called(*args):
+        return cached(*args)
+
+    called.cached = cached
+    return called
+
+
+unbounded = functools.cache(computed)
+bounded = functools.lru_cache(maxsize=1)(computed)
+hidden = counted(computed)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x):
+        x = x + self.table(x.shape[1], x.device, x.dtype)
+        return x + self.down(torch.sigmoid(self.up(x)) * 2)
+
+    def table(self, *key):
+        return computed(*key)
+
+
+class Unbounded(Model):
+    def table(self, *key):
+        return unbounded(*key)
+
+
+class Bounded(Model):
+    def table(self, *key):
+        return bounded(*key)
+
+
+class Hidden(Model):
+    def table(self, *key):
+        return hidden(*key)
+
+
+class Static(Model):
+    @staticmethod
+    @counted
+    def table(*key):
+        return computed(*key)
+
+
+class OfItsOwn(Model):
+    def __init__(self):
+        super().__init__()
+        self.table = functools.lru_cache(computed)
+
+
+class InDict(Model):
+    def table(self, *key):
+        if key not in TABLES:
+            TABLES[key] = computed(*key)
+        return TABLES[key]
+
+
+KINDS = [Unbounded, Bounded, Hidden, Static, OfItsOwn, InDict]
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    for cached in (unbounded, bounded, hidden.cached, Static.table.cached):
+        cached.cache_clear()
+    TABLES.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("line", ["tp2", "pp2/1f1b mb4", "dp2/zero3"])
+def test_a_table_in_a_cache_has_values_after_a_run(kind, line):
+    model = kind().double()
+    inputs, targets = (each.double() for each in BATCH)
+    assert verify(model, line, [(inputs, targets)] * 2, loss=MeanSquaredError()).equal
+    assert torch.equal(model(inputs), Model.forward(model, inputs))
+    assert not model(inputs).is_meta
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_leaves_tables_that_were_there(kind):
+    model = kind()
+    before = model.table(5, torch.device("cpu"), torch.float32)
+    assert ModelGraph(model, BATCH[0].to("meta")).run.recording.calls
+    assert model.table(5, torch.device("cpu"), torch.float32) is before
