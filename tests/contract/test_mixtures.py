@@ -68,6 +68,20 @@ def sparse(**options):
     return Sparse(**options), [(torch.randint(WORDS, (8, TOKENS)), torch.randint(WORDS, (8, TOKENS))) for _ in range(2)]
 
 
+@pytest.mark.parametrize("kilobytes", [1, 20, 60])
+def test_mixtures_in_one_param_group_stay_in_it(kilobytes):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Mixture(False) for _ in range(8)), nn.Linear(WIDTH, WORDS))
+    tokens = torch.randint(WORDS, (8, TOKENS))
+    line = f"dp2/zero3/bucket:{kilobytes}"
+    plan, _ = make_plan(job_for(model, nn.CrossEntropyLoss(), Layout.parse(line), tokens), Layout.parse(line))
+    assert sorted(name for group in plan.param_groups for name in group.parameters) == sorted(
+        dict(model.named_parameters())
+    )
+    result = verify(model, line, [(tokens, tokens)], loss=nn.CrossEntropyLoss())
+    assert result.equal, str(result)
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("line", [
     "dp2/zero3/bucket:0", "tp2", "dp2/zero3/bucket:0 tp2", "pp2/1f1b mb4", "pp4/zb-v mb4", "dp4/zero3/bucket:0 mb2",

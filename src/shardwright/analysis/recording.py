@@ -319,8 +319,7 @@ class _WholeCalls(TorchFunctionMode):
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
-            # as module.to(dtype) leaves it, if it has that dtype; verify may have given it float64
-            is_same = args[1] is args[0] and args[0].dtype != torch.float64
+            is_same = args[1] is args[0]  # as module.to(dtype) leaves it, if it has that dtype
             found = recorded.recording.converted if is_same else recorded.recording.replaced
             found.setdefault(recorded.use(args[0].detach()).name, recorded.where()[0])
         if func in TAKES_GRADIENT:

@@ -95,6 +95,8 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
     [('a.w', 'a.b'), ('m.0.w', 'm.1.w')]
     >>> len(merge_groups(groups[1:], ["m"]))
     2
+    >>> [group.parameters for group in merge_groups(groups, ["a", "a"])]  # one that was joined before stays
+    [('a.w', 'a.b'), ('m.0.w',), ('m.1.w',)]
     """
     found, num_parameters = list(groups), sum(len(group.parameters) for group in groups)
     for path in sorted(modules):
@@ -102,8 +104,9 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
         if inside and 2 * sum(len(g.parameters) for g in inside) <= num_parameters:
             names = tuple(name for group in inside for name in group.parameters)
             name = inside[0].name if len(inside) == 1 else f"{inside[0].name}..{inside[-1].name}"
-            found[found.index(inside[0])] = ParamGroup(name, names, is_selected=True)
-            found = [group for group in found if group not in inside]
+            joined = ParamGroup(name, names, is_selected=True)
+            found = [joined if group is inside[0] else group for group in found if group not in inside[1:]]
+    assert sum(len(g.parameters) for g in found) == num_parameters, "each parameter stays in one group"
     return tuple(found)
 
 
