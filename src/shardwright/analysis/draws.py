@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,8 @@ class Draws:
     here draws in a way that cannot be matched between batches of different sizes."""
     unfollowed: frozenset[str] = frozenset()
     """The modules that draw for some samples alone, and not for all of them."""
+    counted: frozenset[str] = frozenset()
+    """The modules with a loop of which only the number of draws is known, and not for which sample each is."""
 
     def is_seeded(self, module: str, function: str) -> bool:
         """Returns whether the code of a module gives a function that draws a generator that the forward seeds."""
@@ -139,13 +142,16 @@ class Draws:
         """The modules that draw tensors which belong to one sample (:data:`ALONE`)."""
         return list(dict.fromkeys(path for (path, _, _), place in self.places.items() if place == ALONE))
 
-    def drawn_for_each(self, modules: Collection[str]) -> Draws:
+    def drawn_for_each(self, modules: Collection[str], once: Collection[str] = (), num_samples: int = 0) -> Draws:
         """Returns these draws with those of ``modules`` marked as :data:`ALONE` and in no loop, if without samples.
 
-        These modules were found to draw more often in a larger batch.
+        These modules were found to draw more often in a larger batch. Those in ``once`` draw once for each of the
+        ``num_samples`` samples, which is a loop.
         """
         places = {key: ALONE if key[0] in modules and place is None else place for key, place in self.places.items()}
-        return replace(self, places=places, loops={p: loop for p, loop in self.loops.items() if p not in modules})
+        loops = {path: loop for path, loop in self.loops.items() if path not in modules}
+        loops |= {path: SampleLoop(0, 1, 0, num_samples, in_call=True) for path in once}
+        return replace(self, places=places, loops=loops, counted=frozenset(once))
 
     def in_modules(self) -> dict[str, set[SamplePlace | None]]:
         """Returns, by module name, in which dims the drawn tensors hold the samples; None for one without samples."""
@@ -206,6 +212,12 @@ class Draws:
                     allowed="such loops under dp, ZeRO and pp; draws for all samples at once",
                     fix="set the dropout's p to 0, compute all samples at once, or leave out tp",
                 )
+        for path in sorted(self.counted) if cuts_batch else ():
+            warn(
+                f"{path or 'the model'!r} draws random numbers once for each sample, and nothing shows for which: they "
+                "are taken to be in the order of the batch, which verify checks",
+                stacklevel=3,
+            )
         for key, place in self.places.items() if cuts_batch else ():
             path = key[0]
             if key in self.seeds and place is not None:

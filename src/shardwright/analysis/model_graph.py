@@ -82,6 +82,12 @@ class RecordedRun:
         axes = axes_of(self.recording)
         return axes, follow_samples(self.recording, axes)
 
+    def draws_once_a_sample(self, path: str) -> bool:
+        """Returns whether one call of a module draws as often as the batch has samples, by one function."""
+        keys = [key for key in self.draws.places if key[0] == path]
+        is_one = len({self.draws.functions[key] for key in keys}) == 1 and {call for _, call, _ in keys} == {0}
+        return is_one and len(keys) == self.recording.num_samples
+
 
 @dataclass
 class ModelGraph:
@@ -202,7 +208,7 @@ class ModelGraph:
 
         Where a module draws often without samples, or for some samples alone, the forward is recorded with another
         number of samples. If the module draws another number of times there, it loops over them in a way that is not
-        followed.
+        followed; but if one call draws once for each sample in both records, it is taken to loop over them in order.
         """
         run = self.run
         without = Counter(path for (path, _, _), place in run.draws.places.items() if place is None)
@@ -214,7 +220,9 @@ class ModelGraph:
         if other is None:
             return run.draws
         here, there = (Counter(each.key[0] for each in each_run.found) for each_run in (run, other))
-        return run.draws.drawn_for_each({path for path in often if here[path] != there[path]})
+        more = {path for path in often if here[path] != there[path]}
+        once = {path for path in more if run.draws_once_a_sample(path) and other.draws_once_a_sample(path)}
+        return run.draws.drawn_for_each(more, once, run.recording.num_samples)
 
     def written_parameters(self, *, replaced_only: bool = False, converted: bool = False) -> Mapping[str, str]:
         """Returns the parameters that the model's own code writes to, each with the module whose code does.
