@@ -354,3 +354,30 @@ def test_a_mixture_that_cannot_be_cut_by_samples_says_why_and_names_the_layout_t
         words = rf"'experts.0.0' is kept whole: activations decide whether it is called(?s:.*)fix: +{fix}$"
         with pytest.raises(LayoutError, match=words):
             verify(Dispatches(), line, data, loss=MeanSquaredError())
+
+
+class LeavesOutLayers(nn.Module):
+    """Leaves out a layer by one number for all samples, and then computes its own loss of the labels that are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            number = torch.rand([])
+            if not self.training or number > 0.3:
+                x = torch.tanh(layer(x))
+        given = labels >= 0
+        logits, found = self.head(x), labels.masked_select(given)
+        return {"loss": functional.cross_entropy(logits[given], found, reduction="sum") / len(x)}
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "dp2/zero3", "pp2/1f1b mb2"])
+def test_a_draw_before_code_selects_is_not_for_selected_samples(line):
+    torch.manual_seed(0)
+    labels = torch.randint(WORDS, (8, TOKENS))
+    labels[::2, 1:] = -1
+    batch = {"x": torch.randn(8, TOKENS, WIDTH), "labels": labels}
+    result = verify(LeavesOutLayers(), line, [(batch, torch.zeros(8))], loss=ModelLoss(over="samples"))
+    assert result.equal, str(result)

@@ -287,7 +287,7 @@ TRANSFORMERS: dict[str, dict[str, Callable[[], Built]]] = {
             patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1],
         ),
         "mobilenet-v2": partial(
-            vision, "MobileNetV2ForImageClassification", depth_multiplier=0.25, output_stride=8,  # 4 x 4 points are left
+            vision, "MobileNetV2ForImageClassification", depth_multiplier=0.25, output_stride=8,  # leaves 4 x 4
         ),
         "hiera": partial(
             vision, "HieraForImageClassification", num_hidden_layers=None, num_attention_heads=None, embed_dim=16,

@@ -74,7 +74,8 @@ class FoundDraw(NamedTuple):
     """A draw of a recorded run: its key, the drawn tensor, and the name of the torch function.
 
     ``generator`` is the one that the code gives the function, with its state then; None for torch's default one.
-    ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward.
+    ``is_kept`` says that no checkpoint of the model's code repeats the draw in the backward. ``stop`` is the number of
+    operators that were recorded until then.
     """
 
     key: DrawKey
@@ -82,6 +83,7 @@ class FoundDraw(NamedTuple):
     function: str
     generator: tuple[torch.Generator, Tensor] | None = None
     is_kept: bool = True
+    stop: int = 0
 
 
 @dataclass
@@ -280,9 +282,10 @@ def draws_of(
             places[path, call, number] = ALONE
     elsewhere = {path for (path, _, _), place in places.items() if place not in (None, MIXED, ALONE)}
     for_rows = _drawing_for_rows(found) - elsewhere
-    for key, _, function, *_ in found:
+    for key, _, function, *_, stop in found:
         place = places[key]
-        around = [module for module in recording.selecting if is_inside(key[0], module)]
+        # what is drawn before code selects is for no selected samples, as in a model whose own loss leaves out labels
+        around = [path for path, first in recording.selecting.items() if first < stop and is_inside(key[0], path)]
         if around and place in (None, MIXED, ALONE):  # for the samples that a real run selects
             loops[key[0]] = None
             is_of_rows = by_rows.issuperset(around) and key[0] in for_rows
@@ -487,7 +490,9 @@ class FindsDraws(TorchFunctionMode):
         given = call.get("generator")
         own = None if given is None or given is torch.default_generator else (given, given.get_state())
         is_kept = saved_by() is None and torch.is_grad_enabled()
-        self.found.append(FoundDraw((*where, number), use, call.name, own, is_kept))
+        self.found.append(
+            FoundDraw((*where, number), use, call.name, own, is_kept, len(self._recorded.recording.calls))
+        )
         return result
 
 

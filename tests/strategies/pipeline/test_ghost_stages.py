@@ -898,3 +898,18 @@ def test_buffers_that_a_forward_replaces_are_put_back_when_it_was_recorded():
     before = dict(model.named_buffers())
     record_events(model, batches()[0][0], [f"layers.{number}" for number in range(4)])
     assert all(buffer is before[name] for name, buffer in model.named_buffers())
+
+
+class TurnsExceptions(Layers):
+    """Code that makes errors of its own of whatever goes wrong, as libraries that check shapes do."""
+
+    def step(self, layer, x):
+        try:
+            return super().step(layer, x)
+        except Exception as failure:
+            raise ValueError("the input has a wrong shape") from failure
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/zb-v mb8"])
+def test_code_that_turns_exceptions_into_its_own_lets_a_stage_end(line):
+    assert verify(model_of(TurnsExceptions, num=8), line, batches()).equal

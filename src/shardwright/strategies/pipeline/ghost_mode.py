@@ -42,8 +42,11 @@ _FACTS = frozenset(
 """The getters of what a ghost has as its tensor has it; they make no tensor."""
 
 
-class ChunkStoppedError(Exception):
-    """Raised to leave the user's forward once the last recorded call of a chunk has run."""
+class ChunkStoppedError(BaseException):
+    """Raised to leave the user's forward once the last recorded call of a chunk has run.
+
+    It is no ``Exception``, so that code which turns all of these into errors of its own lets it pass.
+    """
 
 
 class GhostMode(TorchFunctionMode):
