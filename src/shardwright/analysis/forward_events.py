@@ -34,6 +34,7 @@ from shardwright.analysis.forward_record import (
     ModuleSpan,
     SharedOperand,
     ValueName,
+    forget_values,
     plain_of,
     tag_value,
     value_mark,
@@ -453,6 +454,7 @@ def record_events(
         devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
         mode = _ForwardRecorder(model, units, work, next(devices, "cpu"), values, draw)
         mode.begin(inputs)
+        forget_values(model)
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {
             unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from shardwright.analysis.costs import Cost
@@ -152,6 +152,17 @@ def tag_value(tensor: Tensor, name: ValueName | None) -> None:
     A ``name`` of None marks it as no known value. :func:`value_name` and :func:`value_mark` read the mark.
     """
     tensor.__dict__[_TAG] = name, tensor._version
+
+
+def forget_values(model: nn.Module) -> None:
+    """Removes the marks of :func:`tag_value` from the buffers and other tensors that a model's modules keep.
+
+    Code that keeps a table, or writes it into a buffer, would else give the next record a value of the last one.
+    """
+    for module in model.modules():
+        for tensor in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor):
+                tensor.__dict__.pop(_TAG, None)
 
 
 def value_mark(tensor: Tensor) -> tuple[ValueName, int] | None:

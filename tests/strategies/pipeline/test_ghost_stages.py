@@ -913,3 +913,54 @@ class TurnsExceptions(Layers):
 @pytest.mark.parametrize("line", ["pp2/1f1b mb4", "pp4/zb-v mb8"])
 def test_code_that_turns_exceptions_into_its_own_lets_a_stage_end(line):
     assert verify(model_of(TurnsExceptions, num=8), line, batches()).equal
+
+
+class SharedTable(nn.Module):
+    """Writes a table into a buffer in its first call, and reads it in later ones, as rotary-embedding-torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.register_buffer("kept", torch.zeros(16, WIDTH), persistent=False)
+        self.num_kept = 0
+
+    def forward(self, positions):
+        if self.num_kept >= len(positions):
+            return self.kept[: len(positions)].detach()
+        table = positions[:, None] * self.scale
+        self.kept[: len(positions)] = table.detach()
+        self.num_kept = len(positions)
+        return table
+
+
+class Turns(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.up, self.down = table, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.turned(self.up(x)) * self.turned(x)))
+
+    def turned(self, x):
+        positions = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        return x * self.table.forward(positions).cos()  # a method of a module, and not its call
+
+
+class SharesTable(Layers):
+    def __init__(self, num=4):
+        super().__init__()
+        table = SharedTable()
+        self.layers = nn.ModuleList(Turns(table) for _ in range(num))
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 3, -1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.mean(1)
+
+
+def test_a_table_that_code_keeps_is_no_value_of_the_last_record():
+    model, x = model_of(SharesTable).to("meta"), torch.empty(3, WIDTH, dtype=torch.float64)
+    for units in ([], [f"layers.{number}.{name}" for number in range(4) for name in ("up", "down")]):
+        record = record_events(model, x, units)
+        assert {name for event in record.events for name in event.takes if isinstance(name, tuple)} <= {*record.specs}
