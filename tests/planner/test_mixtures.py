@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.analysis.meta_values import MetaValues
 from shardwright.cost.operators import OperatorRecord
 from shardwright.layout import Layout
 from shardwright.ledger.account import JobPlan
@@ -94,3 +95,41 @@ def test_a_search_takes_a_mixture_of_ones_own():
     plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, loss=CrossEntropy())
     assert plans.best.fits
     assert len(plans.layouts) > 1
+
+
+class SaysItsValues(nn.Module):
+    """Writes values that a rehearsal does not have into text, and counts with and without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.scores = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        x = self.scores(self.words(tokens)).softmax(-1)
+        assert torch.arange(3).sum().item() == 3, f"a mean of {x.mean()}"
+        text = f"a mean of {x.mean()}"
+        best = x.argmax(-1).flatten()
+        counts = torch.bincount(best, minlength=WORDS) + torch.bincount(best, x.amax(-1).flatten().detach(), WORDS)
+        return x * (1 + counts / len(text))
+
+
+def test_text_of_values_and_counts_are_rehearsed():
+    plans = plan_layouts(SaysItsValues(), "a100-80gb:1x1", BATCH, loss=CrossEntropy(), layout="single")
+    assert plans.best.step_s > 0
+
+
+@pytest.mark.parametrize(("call", "indices"), [
+    (lambda x: x.topk(2).indices, [[0, 1], [2, 3], [4, 0]]),
+    (lambda x: x.long().topk(1, dim=0).indices, [[0, 1, 2, 0, 1]]),
+    (lambda x: x.argmax(1), [0, 1, 2]),
+    (lambda x: x.max(1, keepdim=True).indices, [[0], [1], [2]]),
+    (lambda x: x.long().sort(dim=1, descending=True).indices, [[0, 1, 2, 3, 4]] * 3),
+    (lambda x: x.long().max(1).values, None),
+    (lambda x: x.argmax(), None),
+    (lambda x: x[0, 0].topk(1).indices, None),
+])  # fmt: skip
+def test_choices_are_spread_over_what_they_choose_from(call, indices):
+    x = torch.empty(3, 5, device="meta")
+    with MetaValues(spread=True) as values:
+        found = values.values(call(x))
+    assert found is None if indices is None else found.tolist() == indices

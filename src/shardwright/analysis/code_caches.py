@@ -7,11 +7,13 @@ later forwards of the process, which have no use for it.
 from __future__ import annotations
 
 import gc
+import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,76 +22,98 @@ from torch.utils._pytree import tree_leaves
 
 LRU_CACHE: type = type(lru_cache(lambda: None))
 """The class of functions that :func:`functools.lru_cache` and :func:`functools.cache` return."""
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_DICTS = (dict, OrderedDict, defaultdict)
+"""The classes of dicts that are looked at; those of a package may import what they are asked for."""
+_INSTALLED = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    site.getusersitepackages(), *site.getsitepackages(),
+)  # fmt: skip
 
 
 @contextmanager
 def code_caches_put_back(model: nn.Module) -> Iterator[None]:
     """Returns a context after which the caches of a model's code hold no meta tensor that they did not hold before.
 
-    Looked at are the caches that the modules of Python hold in which the model's classes are defined, and those that
-    these import from the same package or from files beside it: functions with ``lru_cache`` or ``cache``, which are
-    emptied, and dicts, from which new entries are removed.
+    Looked at are the caches of the modules of Python in which the model's classes are defined, and of those that these
+    import from the same package or from files beside it: functions with ``lru_cache`` or ``cache``, which are emptied,
+    and global variables and dicts, which get back all that they held before. Ranks that are threads may use it at once.
 
+    >>> import torch
     >>> class Model(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.table = cache(lambda size: torch.arange(size, device="meta"))
+    ...         self.table = lru_cache(lambda size: torch.arange(size, device="meta"))
     >>> model = Model()
     >>> with code_caches_put_back(model):
     ...     _ = model.table(3)
     >>> model.table.cache_info().currsize
     0
     """
-    functions, dicts = _caches_of(frozenset(type(module) for module in model.modules()))
+    functions, modules = _caches_of(frozenset(type(module) for module in model.modules()))
     own = [each for module in model.modules() for each in vars(module).values() if type(each) is LRU_CACHE]
-    misses, sizes = [each.cache_info().misses for each in (*functions, *own)], list(map(len, dicts))
+    names = [vars(module) for module in modules]
+    dicts = [*names, *(each for held in names for each in list(held.values()) if type(each) in _DICTS)]
+    before = [(each, dict(each)) for each in dicts if each is not sys.modules]
+    known = [(each, each.cache_info()) for each in (*functions, *own)]
     try:
         yield
     finally:
-        for function, number in zip((*functions, *own), misses, strict=True):
-            if function.cache_info().misses != number and any(map(_has_meta, _results(function))):
+        for function, info in known:
+            if function.cache_info()[1:] != info[1:] and any(map(_has_meta, _results(function))):  # but for its hits
                 function.cache_clear()
-        for found, size in zip(dicts, sizes, strict=True):
-            for key in list(found)[size:] if len(found) > size else ():  # a dict has its new keys at its end
-                if _has_meta(found[key]):
-                    del found[key]
+        for now, held in before:
+            changed = {key: value for key, value in list(now.items()) if key not in held or held[key] is not value}
+            if any(map(_has_meta, changed.values())):
+                for key in changed:
+                    if key in held:
+                        now[key] = held[key]
+                    else:
+                        now.pop(key, None)
 
 
-@cache
-def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[dict[Any, Any], ...]]:
-    """Returns the cached functions, and the dicts, of the Python modules in which classes are defined."""
-    kinds = {kind for each in classes for kind in each.__mro__ if kind.__module__ not in ("builtins", "typing")}
-    names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "shardwright")}
-    packages = {name.partition(".")[0] for name in names}
-    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+@lru_cache(maxsize=64)
+def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...]]:
+    """Returns the cached functions, and the modules of Python, of the code that defines classes."""
+    kinds = {kind for each in classes for kind in each.__mro__ if isinstance(kind.__module__, str)}
+    names = {each.__module__ for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright")}
+    packages = {name.partition(".")[0] for name in names - {"builtins", "typing"}}
+    modules = {name: sys.modules[name] for name in names if name.partition(".")[0] in packages and name in sys.modules}
     for module in [*modules.values()]:
         for value in list(vars(module).values()):
-            named = isinstance(value, type | FunctionType | LRU_CACHE)
-            home = (
-                value if isinstance(value, ModuleType) else sys.modules.get(value.__module__ or "") if named else None
-            )
+            home = _home_of(value)
             if home is not None and _is_own(home, packages):
-                modules.setdefault(home.__name__, home)
-    functions: dict[int, Any] = {}
-    dicts: dict[int, dict[Any, Any]] = {}
+                modules.setdefault(vars(home)["__name__"], home)
+    values = [value for kind in kinds for value in vars(kind).values()]
+    for name, module in modules.items():
+        for value in list(vars(module).values()):
+            values.append(value)
+            values += vars(value).values() if issubclass(type(value), type) and value.__module__ == name else ()
     seen: set[int] = set()
-    for module in modules.values():
-        values = list(vars(module).values())
-        held = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
-        for value in (*values, *(each for kind in (*held, *kinds) for each in vars(kind).values())):
-            if type(value) is dict and value is not vars(module):
-                dicts[id(value)] = value
-            functions |= {id(each): each for each in _cached(value, seen)}
-    return tuple(functions.values()), tuple(dicts.values())
+    functions = {id(each): each for value in values for each in _cached(value, seen)}
+    return tuple(functions.values()), tuple(modules.values())
+
+
+def _home_of(value: Any) -> ModuleType | None:
+    """Returns the module of Python that a value is, or in which a function or class is defined; or None.
+
+    It asks the type alone, and no attribute of other objects, which may import, or fail, when they are asked.
+    """
+    kind = type(value)
+    if issubclass(kind, ModuleType):
+        found: ModuleType = value
+        return found
+    if kind is not LRU_CACHE and not issubclass(kind, type | FunctionType):
+        return None
+    name = value.__module__
+    return sys.modules.get(name) if isinstance(name, str) else None
 
 
 def _is_own(module: ModuleType, packages: set[str]) -> bool:
     """Whether a Python module is of the model's packages, or was not installed: a file beside the user's program."""
-    if module.__name__.partition(".")[0] in packages:
-        return True
-    file = getattr(module, "__file__", None) or ""
-    return bool(file) and not file.startswith(_INSTALLED) and not module.__name__.startswith("shardwright")
+    name, file = vars(module).get("__name__"), vars(module).get("__file__")
+    if not isinstance(name, str) or name.partition(".")[0] == "shardwright":
+        return False
+    return name.partition(".")[0] in packages or (isinstance(file, str) and not file.startswith(_INSTALLED))
 
 
 def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -97,13 +121,14 @@ def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if type(each) is LRU_CACHE:
+        kind = type(each)
+        if kind is LRU_CACHE:
             yield each
-        elif isinstance(each, staticmethod | classmethod):
+        elif kind in (staticmethod, classmethod):
             waiting.append(each.__func__)
-        elif isinstance(each, property):
+        elif kind is property:
             waiting.append(each.fget)
-        elif isinstance(each, FunctionType) and each.__closure__ and id(each) not in seen:
+        elif kind is FunctionType and each.__closure__ and id(each) not in seen:
             seen.add(id(each))
             for cell in each.__closure__:
                 with suppress(ValueError):  # a cell may be empty
@@ -113,9 +138,13 @@ def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
 def _results(function: Any) -> Iterator[Any]:
     """Yields what a cached function has kept, and more. Python shows it to its garbage collector alone."""
     for held in gc.get_referents(function):
-        yield from held.values() if type(held) is dict else (held,)
+        yield from list(held.values()) if type(held) is dict else (held,)
+
+
+_HOLDS = (Tensor, dict, list, tuple, set)
 
 
 def _has_meta(value: Any) -> bool:
-    leaves: Iterable[Any] = tree_leaves(value)
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+    if not issubclass(type(value), _HOLDS):  # as most values are
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value))

@@ -28,8 +28,8 @@ def on_meta(
     With ``values``, small constants such as masks keep values that the model's code may read, and the context yields
     the :class:`MetaValues` that hold them; without, it yields None. ``guess`` is the answer to conditions on values
     that are not known, as in :class:`MetaValues`; with it, masks that are not known select all, and numbers are 1.
-    With ``spread``, choices that are not known fall on each place as often. ``instead`` maps torch functions to the
-    functions that run in their place.
+    With ``spread``, ``topk``, ``argmax`` and the like choose each index as often (:class:`MetaValues`).
+    ``instead`` maps torch functions to the functions that run in their place.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):

@@ -36,8 +36,8 @@ RANDOM = frozenset((
 """The operators that draw random numbers."""
 
 _READS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
-_SELECTING = frozenset(["nonzero", "masked_select", "index", "bincount"])
-_UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "bincount"])
+_SELECTING = frozenset(["nonzero", "masked_select", "index"])
+_UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _CHOOSING = {"topk": -1, "sort": -1, "multinomial": -1, "argmax": None, "argmin": None, "max": None, "min": None}
 """The operators whose results have indices of elements that they choose along a dim, and the dim if none is given."""
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
@@ -113,9 +113,12 @@ class MetaValues(DispatchMode):
     ...     weight.add(1).sum().item()
     Traceback (most recent call last):
     shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
-    >>> with MetaValues(spread=True):
-    ...     torch.empty(3, 4, device="meta").topk(2).indices.tolist()
-    [[0, 1], [2, 3], [0, 1]]
+    >>> scores = torch.empty(3, 4, device="meta")
+    >>> with MetaValues(spread=True) as values:
+    ...     values.values(scores.topk(2).indices)
+    tensor([[0, 1],
+            [2, 3],
+            [0, 1]])
     """
 
     def __init__(self, *, guess: bool | None = None, selects_all: bool = False, spread: bool = False) -> None:
@@ -223,10 +226,9 @@ class MetaValues(DispatchMode):
         return function(*args)
 
     def text_of(self, tensor: Tensor, spec: str) -> str:
-        """Returns what ``format(tensor, spec)`` is, as :meth:`indexing` says."""
-        function, args = self.indexing(Tensor.__format__, (tensor, spec))
-        text: str = function(*args)
-        return text
+        """Returns what ``format(tensor, spec)`` is, with the value of a number if it is known, as for a name."""
+        known = not tensor.dim() and (self.selects_all or self.values(tensor) is not None)
+        return _formatted(tensor, spec) if known else Tensor.__format__(tensor, spec)
 
     def _unknown_numbers(self, tensor: Tensor) -> Tensor:
         """Returns ones in place of the numbers of ``tensor``, or true values, which only a real run has."""
@@ -287,14 +289,14 @@ class MetaValues(DispatchMode):
 
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
-        if _has_size_of_values(name, args):
+        if _has_size_of_values(name, args) or (known and name == "bincount"):
             if known:
                 return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
             chosen = self._chosen(name, args)
             if chosen is not None:
                 return run_on_meta(torch.ops.aten.index.Tensor, (self._as_meta(args[0]), chosen), {})
             if name in _SELECTING and self.selects_all:
-                return self._all_selected(name, args, named)
+                return self._all_selected(name, args)
             raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
         if named.get("device") is not None:
             named = {**named, "device": torch.device("meta")}
@@ -319,8 +321,8 @@ class MetaValues(DispatchMode):
         """Gives indices of chosen elements values: of each row those that follow the last ones of the row before."""
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | named
         x, dim = args[0], given.get("dim", _CHOOSING[func.overloadpacket.__name__])
-        indices = next((each for each in tensors_of(results) if each.dtype is torch.int64), None)
-        if dim is None or indices is None or not 0 < indices.numel() <= MOST_ELEMENTS:
+        indices = results if isinstance(results, Tensor) else results[-1]
+        if dim is None or not x.dim() or not 0 < indices.numel() <= MOST_ELEMENTS:
             return
         in_rows = indices.unsqueeze(dim) if indices.dim() < x.dim() else indices
         in_rows = in_rows.movedim(dim, -1)
@@ -337,16 +339,11 @@ class MetaValues(DispatchMode):
             chosen += values.nonzero().unbind(1) if values is not None and values.dtype is torch.bool else [each]
         return [each if each is None else self._as_meta(each) for each in chosen]
 
-    def _all_selected(self, name: str, args: Any, named: Any) -> Any:
-        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere.
-
-        ``bincount`` returns as many counts as it was asked for at least.
-        """
+    def _all_selected(self, name: str, args: Any) -> Any:
+        """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""
         self.num_selected += 1
         self.selected()
         x = args[0]
-        if name == "bincount":
-            return x.new_empty(named.get("minlength", args[2] if len(args) > 2 else 0), dtype=torch.int64)
         if name == "nonzero":
             return self._meta_of(torch.ones(x.shape).nonzero())
         if name == "masked_select":

@@ -83,10 +83,10 @@ class RecordedRun:
         return axes, follow_samples(self.recording, axes)
 
     def draws_once_a_sample(self, path: str) -> bool:
-        """Returns whether one call of a module draws as often as the batch has samples, by one function."""
-        keys = [key for key in self.draws.places if key[0] == path]
-        is_one = len({self.draws.functions[key] for key in keys}) == 1 and {call for _, call, _ in keys} == {0}
-        return is_one and len(keys) == self.recording.num_samples
+        """Returns whether one call of a module draws as often as there are samples, by one function in one shape."""
+        found = [each for each in self.found if each.key[0] == path]
+        kinds = {(each.key[1], each.function, each.use.shape, each.use.dtype) for each in found}
+        return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(found) == self.recording.num_samples
 
 
 @dataclass

@@ -208,7 +208,16 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
     return log_probs.new_empty(num_samples), log_probs.new_empty(num_samples, num_steps, 2 * longest + 1)
 
 
+def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Returns the result of ``bincount`` where no index is above the counts that code asks for at least."""
+    if not minlength:
+        raise NotImplementedError("without minlength, the number of counts of 'bincount' is that of a real run only")
+    dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
+    return indices.new_empty(minlength, dtype=dtype)
+
+
 _OWN_KERNELS: Mapping[str, Callable[..., Any]] = {
+    "bincount": _bincount,
     "_grouped_mm": _product_of_groups,
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),

@@ -249,7 +249,7 @@ def _remedy(found: SearchResult, fix: str, without: Sequence[str], num_ranks: in
         uneven = f"{number} does not divide {num_ranks} ranks, and " if not number or num_ranks % number else ""
         return f"leave out '{part}' of --fix: {uneven}{found.nearest[why]} can be looked at without it"
     refused = {why: found.remedies[why] for why, _ in found.rejected.most_common() if why in found.remedies}
-    if len(refused) == len(found.rejected) > 0:  # no layout was left to the search by the model itself
+    if len(refused) == len(found.rejected) > 0:  # the model refuses each: what most of the errors say
         return next(iter(refused.values()))
     return "leave out less" if without else "take a larger batch" if not fix else "fix less"
 
