@@ -199,8 +199,7 @@ def check_own_writes(
                 allowed="such code where ranks compute with what they store: under dp, pp and tp over one axis",
                 fix="compute the changed weight anew in each forward, as weight = self.weight * mask, or change it "
                 "between steps, by run.load_state_dict({...}, strict=False)"
-                + "; or train in fp32, which plan looks for with --fix fp32"
-                * converted,
+                + ("; or train in fp32, which plan looks for with --fix fp32" if converted else ""),
             )
 
 

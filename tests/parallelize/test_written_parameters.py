@@ -42,6 +42,25 @@ def batches():
     return [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(2)]
 
 
+class Moves(nn.Linear):
+    """Moves itself to the device of its input in each forward, where it is already."""
+
+    def forward(self, x):
+        return super().to(x.device).matmul(x)
+
+    def matmul(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own move reads it
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "tp2x2/2d", "pp2 mb2"])
+def test_a_move_to_the_device_where_a_layer_is_writes_nothing(line):
+    torch.manual_seed(0)
+    moving = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Moves(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    verdict = verify(moving, line, batches(), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
 HOW = {"data": "weight", "no_grad": "weight", "bias": "bias", "replaced": "weight"}
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwright.analysis.meta_values import MetaValues
 from shardwright.cost.operators import OperatorRecord
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.ledger.account import JobPlan
 from shardwright.models.losses import CrossEntropy
@@ -95,6 +96,25 @@ def test_a_search_takes_a_mixture_of_ones_own():
     plans = plan_layouts(model(), "a100-80gb:1x2", BATCH, loss=CrossEntropy())
     assert plans.best.fits
     assert len(plans.layouts) > 1
+
+
+class Converts(nn.Module):
+    """Converts its router to float32 in each forward, as Switch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.router, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.head(x * self.router.to(torch.float32)(x.float()).to(x.dtype))
+
+
+def test_a_search_that_the_model_refuses_says_what_the_error_says():
+    with pytest.raises(LayoutError) as refusal:
+        plan_layouts(Converts(), "a100-80gb:1x2", BATCH, loss=CrossEntropy())
+    assert "--fix fp32" in str(refusal.value.fix)
+    assert plan_layouts(Converts(), "a100-80gb:1x2", BATCH, loss=CrossEntropy(), fix="fp32").best.fits
 
 
 class SaysItsValues(nn.Module):

@@ -1,7 +1,7 @@
-"""Undoes what code remembers of a forward on the meta device: tables in ``functools.lru_cache`` and in global dicts.
+"""Keeps meta tensors out of the caches that a model's code fills: ``functools.lru_cache``, global variables and dicts.
 
-Code that computes a table of positions once, and keeps it by its length and device, would keep a meta tensor for all
-later forwards of the process, which have no use for it.
+A model is run on the meta device to record it. Code that computes a table of positions once, and keeps it by its length
+and device, would then hand a tensor without values to every later forward of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 LRU_CACHE: type = type(lru_cache(lambda: None))
 """The class of functions that :func:`functools.lru_cache` and :func:`functools.cache` return."""
 _DICTS = (dict, OrderedDict, defaultdict)
-"""The classes of dicts that are looked at; those of a package may import what they are asked for."""
+"""The classes of global dicts that are put back; other subclasses may import modules when their items are read."""
 _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     site.getusersitepackages(), *site.getsitepackages(),
@@ -53,7 +53,7 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
     own = [each for module in model.modules() for each in vars(module).values() if type(each) is LRU_CACHE]
     names = [vars(module) for module in modules]
     dicts = [*names, *(each for held in names for each in list(held.values()) if type(each) in _DICTS)]
-    before = [(each, dict(each)) for each in dicts if each is not sys.modules]
+    before = [(each, dict(each)) for each in dicts if each is not sys.modules]  # which a module may hold by a name
     known = [(each, each.cache_info()) for each in (*functions, *own)]
     try:
         yield
@@ -73,7 +73,10 @@ def code_caches_put_back(model: nn.Module) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _caches_of(classes: frozenset[type]) -> tuple[tuple[Any, ...], tuple[ModuleType, ...]]:
-    """Returns the cached functions, and the modules of Python, of the code that defines classes."""
+    """Returns the functions with an ``lru_cache`` in the Python modules of some classes, and these Python modules.
+
+    They are the ones that define the classes and their bases, and the user's own modules that those import from.
+    """
     kinds = {kind for each in classes for kind in each.__mro__ if isinstance(kind.__module__, str)}
     names = {each.__module__ for each in kinds if each.__module__.partition(".")[0] not in ("torch", "shardwright")}
     packages = {name.partition(".")[0] for name in names - {"builtins", "typing"}}
@@ -109,7 +112,7 @@ def _home_of(value: Any) -> ModuleType | None:
 
 
 def _is_own(module: ModuleType, packages: set[str]) -> bool:
-    """Whether a Python module is of the model's packages, or was not installed: a file beside the user's program."""
+    """Whether a Python module belongs to one of the model's packages, or is a file that was not installed."""
     name, file = vars(module).get("__name__"), vars(module).get("__file__")
     if not isinstance(name, str) or name.partition(".")[0] == "shardwright":
         return False
@@ -136,7 +139,10 @@ def _cached(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _results(function: Any) -> Iterator[Any]:
-    """Yields what a cached function has kept, and more. Python shows it to its garbage collector alone."""
+    """Yields the arguments and results in a function's ``lru_cache``, and other objects that the function refers to.
+
+    Python has no other way to read such a cache than to ask what its garbage collector follows from the function.
+    """
     for held in gc.get_referents(function):
         yield from list(held.values()) if type(held) is dict else (held,)
 

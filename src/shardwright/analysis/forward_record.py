@@ -155,9 +155,9 @@ def tag_value(tensor: Tensor, name: ValueName | None) -> None:
 
 
 def forget_values(model: nn.Module) -> None:
-    """Removes the marks of :func:`tag_value` from the buffers and other tensors that a model's modules keep.
+    """Removes the names that :func:`tag_value` gave to buffers and tensor attributes of a model's modules.
 
-    Code that keeps a table, or writes it into a buffer, would else give the next record a value of the last one.
+    A table that code keeps there would otherwise enter the next record under the name of a call in the last one.
     """
     for module in model.modules():
         for tensor in (*module._buffers.values(), *vars(module).values()):

@@ -226,7 +226,10 @@ class MetaValues(DispatchMode):
         return function(*args)
 
     def text_of(self, tensor: Tensor, spec: str) -> str:
-        """Returns what ``format(tensor, spec)`` is, with the value of a number if it is known, as for a name."""
+        """Returns a tensor's text in an f-string: of a known number its value, which code may use in a module's name.
+
+        Any other tensor is described as torch does it, which reads no value.
+        """
         known = not tensor.dim() and (self.selects_all or self.values(tensor) is not None)
         return _formatted(tensor, spec) if known else Tensor.__format__(tensor, spec)
 

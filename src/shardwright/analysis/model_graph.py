@@ -83,7 +83,10 @@ class RecordedRun:
         return axes, follow_samples(self.recording, axes)
 
     def draws_once_a_sample(self, path: str) -> bool:
-        """Returns whether one call of a module draws as often as there are samples, by one function in one shape."""
+        """Returns whether the module's first call alone draws random numbers, once per sample of the recorded batch.
+
+        All these draws must be by the same function, with the same shape and dtype.
+        """
         found = [each for each in self.found if each.key[0] == path]
         kinds = {(each.key[1], each.function, each.use.shape, each.use.dtype) for each in found}
         return len(kinds) == 1 and next(iter(kinds))[0] == 0 and len(found) == self.recording.num_samples

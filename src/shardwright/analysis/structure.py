@@ -92,7 +92,7 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has hooks that are called in the backward.
+    """Returns whether a module has backward hooks or backward pre-hooks, which need the gradients of its whole call.
 
     >>> layer = nn.Linear(2, 2)
     >>> handle = layer.register_forward_hook(print)
