@@ -74,3 +74,37 @@ def test_parallelize_warns_of_a_layout_that_cuts_little(caplog):
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in said] == ["INFO", "WARNING"]
     assert "whole are 2 (" in said[1][1], said
+
+
+class TwoLayers(nn.Module):
+    """Two layers, of which the second has ``width`` outputs; with a condition that no trace follows, if asked for."""
+
+    def __init__(self, width, has_condition):
+        super().__init__()
+        self.first, self.second, self.has_condition = nn.Linear(8, 8), nn.Linear(8, width), has_condition
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.has_condition and len(x) > 1000:
+            x = x + 1
+        return self.second(x)
+
+
+@pytest.mark.parametrize("has_condition", [False, True], ids=["traced", "recorded"])
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp2/1f1b mb2 dp2/zero1"])
+def test_large_stages_are_named_and_those_that_leave_little_to_the_others_are_low(line, has_condition):
+    even, large, low = (
+        of(TwoLayers(width, has_condition), line, torch.zeros(8, 8))["pp2/1f1b"] for width in (8, 16, 64)
+    )
+    assert (even.is_low, large.is_low, low.is_low) == (False, False, True)
+    assert str(even) == "pp2/1f1b cuts 100 % of the parameters and 100 % of the FLOPs"
+    assert str(large).startswith(f"{even}; stage 1 has 66.7 % of the parameters and 6")
+    assert str(low).startswith(f"{even}; stage 1 has 88.9 % of the parameters and 8")
+    assert "'second' holds 89% of the parameters" in str(low)
+
+
+def test_verify_warns_of_a_stage_that_has_nearly_all():
+    verdict = sw.verify(TwoLayers(64, False), "pp2/1f1b mb2", [(torch.randn(8, 8), torch.randint(64, (8,)))])
+    assert verdict.equal
+    assert "; warning: pp2/1f1b cuts 100 % of the parameters" in str(verdict)
+    assert "stage 1 has 88.9 %" in verdict.left_whole

@@ -16,7 +16,7 @@ from shardwright.analysis.forward_events import Draw, record_events
 from shardwright.analysis.meta_values import ValueReadError
 
 UNEVEN = 1.25
-"""The unevenness of a stage above which ``show`` names its costliest call or largest module.
+"""The unevenness of a stage above which ``show`` and ``parallelize`` name its costliest call or largest module.
 
 Unevenness is a stage's share of all work, or of all parameters, times the number of stages.
 """
@@ -51,17 +51,6 @@ class EventStages:
         mine = [event for event, chunk in zip(record.events, self.chunked.chunk_of, strict=False) if chunk in chunks]
         most = max(mine, key=lambda event: event.cost.work)
         return f"{most} is {most.cost.work / total:.0%} of the work"
-
-    def heaviest(self, chunks: Collection[int]) -> str:
-        """Returns a phrase that names the module with the most parameters, and its share of the model's parameters.
-
-        Only modules that the pipeline chunks of these numbers call are compared.
-        """
-        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
-        called = {module for chunk in chunks for module in self.chunked.calls_of(chunk)}
-        held = {module: sum(sizes.get(name, 0) for name in self.chunked.names.get(module, ())) for module in called}
-        most = max(sorted(held), key=lambda module: held[module])
-        return f"'{most}' holds {held[most] / (sum(sizes.values()) or 1):.0%} of the parameters"
 
     def with_inputs(self, inputs: Any, draw: Draw | None = None) -> EventsChunked:
         """Records the forward again with other inputs, and returns it cut into chunks at the same module calls.

@@ -2,7 +2,7 @@
 
 A layout that cut nothing gives the same result as one device. So ``show`` and ``verify`` print the shares beside the
 result, and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and
-attentions.
+attentions. Pipeline stages together hold everything, so of them the shares of the largest stages are stated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardwright.axes import layout_axes
+from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import Plan
+from shardwright.plan.stages import Stages
 
 LEAST = 0.5
 """The share below which ``show`` and warnings name the modules that a factor leaves whole, if it should cut them."""
@@ -29,8 +31,10 @@ class CutShare:
     ``share`` is the share of the parameter bytes that is cut over ranks, in computation or between steps. ``flops`` is
     that of the FLOPs, the mean over the factor's axes, or None if the model's operators are not known or the factor
     cuts picture rows. ``is_low`` says that the factor should cut parameters but cuts less than half of the bytes or the
-    FLOPs. ``whole`` lists the largest modules, at most three, whose parameters it does not cut: name, share of all
-    bytes, and the reason. ``whole_work`` lists, if ``flops`` is below half, the at most three modules with the most
+    FLOPs, or that one pipeline stage has so much that the others have less than half of what even stages would leave
+    them. ``large`` is text on the stages that have more than 1.25 times an even share of the parameters or of the work.
+    ``whole`` lists the largest modules, at most three, whose parameters it does not cut: name, share of all bytes, and
+    the reason. ``whole_work`` lists, if ``flops`` is below half, the at most three modules with the most
     FLOPs that every rank repeats: name, share of all FLOPs, and the reason. ``unrecorded`` is what the model's code
     raised, if its forward could not be recorded, so that operators are not known; else "".
     """
@@ -42,10 +46,12 @@ class CutShare:
     flops: float | None = None
     whole_work: tuple[tuple[str, float, str], ...] = ()
     unrecorded: str = ""
+    large: str = ""
 
     def __str__(self) -> str:
         work = "" if self.flops is None else f" and {_percent(self.flops)} of the FLOPs"
         text = f"{self.factor} cuts {_percent(self.share)} of the parameters{work}"
+        text = f"{text}; {self.large}" if self.large else text
         if not self.is_low:
             return text
         left = self.whole if self.share < LEAST else ()
@@ -90,8 +96,67 @@ def _shares(plan: Plan) -> Iterator[CutShare]:
             left = tuple((path, size / total, why) for path, size, why in _largest(plan, set(whole), sizes))
             everywhere = axes if kind == "stages" else axes.intersection(plan.inputs)
             flops, work = (None, ()) if spatial else _flops(plan, axes, everywhere)
-            is_low = cuts and min(share, 1.0 if flops is None else flops) < LEAST
-            yield CutShare(str(factor), share, is_low, left, flops, work if flops is not None and flops < LEAST else ())
+            stages = stage_loads(plan) if kind == "stages" else ()
+            least = min(share, 1.0 if flops is None else flops, *(each.left for each in stages))
+            named = work if flops is not None and flops < LEAST else ()
+            large = "; ".join(f"stage {number} has {each}" for number, each in enumerate(stages) if each.is_large)
+            yield CutShare(str(factor), share, cuts and least < LEAST, left, flops, named, large=large)
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """The share of a model's parameter bytes and of its forward's work that one of ``num_stages`` pipeline stages has.
+
+    ``why`` names the module or call that makes the stage large, where it is known.
+    """
+
+    parameters: float
+    work: float
+    num_stages: int
+    why: str = ""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the stage has more than 1.25 times an even share of the parameters or of the work."""
+        return max(self.parameters, self.work) * self.num_stages > UNEVEN
+
+    @property
+    def left(self) -> float:
+        """The share that is left to the other stages, of what even stages would leave: 0.5 at 3/4 on one of two."""
+        return (1 - max(self.parameters, self.work)) / (1 - 1 / self.num_stages) if self.num_stages > 1 else 1.0
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"{_percent(self.parameters)} of the parameters and {_percent(self.work)} of the work{why}"
+
+
+def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
+    """Returns the :class:`StageLoad` of each pipeline stage of a plan; () without a pipeline."""
+    schedule, stages = plan.schedule, plan.stages
+    if schedule is None or stages is None:
+        return ()
+    all_work = sum(cost.work for cost in stages.costs) or 1.0
+    all_bytes = sum(cost.parameter_bytes for cost in stages.costs) or 1
+    found = []
+    for stage in range(schedule.num_stages):
+        chunks, why = schedule.chunks_of(stage), list[str]()
+        work = sum(stages.costs[chunk].work for chunk in chunks) / all_work
+        held = sum(stages.costs[chunk].parameter_bytes for chunk in chunks) / all_bytes
+        if isinstance(stages, EventStages):
+            why += [stages.costliest(chunks)] if work * schedule.num_stages > UNEVEN else []
+        if held * schedule.num_stages > UNEVEN:
+            why += _largest_called(stages, chunks)
+        found.append(StageLoad(held, work, schedule.num_stages, ", ".join(why)))
+    return tuple(found)
+
+
+def _largest_called(stages: Stages | EventStages, chunks: Collection[int]) -> list[str]:
+    """Returns a phrase on the module with the most parameters of those that some pipeline chunks call, if any."""
+    sizes = {name: p.nbytes for name, p in stages.model.named_parameters()}
+    called = dict.fromkeys(module for chunk in chunks for module in stages.chunked.calls_of(chunk))
+    held = {module: sum(sizes.get(name, 0) for name in stages.chunked.names.get(module, ())) for module in called}
+    most = max(sorted(held), key=lambda module: held[module], default=None)
+    return [] if most is None else [f"'{most}' holds {held[most] / (sum(sizes.values()) or 1):.0%} of the parameters"]
 
 
 def _flops(

@@ -23,10 +23,9 @@ from shardwright.parallelize.between_nodes import bytes_between, node_warnings
 from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
 from shardwright.parallelize.planning import StepTraffic, make_plan, num_rows, shares_of
 from shardwright.plan.batch_shard import num_tokens_of
-from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
-from shardwright.plan.shares import CutShare
+from shardwright.plan.shares import CutShare, stage_loads
 from shardwright.plan.traffic import Traffic, partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -140,26 +139,17 @@ def _pipeline(plan: Plan, *, seconds_from: str) -> dict[str, Any]:
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
         return {}
-    work = sum(cost.work for cost in stages.costs) or 1.0
-    size = sum(cost.parameter_bytes for cost in stages.costs) or 1
     found = []
-    for stage in range(schedule.num_stages):
+    for stage, share in enumerate(stage_loads(plan)):
         chunks = schedule.chunks_of(stage)
-        costs = [stages.costs[chunk] for chunk in chunks]
-        share = sum(cost.work for cost in costs) / work
-        held = sum(cost.parameter_bytes for cost in costs) / size
-        why = []
-        if isinstance(stages, EventStages):
-            why += [stages.costliest(chunks)] if share * schedule.num_stages > UNEVEN else []
-            why += [stages.heaviest(chunks)] if held * schedule.num_stages > UNEVEN else []
         found.append(
             {
                 "stage": stage,
                 "chunks": [{"chunk": chunk, "calls": list(stages.chunked.calls_of(chunk))} for chunk in chunks],
-                "share_of_time": share,
-                **({"why_large": ", ".join(why)} if why else {}),
-                "parameter_bytes": sum(cost.parameter_bytes for cost in costs),
-                "activation_bytes": sum(cost.activation_bytes for cost in costs),
+                "share_of_time": share.work,
+                **({"why_large": share.why} if share.why else {}),
+                "parameter_bytes": sum(stages.costs[chunk].parameter_bytes for chunk in chunks),
+                "activation_bytes": sum(stages.costs[chunk].activation_bytes for chunk in chunks),
             }
         )
     timeline = predict(schedule, stages.costs, recomputed_shares(stages, plan.recomputed))
