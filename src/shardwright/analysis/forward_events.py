@@ -190,7 +190,11 @@ class _ForwardRecorder(TorchFunctionMode):
         if all(name is None for name in takes):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
+        reads, varies = self._values.num_reads, any(id(tensor) in self._varying for tensor in given)
         results = self._selecting(func, args, named)
+        if varies and self._values.num_reads > reads:
+            self._decides_by_inputs()
+            self.record.selections.add(len(self.record.events))
         if self._has_autocast and function_name(func) in _CONVERSIONS and any(results is each for each in given):
             with below_functions():
                 results = results.view_as(results)  # in a run its operand has another dtype; meta tensors keep theirs
@@ -251,12 +255,16 @@ class _ForwardRecorder(TorchFunctionMode):
             if draw is None and not varies:
                 return results
             if self._values.num_reads > reads or func in _READERS:
-                if self._unit is None:
-                    self.record.is_one_path = False
-                else:
-                    self.record.deciding.add(self._unit)
+                self._decides_by_inputs()
         self.vary((results, given))
         return results
+
+    def _decides_by_inputs(self) -> None:
+        """Notes that calls or shapes that follow depend on values of the inputs, or on random numbers."""
+        if self._unit is None:
+            self.record.is_one_path = False
+        else:
+            self.record.deciding.add(self._unit)
 
     def _buffers_in(self, tensor: Tensor) -> frozenset[str]:
         """Returns the names of the buffers that a tensor is, or was made of."""

@@ -117,7 +117,8 @@ class ForwardRecord:
 
     ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
-    values. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
+    values, and ``selections`` those that pick from an activation by values of inputs, as ``x[mask]`` does, so that the
+    shape of their result may be another one. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
     ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
     code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
     outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
@@ -139,6 +140,7 @@ class ForwardRecord:
     specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
     is_one_path: bool = True
     deciding: set[int] = field(default_factory=set)
+    selections: set[int] = field(default_factory=set)
     selecting: set[str] = field(default_factory=set)
     checkpointed: set[str] = field(default_factory=set)
     own_backward: set[str] = field(default_factory=set)

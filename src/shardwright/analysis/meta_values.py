@@ -127,6 +127,8 @@ class MetaValues(DispatchMode):
         """How many conditions and numbers that only a real run has were taken as true, or as 1 (``selects_all``)."""
         self.num_numbers = 0
         """How many numbers that only a real run has the code has read; each was taken as 1 (``selects_all``)."""
+        self.num_masks = 0
+        """How many selections by masks that only a real run has were taken as of everything (``selects_all``)."""
         self.selects_all = selects_all
         self.num_guessed = 0
         """How many conditions on values that only a real run has were answered by ``guess``."""
@@ -345,6 +347,7 @@ class MetaValues(DispatchMode):
     def _all_selected(self, name: str, args: Any) -> Any:
         """Returns the result of ``nonzero``, ``masked_select`` or ``x[mask]`` if the condition holds everywhere."""
         self.num_selected += 1
+        self.num_masks += 1
         self.selected()
         x = args[0]
         if name == "nonzero":

@@ -156,6 +156,20 @@ class ModelGraph:
         return without > 0 and self._num_unknown(by_values=True) < without
 
     @cached_property
+    def selects_by_values(self) -> bool:
+        """Whether the model's code selects by masks among its inputs, so that its shapes follow the example's values.
+
+        So does an autoencoder that embeds the pixels which a mask leaves. The record selects everything; a rehearsal,
+        which is of one batch, reads the masks of that batch.
+        """
+        if self.values is None or self.reads_values or not may_read_values(self.model):
+            return False
+        without, by_values = (self._tried(None, given) for given in (False, True))
+        if not (isinstance(without, RecordedRun) and without.recording.num_masks):
+            return False
+        return isinstance(by_values, RecordedRun) and by_values.recording.num_masks < without.recording.num_masks
+
+    @cached_property
     def needs_constants(self) -> bool:
         """Whether the forward fails on meta tensors without values, as code does that calls ``item()`` on a constant.
 

@@ -68,7 +68,8 @@ def _record(
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         recording.outputs = [recorded.use(tensor) for tensor in tensors]
         recording.hidden_in = next((each.holder for each in unseen_outputs(outputs)), None)
-        recording.num_numbers, recording.reads_values = recorded.num_numbers, recorded.num_reads > 0
+        recording.num_numbers, recording.num_masks = recorded.num_numbers, recorded.num_masks
+        recording.reads_values = recorded.num_reads > 0
         recording.guess = guess if recorded.num_guessed else None
         recording.uses = list(running.uses)
         record_own_functions(tensors, recorded)

@@ -147,6 +147,9 @@ class Recording:
     num_numbers: int = 0
     """How many numbers code read that only a real run has; each counted as 1."""
 
+    num_masks: int = 0
+    """How many times code selected by a mask that only a real run has; each selected everything."""
+
     reads_values: bool = False
     """Whether code called ``item``, ``tolist`` or the like, or an operator whose result's shape depends on values."""
 

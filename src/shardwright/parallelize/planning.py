@@ -132,6 +132,7 @@ def make_plan(
     compiled = compiled_blocks(on_meta.model, plan)
     for path in compiled:
         plan = plan.wraps(path, Rung.COMPILE, "core")
+    reads_values = reads_values or (job.graph is not None and job.graph.selects_by_values)
     plan = replace(plan, compiled=compiled, reads_values=reads_values)
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies

@@ -296,7 +296,7 @@ class Plan:
     work: tuple[OperatorWork, ...] = ()
     """The FLOPs of each operator of the forward, if its operators were recorded; see :func:`operator_work`."""
     reads_values: bool = False
-    """Whether the model's code reads values of its inputs, so that the model is planned by those of the example."""
+    """Whether the model's code reads values of its inputs, so that steps are rehearsed with those of the batch."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
     """The strategies (or "core") that will put a wrapper on a module's forward, by module and rung."""
 

@@ -100,7 +100,7 @@ def plan_layouts(
 
         def rehearsed() -> LayoutRecords:
             job = job_for(model, loss, each, rows[0], tokens_of(rows[0], each), roles)
-            if job.graph is not None and job.graph.reads_values:
+            if job.graph is not None and (job.graph.reads_values or job.graph.selects_by_values):
                 kept.forget()  # a file is that of shapes
             return record_layout(job, each, rows, cluster.device.type, most_whole=most_whole, model_plans=model_plans)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from shardwright.analysis.tracer import line_of
@@ -33,8 +34,10 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     Raises: LayoutError, PlanError: the model cannot be cut. The error is an UnknownCodeError where planning
         again with ``job.recorded`` set may help.
     """
+    values = None if job.graph is None else job.graph.values
+    by_record = partial(cut_events, job.model, num_chunks, job.example, values=values, **asked)
     if runs_on_parts(plan):
-        return cut_events(job.model, num_chunks, job.example, **asked)
+        return by_record()
     found: Stages | None = None
     failure: UnknownCodeError | PlanError | None = None
     try:
@@ -57,7 +60,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
     if job.example is not None and not others:
         try:
-            recorded = cut_events(job.model, num_chunks, job.example, **asked)
+            recorded = by_record()
         except TypeError:  # the forward takes other arguments
             if not isinstance(failure, PlanError):
                 raise
@@ -67,7 +70,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     if failure is not None:
         if job.recorded and job.example is not None:  # neither way is open: a record may say what is in its way
             with suppress(TypeError):
-                cut_events(job.model, num_chunks, job.example, **asked)
+                by_record()
         raise failure
     assert found is not None, "cut, or failed"
     if job.example is not None and others == {"tp"} and not job.recorded:

@@ -8,6 +8,7 @@ small part of a chunk's share is opened: the calls that its code makes are event
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise, product
@@ -58,13 +59,15 @@ it. Chunks may be as uneven in work as ``UNEVEN`` allows where they would be mor
 def cut_events(
     model: nn.Module, num_chunks: int, example: Any, *, names: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None, closed: Collection[str] = (), stage_of: Sequence[int] = (),
+    values: Any = None,
 ) -> EventStages:  # fmt: skip
     """Returns the contiguous pipeline chunks (:class:`EventStages`) of a model's forward, recorded on ``example``.
 
-    The model is on the meta device, and ``example`` has the inputs of one microbatch. ``names`` are the modules at
-    which chunks begin, one for each chunk. ``seconds`` are measured times of modules; modules in ``closed`` are not cut
-    inside. ``stage_of`` is the stage that holds each chunk, by default one for each. Use it for models whose code
-    cannot be traced, else ``cut``.
+    The model is on the meta device, and ``example`` has the inputs of one microbatch. ``values``, the same inputs on
+    the CPU, are for code that reads values of inputs, such as a mask of pixels; without them it reads ones. ``names``
+    are the modules at which chunks begin, one for each chunk. ``seconds`` are measured times of modules; modules in
+    ``closed`` are not cut inside. ``stage_of`` is the stage that holds each chunk, by default one for each. Use it for
+    models whose code cannot be traced, else ``cut``.
 
     Raises: LayoutError: the forward's calls depend on values of parameters or activations, it makes too few calls of
         modules with weights or does not call ``names`` in this order, it changes an attribute in every call, or modules
@@ -84,7 +87,7 @@ def cut_events(
     hooked = {path for path, module in model.named_modules() if path and has_hooks(module)}
     closed = {*closed, *(path for path in hooked if has_backward_hooks(model.get_submodule(path)))}
     closed |= {path for path, _ in derived_batch_norms(model)}  # its statistics are taken around its own code
-    record, inputs = _recorded(model, example, ())
+    record, inputs = _recorded(model, example, (), values)
     if "" in record.selecting:
         raise _decides_by_state(model)
     closed |= record.selecting  # only the stage that runs it knows what it selects
@@ -170,15 +173,19 @@ def _cut(
     return uneven, EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
 
 
-def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[ForwardRecord, Any]:
-    """Returns a forward's record and the inputs that it ran on: ones where it reads values that the example lacks.
+def _recorded(model: nn.Module, inputs: Any, units: Collection[str], values: Any = None) -> tuple[ForwardRecord, Any]:
+    """Returns a forward's record and the inputs that it ran on: where it reads values that ``inputs`` lack, ``values``.
 
-    Of code that may skip calls by random numbers it is the record that skips fewest.
+    Where these are None, or do not say enough either, it is ones. Of code that may skip calls by random numbers it is
+    the record that skips fewest.
     """
     try:
         try:
             record = record_events(model, cloned(inputs), units)
         except ValueReadError:
+            if values is not None:
+                with suppress(LayoutError):
+                    return _recorded(model, values, units)
             inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype) if t.is_meta else t, inputs)
             record = record_events(model, cloned(inputs), units)
         if record.draws and (record.deciding or not record.is_one_path):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
@@ -198,6 +198,8 @@ class GhostMode(TorchFunctionMode):
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
             with below_functions():
+                if self._chunk is None and number in self._chunked.record.selections:
+                    self._check_selected(event, call, args, named)
                 return self._ghosts(event, given)
         self._before(number)
         asked = given
@@ -286,6 +288,17 @@ class GhostMode(TorchFunctionMode):
             tag_value(given[place], spec.name)
         leaves = [result(leaf) for leaf in event.results]
         return leaves[0] if event.is_leaf else tree_unflatten(leaves, event.tree)
+
+    def _check_selected(self, event: ForwardEvent, call: Any, args: Any, named: Any) -> None:
+        """Raises PlanError if values of inputs, as of a mask, pick more or less of a ghost than in the record."""
+        # one zero in the ghost's shape: a meta tensor cannot be indexed by a mask
+        args, named = map_tensors(
+            (args, named),
+            lambda t: torch.zeros((), dtype=t.dtype, device=self._device).expand(t.shape) if t.is_meta else t,
+        )
+        for leaf, spec in zip(tree_leaves(call(*args, **named)), event.results, strict=True):
+            if isinstance(spec, GhostSpec) and tuple(leaf.shape) != spec.shape:
+                raise self._differs(f"a value of shape {tuple(leaf.shape)} and not {spec.shape}")
 
     def _where(self) -> str:
         after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"
