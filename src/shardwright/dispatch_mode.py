@@ -1,8 +1,12 @@
-"""The base class of the torch dispatch modes that analyze a model by the operators that it calls."""
+"""The base class of the torch dispatch modes that analyze a model by its operators, and a context without any."""
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
 class DispatchMode(TorchDispatchMode):
@@ -16,3 +20,27 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Returns a context in which no torch dispatch mode that is active around it sees an operator.
+
+    What is computed on the meta device to plan a call is no operator of the model's: a mode that counts FLOPs, or that
+    keeps results for a recomputation, must not see it.
+
+    >>> import torch
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> x = torch.ones(2, 2)
+    >>> with FlopCounterMode(display=False) as counter:
+    ...     with without_dispatch_modes():
+    ...         _ = x @ x
+    ...     counter.get_total_flops(), (x @ x).shape, counter.get_total_flops()
+    (0, torch.Size([2, 2]), 16)
+    """
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

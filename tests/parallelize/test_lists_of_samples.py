@@ -80,7 +80,8 @@ def test_a_run_gives_each_rank_the_entries_of_its_samples():
 
     class Named(nn.Linear):
         def forward(self, x, names, settings):
-            seen.append((names, settings))
+            if not x.is_meta:  # as it is where the first step looks at the code
+                seen.append((names, settings))
             return super().forward(x)
 
     def work(world):

@@ -257,18 +257,20 @@ class Remembering(nn.Module):
         return self.layer(x) * self.seen
 
 
-@pytest.mark.parametrize(("make", "what"), [(Overwriting, "its inputs"), (Remembering, "blocks.0.seen")])
-def test_a_block_that_changes_what_it_is_computed_from_is_refused(make, what):
+@pytest.mark.parametrize(
+    ("make", "num_ranks", "what"), [(Overwriting, 2, "its inputs"), (Remembering, 1, "blocks.0.seen")]
+)
+def test_a_block_that_changes_what_it_is_computed_from_is_refused(make, num_ranks, what):
     model = Blocks(make)
 
     def work(world):
-        run = parallelize(model, "dp2 recompute:full", world)
+        run = parallelize(model, f"dp{num_ranks} recompute:full", world)
         (mine,) = run.shard([batch(5)])
         with pytest.raises(PlanError, match="cannot be recomputed") as refusal:
             run.step(mine)
         return str(refusal.value)
 
-    assert all(what in text for text in launch(work, 2, ranks="threads"))
+    assert all(what in text for text in launch(work, num_ranks, ranks="threads"))
 
 
 class Undecided(nn.Module):

@@ -233,7 +233,7 @@ def test_without_an_example_samples_are_in_dim_0_or_the_draw_is_refused():
     second.layer = layer
     assert losses(first, "dp2", 2, None) == pytest.approx(losses(first, "single", 1, None))
     assert losses(second, "dp2", 2, torch.ones(6, 2)) == pytest.approx(losses(second, "single", 1, torch.ones(6, 2)))
-    with pytest.raises(PlanError, match="not drawn for each sample"):
+    with pytest.raises(PlanError, match="draws random numbers otherwise than for each sample in dim 0"):
         losses(second, "dp2", 2, None)
 
 

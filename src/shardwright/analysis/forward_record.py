@@ -118,13 +118,14 @@ class ForwardRecord:
     ``is_one_path`` is False if code outside of units has read values of an input or random numbers, so that other
     inputs of the same shapes may give other events. ``deciding`` are the events of units whose own code has read such
     values, and ``selections`` those that pick from an activation by values of inputs, as ``x[mask]`` does, so that the
-    shape of their result may be another one. ``draws`` says whether code has called a random function that takes sizes and no tensor, such as
-    ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules outside of units whose
-    code selects by a condition on values of events, as a mixture of experts does. ``checkpointed`` are the modules
-    outside of units whose code a backward runs again, because it runs inside ``torch.utils.checkpoint``.
-    ``own_backward`` are those whose code calls an autograd function with a backward of its own, as the user's own ones
-    and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled by ``torch.jit.script``,
-    that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on the gradient of a tensor.
+    shape of their result may be another one. ``draws`` says whether code has called a random function that takes sizes
+    and no tensor, such as ``torch.rand``, because code may skip calls by its numbers. ``selecting`` are the modules
+    outside of units whose code selects by a condition on values of events, as a mixture of experts does.
+    ``checkpointed`` are the modules outside of units whose code a backward runs again, because it runs inside
+    ``torch.utils.checkpoint``. ``own_backward`` are those whose code calls an autograd function with a backward of its
+    own, as the user's own ones and ``torch.utils.checkpoint`` with ``use_reentrant=True`` are, or a function compiled
+    by ``torch.jit.script``, that runs functions inside of a transform such as ``torch.vmap``, or that sets a hook on
+    the gradient of a tensor.
     ``writing`` are those whose code writes values of events into a parameter or buffer, or replaces a buffer.
     """
 

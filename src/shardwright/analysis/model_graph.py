@@ -162,12 +162,11 @@ class ModelGraph:
         So does an autoencoder that embeds the pixels which a mask leaves. The record selects everything; a rehearsal,
         which is of one batch, reads the masks of that batch.
         """
-        if self.values is None or self.reads_values or not may_read_values(self.model):
+        without = self._first
+        if self.values is None or self.reads_values or isinstance(without, str) or not without.recording.num_masks:
             return False
-        without, by_values = (self._tried(None, given) for given in (False, True))
-        if not (isinstance(without, RecordedRun) and without.recording.num_masks):
-            return False
-        return isinstance(by_values, RecordedRun) and by_values.recording.num_masks < without.recording.num_masks
+        with_values = self._tried(self._prime if without is self._of_prime else None, by_values=True)
+        return isinstance(with_values, RecordedRun) and with_values.recording.num_masks < without.recording.num_masks
 
     @cached_property
     def needs_constants(self) -> bool:
@@ -279,17 +278,18 @@ class ModelGraph:
 
         It is empty if the forward was recorded, and for a model of torch's and our own layers alone.
         """
-        return "" if self._needs_no_record else self.failure
+        return "" if self.needs_no_record else self.failure
 
     @property
     def _of_own_code(self) -> RecordedRun | None:
         """The recorded run; None for a model of torch's and our own layers alone, or if it cannot run on meta."""
-        if self._needs_no_record:
+        if self.needs_no_record:
             return None
         return self._first if isinstance(self._first, RecordedRun) else None
 
     @property
-    def _needs_no_record(self) -> bool:
+    def needs_no_record(self) -> bool:
+        """Whether the model has torch's and our own layers alone, which draw by plain dropout, if at all."""
         return all(map(draws_as_known, self.model.modules())) and not marks_in(self.example)
 
     @property

@@ -32,12 +32,14 @@ from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.batches import as_tensors
 from shardwright.parallelize.between_nodes import bytes_between, crossing_pairs, node_warnings
 from shardwright.parallelize.checks import check_given, check_loss, check_model, check_same_start, check_world
+from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.loss_settings import follow_settings
 from shardwright.parallelize.outputs import join_by_hand
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
 from shardwright.rng import RngTracker
@@ -50,7 +52,6 @@ from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.keyed_draws import key_draws
 from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
-from shardwright.strategies.pipeline.cut_model import runs_on_parts
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
@@ -97,7 +98,8 @@ def parallelize(
         strategies: the strategies to use instead of those that the layout selects.
         roles: "column", "row" or "copied" for single layers, by patterns of names; they override the roles that the
             analysis of the model chooses under ``tp``.
-        example: the inputs of a global batch, the same on every rank. Of tensors only shapes and dtypes are read, so
+        example: the inputs of a global batch, the same on every rank, by which the model's own code is checked before
+            the first step; without it that is done in the first step. Of tensors only shapes and dtypes are read, so
             give ``torch.zeros(...)``: ``next(iter(loader))`` draws from the loader's random generator. Only for a model
             whose code needs values of inputs, as one of images and text looks for the tokens of its images, give a
             real batch. Stages are balanced by the cost of layers on it, and modes that would leave ranks without a
@@ -150,9 +152,13 @@ def parallelize(
     for share in shares_of(job, plan) if world.rank == 0 else ():
         more = f"; {EXAMPLE}, by which its operators are known" if share.is_low and example is None else ""
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s%s", share, more)
-    for text in (*_crossing(job, plan, chosen, world, example), *_unseen(job, plan)) if world.rank == 0 else ():
+    for text in _crossing(job, plan, chosen, world, example) if world.rank == 0 else ():
         LOG.warning("%s", text)
-    return _started(job, plan, chosen, world, model, seed, stop_at_nan=stop_at_nan, check_every=check_every)
+    if job.graph is not None:
+        warn_unseen(job.graph, plan, world)
+    is_alone = world.size * layout.num_microbatches == 1
+    first_batch = FirstBatchChecker(job, plan, world) if example is None and not is_alone else None
+    return _started(job, plan, chosen, world, model, seed, stop_at_nan, check_every, first_batch)
 
 
 def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -> Run:
@@ -165,12 +171,12 @@ def under_plan(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World) -
     """
     own = job._replace(model=structural_copy(job.model), loss=structural_copy(as_loss(job.loss)))
     check_world(plan, world)
-    return _started(own, plan, chosen, world, job.model, 0, stop_at_nan=False, check_every=CHECK_EVERY)
+    return _started(own, plan, chosen, world, job.model, 0, False, CHECK_EVERY)
 
 
 def _started(
-    job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, model: nn.Module, seed: int, *, stop_at_nan: bool,
-    check_every: int,
+    job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, model: nn.Module, seed: int, stop_at_nan: bool,
+    check_every: int, first_batch: FirstBatchChecker | None = None,
 ) -> Run:  # fmt: skip
     """Gives the job's model this rank's values, checks that all ranks begin alike, and builds the run."""
     layout = plan.layout
@@ -178,15 +184,8 @@ def _started(
     by_values = plan.reads_values and (plan.stages is not None or layout.factor("tp") is not None)
     example = job.graph.values if job.graph is not None and by_values else None
     job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
-    if draws is not None and world.size * layout.num_microbatches > 1:
-        several = layout.num_microbatches > 1
-        cuts_batch = _cuts_batch(plan)
-        cuts = cuts_batch or plan.stages is not None
-        apart = (several and not layout.own_statistics) or bool(plan.row_axes)
-        draws.check(
-            are_threads=world.local and world.size > 1, cuts=cuts, cuts_samples=apart, cuts_batch=cuts_batch,
-            cut_layers=_cut_layers(plan, plan.mesh.coord(world.rank)) if draws.alone else (),
-        )  # fmt: skip
+    if draws is not None:
+        check_draws(draws, plan, world)
     everyone = world.everyone()
     check_compiler(layout, everyone)
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
@@ -194,7 +193,7 @@ def _started(
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed, example)
     axes = {**_axes(plan, world), "world": everyone}
-    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, model, check_every)
+    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, model, check_every, first_batch)
 
 
 def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, inputs: Any) -> list[str]:
@@ -214,18 +213,6 @@ def _crossing(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, in
     return node_warnings(plan.mesh, world.nodes, found)
 
 
-def _unseen(job: Job, plan: Plan) -> list[str]:
-    """Returns a warning if the layout cuts the batch of a model whose own code could not be recorded."""
-    failure = job.graph.failure_of_own_code if job.graph is not None and _cuts_batch(plan) else ""
-    if not failure:
-        return []
-    return [
-        f"the forward of {type(job.model).__name__} cannot be recorded, so code that computes one sample's values from "
-        f"others of the batch, which {plan.layout} cuts, is not found; verify shows a difference. It raised "
-        f"{failure.splitlines()[0]}"
-    ]
-
-
 def _run_of(
     job: Job,
     plan: Plan,
@@ -237,10 +224,12 @@ def _run_of(
     stop_at_nan: bool,
     plain: nn.Module | None = None,
     check_every: int = 0,
+    first_batch: FirstBatchChecker | None = None,
 ) -> Run:
     """Returns the run of a job whose model has this rank's values: applies each strategy, then the common parts.
 
-    ``plain`` is the plain model, whose parameters no step reads.
+    ``plain`` is the plain model, whose parameters no step reads. ``first_batch`` checks the first batch of a run that
+    was given no example.
     """
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
@@ -252,7 +241,7 @@ def _run_of(
     tokens = {
         path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
     }
-    cuts = {"cuts_batch": _cuts_batch(plan), "cuts_code": plan.stages is not None}
+    cuts = {"cuts_batch": cuts_batch(plan), "cuts_code": plan.stages is not None}
     key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens, **cuts)
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
@@ -287,20 +276,7 @@ def _run_of(
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
     join_by_hand(executor, plan, axes, shard)
-    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every)
-
-
-def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
-    """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
-    if plan.token_axes:
-        return {""}
-    layers = () if runs_on_parts(plan) else (*plan.roles, *plan.notes)
-    return {path for path in layers if path} | {*plan.slices(coord), *plan.row_moves}
-
-
-def _cuts_batch(plan: Plan) -> bool:
-    """Returns whether the layout splits the samples of a batch, over ranks or into microbatches."""
-    return bool(plan.inputs) or plan.layout.num_microbatches > 1
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, plain, check_every, first_batch)
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

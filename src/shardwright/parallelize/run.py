@@ -24,6 +24,7 @@ from shardwright.parallelize.batches import Targets, as_tensors, check_part, che
 from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.filling import LoadedWeights, fill_parts, fill_whole
+from shardwright.parallelize.first_batch import FirstBatchChecker
 from shardwright.parallelize.generating import generate
 from shardwright.parallelize.gradients import add_up, clip_norm, mean_of_batches
 from shardwright.parallelize.loss_reads import check_reads
@@ -89,13 +90,13 @@ class Run(RankState):
     def __init__(
         self, job: Job, plan: Plan, world: World, axes: Mapping[str, Axis], executor: Executor, sync: GradientSync,
         applied: Sequence[AppliedStrategy] = (), stop_at_nan: bool = False, plain: nn.Module | None = None,
-        check_every: int = 0,
+        check_every: int = 0, first_batch: FirstBatchChecker | None = None,
     ) -> None:  # fmt: skip
         super().__init__(job, plan, world, axes, executor, applied)
         self.rng: RngTracker = executor.rng
         self.averages = RunAverages()
         self.weights_read: list[Path] = []
-        self._everyone = axes["world"]
+        self._everyone, self._first_batch = axes["world"], first_batch
         compares_batches = bool(check_every and plan.row_axes | plan.token_axes)
         self._parts = BatchParts(job.model, job.loss, plan, world, executor.batch_shard, compares=compares_batches)
         self._step = TrainStep(
@@ -246,6 +247,8 @@ class Run(RankState):
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, Tensor]:
+        if self._first_batch is not None:
+            self._first_batch.check(batch.inputs)
         self._checker.before_step(self, batch)
         found = self._step.take(batch, update, self.num_steps)
         self._guard.last_loss = found[0], self._guard.num_updates

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.analysis.dim_letters import DimLetters, Dims, Role
 from shardwright.analysis.operator_dims import DimRelation, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
+from shardwright.dispatch_mode import without_dispatch_modes
 from shardwright.operators.partly_shared import partly_shared_product
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
 from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
@@ -138,7 +139,7 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], 
     """
     recorded = Recorded()
     uses = [recorded.use(each.whole, "input") for each in tensors]
-    with torch.no_grad(), recorded:
+    with torch.no_grad(), without_dispatch_modes(), recorded:
         result = function(*args, **named)
     planning = _Planning(rank, device)
     given = [planning.slot(use, each.part, each.learns) for use, each in zip(uses, tensors, strict=True)]

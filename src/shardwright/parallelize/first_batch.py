@@ -1,0 +1,86 @@
+"""Looks at a plain model's forward on the first batch, where ``parallelize`` was given no example to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.analysis.draws import FIRST, Draws
+from shardwright.analysis.model_graph import ModelGraph
+from shardwright.axes import layout_axes
+from shardwright.comm.world import World
+from shardwright.errors import EXAMPLE, PlanError
+from shardwright.parallelize.planning import make_plan, num_rows, on_device, without_storage
+from shardwright.parallelize.sample_checks import check_draws, cuts_batch, warn_unseen
+from shardwright.plan.plan import Job, Plan
+from shardwright.rng import with_samples_in_dim_1
+from shardwright.strategy import check_samples_apart
+
+
+class FirstBatchChecker:
+    """Checks the code of a plain model once a batch is there, as ``parallelize`` does with an example.
+
+    The forward is recorded on the meta device, on inputs like those of the first batch that this rank has samples of.
+    A model of torch's and our own layers alone has no code of its own, and is not recorded.
+    """
+
+    def __init__(self, job: Job, plan: Plan, world: World) -> None:
+        """Keeps a copy of the job's model without values until the first batch; ``job.example`` is None."""
+        self._job: Job | None = job._replace(model=without_storage(job.model))
+        self._plan, self._world = plan, world
+
+    def check(self, inputs: Any) -> None:
+        """Checks the model's forward on this rank's ``inputs`` of the first batch; later calls return at once.
+
+        Raises: LayoutError, PlanError: as ``parallelize`` does with an example; or the model draws random numbers that
+            are the same on one device only if an example shows which of them belong to which sample.
+        """
+        job, plan = self._job, self._plan
+        if job is None or not num_rows(inputs):
+            return
+        self._job = None
+        graph = _graph(job.model, inputs)
+        if graph.needs_no_record:
+            return
+        # what cuts no samples was planned without a record, and stays as it is
+        factors = tuple(each for each in plan.layout.factors if layout_axes()[each.axis].kind == "copies")
+        make_plan(job._replace(example=graph.example, graph=graph), replace(plan.layout, factors=factors))
+        for factor in plan.layout.factors:
+            if factor not in factors and plan.row_axes & {*factor.mesh_axes}:
+                check_samples_apart(job.model, str(factor), graph)
+        warn_unseen(graph, plan, self._world)
+        if graph.draws is not None:
+            check_draws(graph.draws, plan, self._world)
+            if cuts_batch(plan):
+                _check_places(graph.draws, {*with_samples_in_dim_1(job.model)})
+
+
+def _graph(model: nn.Module, inputs: Any) -> ModelGraph:
+    """Returns the graph of a model on inputs of a batch, which may have been cast to the layout's precision."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    own = tree_map_only(Tensor, lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, inputs)
+    example, values = (on_device(own, torch.device(device)) for device in ("meta", "cpu"))
+    return ModelGraph(model, example, values)
+
+
+def _check_places(draws: Draws, known: Collection[str]) -> None:
+    """Raises PlanError where a drawn tensor lacks the samples in dim 0, but in layers ``known`` to have them in dim 1.
+
+    Without an example, all other layers are taken to have them there.
+    """
+    for (path, _, _), place in draws.places.items():
+        if path in known:
+            continue
+        if place != FIRST or path in draws.selecting or path in draws.loops:
+            raise PlanError(
+                f"'{path or 'the model'}' draws random numbers otherwise than for each sample in dim 0",
+                given="no example of the inputs, by which ranks would have known for which samples the numbers are",
+                allowed="without an example, dropout of tensors with the samples in dim 0, and draws such as "
+                "torch.rand_like(x) for them",
+                fix=EXAMPLE,
+            )

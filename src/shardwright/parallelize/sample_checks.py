@@ -1,0 +1,58 @@
+"""Checks of a recorded forward for what makes a step depend on which rank or microbatch has which samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from shardwright.analysis.draws import Draws
+from shardwright.analysis.model_graph import ModelGraph
+from shardwright.comm.world import World
+from shardwright.plan.plan import Plan
+from shardwright.strategies.pipeline.cut_model import runs_on_parts
+
+LOG = logging.getLogger("shardwright")
+
+
+def cuts_batch(plan: Plan) -> bool:
+    """Returns whether the layout splits the samples of a batch, over ranks or into microbatches."""
+    return bool(plan.inputs) or plan.layout.num_microbatches > 1
+
+
+def check_draws(draws: Draws, plan: Plan, world: World) -> None:
+    """Raises PlanError if a model's forward draws random numbers that would depend on the layout (:meth:`Draws.check`).
+
+    It warns of modules in which samples meet that the layout cuts. On one rank without microbatches nothing is checked.
+    """
+    several = plan.layout.num_microbatches > 1
+    if world.size == 1 and not several:
+        return
+    cuts = cuts_batch(plan)
+    draws.check(
+        are_threads=world.local and world.size > 1,
+        cuts=cuts or plan.stages is not None,
+        cuts_samples=(several and not plan.layout.own_statistics) or bool(plan.row_axes),
+        cuts_batch=cuts,
+        cut_layers=_cut_layers(plan, plan.mesh.coord(world.rank)) if draws.alone else (),
+    )
+
+
+def warn_unseen(graph: ModelGraph, plan: Plan, world: World) -> None:
+    """Logs a warning, on rank 0, if the layout cuts the batch of a model whose own code could not be recorded."""
+    failure = graph.failure_of_own_code if cuts_batch(plan) and world.rank == 0 else ""
+    if failure:
+        LOG.warning(
+            "the forward of %s cannot be recorded, so code that computes one sample's values from others of the batch, "
+            "which %s cuts, is not found; verify shows a difference. It raised %s",
+            type(graph.model).__name__,
+            plan.layout,
+            failure.splitlines()[0],
+        )
+
+
+def _cut_layers(plan: Plan, coord: Mapping[str, int]) -> set[str]:
+    """Returns the modules of whose activations ranks hold parts, where tensors do not tell which; "" is the model."""
+    if plan.token_axes:
+        return {""}
+    layers = () if runs_on_parts(plan) else (*plan.roles, *plan.notes)
+    return {path for path in layers if path} | {*plan.slices(coord), *plan.row_moves}

@@ -1,0 +1,130 @@
+"""Without an example, the model's code is checked in the first step, before anything is computed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
+
+BATCH = torch.linspace(-1, 1, 48).view(6, 8), torch.arange(6)
+
+
+class Changed(nn.Module):
+    """Two layers with a function of the activations, ``change(model, x)``, between them."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.up, self.down, self.change, self.drop = nn.Linear(8, 6), nn.Linear(6, 8), change, nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.down(self.change(self, self.up(x)))
+
+
+def losses(change, line, batches=(BATCH, BATCH), **given):
+    """Returns the losses of a few steps on each rank, each a thread, or raises what a rank raises."""
+
+    def work(world):
+        run = sw.parallelize(models[world.rank], line, world, **given)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        return [run.step(batch, update=optimizer).item() for batch in run.shard(batches)]
+
+    torch.manual_seed(0)
+    plain = Changed(change)
+    models = [copy.deepcopy(plain) for _ in range(Layout.parse(line).num_ranks)]
+    return sw.launch(work, len(models), ranks="threads")
+
+
+def less_the_mean(model, x):
+    return x - x.mean(0)
+
+
+def in_another_order(model, x):
+    return x + x[torch.randperm(len(x))]
+
+
+def turned(model, x):
+    return functional.dropout(x.t(), 0.5, model.training).t()
+
+
+def dropped_when_turned(model, x):
+    return model.drop(x.t()).t()
+
+
+def written(model, x):
+    model.up.weight.data.mul_(0.5)
+    return x
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "dp2/zero3", "pp2/1f1b mb2", "dp3 mb2 bf16"])
+def test_code_that_mixes_samples_is_refused_in_the_first_step_as_with_an_example(line):
+    with pytest.raises(LayoutError, match="the model computes a sample's values from other samples") as found:
+        losses(less_the_mean, line)
+    with pytest.raises(LayoutError) as expected:
+        losses(less_the_mean, line, example=BATCH[0])
+    assert str(found.value).splitlines()[1:] == str(expected.value).splitlines()[1:]
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (in_another_order, "draws random numbers that mix the samples"),
+        (turned, "draws random numbers otherwise than for each sample in dim 0"),
+        (dropped_when_turned, "'drop' draws random numbers otherwise than for each sample in dim 0"),
+    ],
+)
+def test_draws_that_need_an_example_are_refused_without_one(change, words, line):
+    with pytest.raises(PlanError, match=words):
+        losses(change, line, [(BATCH[0], BATCH[1])])
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2"])
+def test_dropout_in_another_dim_is_that_of_one_device_with_an_example(line):
+    one, found = losses(turned, "single", example=BATCH[0])[0], losses(turned, line, example=BATCH[0])[0]
+    assert found == pytest.approx(one, rel=1e-6)
+
+
+def test_code_that_writes_to_a_gathered_parameter_is_refused_in_the_first_step():
+    with pytest.raises(LayoutError, match=r"the forward writes to the parameter 'up\.weight'"):
+        losses(written, "dp2/zero3")
+
+
+def test_scores_between_samples_are_warned_of_in_the_first_step_and_nothing_is_said_later():
+    with warnings.catch_warnings(record=True, action="always") as given:
+        losses(lambda model, x: x + (x @ x.t()).softmax(-1) @ x, "mb2")
+    said = [str(each.message) for each in given]
+    assert sorted(text.split(" over all")[0] for text in said) == ["'the model' takes _softmax", "'the model' takes mm"]
+
+
+def test_code_that_cannot_be_recorded_is_warned_of_in_the_first_step(caplog):
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        losses(lambda model, x: torch.from_numpy(x.detach().numpy() * 0) + x, "dp2")
+    assert "the forward of Changed cannot be recorded" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["dp2", "mb2", "dp2/zero3 bf16", "dp3 mb2", "tp2"])
+def test_code_that_treats_each_sample_alone_runs_as_before(line):
+    one, found = losses(lambda model, x: x.tanh(), "single")[0], losses(lambda model, x: x.tanh(), line)[0]
+    assert found == pytest.approx(one, rel=2e-2 if "bf16" in line else 1e-6)
+
+
+def test_a_rank_without_samples_leaves_the_check_to_the_others_and_to_its_own_first_samples():
+    one = BATCH[0][:1], BATCH[1][:1]
+    assert len(losses(lambda model, x: x.tanh(), "dp2", [one, BATCH])) == 2
+    with pytest.raises(LayoutError, match="from other samples"):
+        losses(less_the_mean, "dp2", [one, BATCH])
+
+
+def test_nothing_is_recorded_on_one_rank():
+    calls = []
+    losses(lambda model, x: calls.append(x.is_meta) or x, "single")
+    assert calls == [False, False]
