@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contract import cases
 from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
 from shardwright import launch, parallelize, verify
+from shardwright.analysis.operator_results import _results
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
@@ -84,6 +85,13 @@ MADE += [("pp2/1f1b mb2", wide, (5,)), ("pp2/1f1b mb2 dp2/zero3 tp2", doubled, (
 @pytest.mark.parametrize(("line", "make", "shape"), MADE)
 def test_blocks_that_overwrite_drop_or_keep_statistics_come_out_right(word, line, make, shape):
     verdict = verify(Blocks(make), f"{line} recompute:{word}", [batch(*shape), batch(*shape)])
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["tp2 recompute:selective", "tp2 recompute:full", "tp2/sp recompute:selective"])
+def test_what_plans_a_call_in_the_first_step_is_not_kept_as_the_call_is(line):
+    _results.cache_clear()  # as in a new process, where the call's results on the meta device are not known yet
+    verdict = verify(Blocks(Encoder), line, [batch(3, 4), batch(3, 4)])
     assert verdict.equal, str(verdict)
 
 
