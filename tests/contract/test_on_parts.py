@@ -184,6 +184,27 @@ def test_a_model_of_operators_keeps_every_promise(name, line):
         check(line, CASES[name])
 
 
+class TorchBlock(nn.TransformerEncoderLayer):
+    """torch's own layer, whose attention reads the weight of a layer inside it without calling that layer."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
+
+
+TORCH_BLOCKS = case_of(TorchBlock)
+RECOMPUTED = ("tp2/sp recompute:full", "tp2x2/2d recompute:selective", "tp2x2x2/3d recompute:full",
+              "pp2/1f1b mb2 tp2/sp recompute:full")  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("line", RECOMPUTED)
+def test_a_block_that_is_recomputed_gathers_again_what_other_modules_read_of_its_layers(line):
+    plan, _ = planned(line, TORCH_BLOCKS)
+    assert any(each.everywhere for each in plan.notes[""].stored.values()), "read by another module than its own"
+    for check in CHECKS:
+        check(line, TORCH_BLOCKS)
+
+
 class Aggregated(nn.Module):
     """Convolutions in a row, of which each and all together are read, as in one-shot aggregation (VoVNet)."""
 

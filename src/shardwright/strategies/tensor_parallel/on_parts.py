@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from math import prod
 from typing import Any
 
@@ -35,7 +35,7 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.recording import Recording
 from shardwright.analysis.running_module import following_modules
-from shardwright.analysis.structure import BATCH_NORMS, has_hooks, kind_of, owners
+from shardwright.analysis.structure import BATCH_NORMS, has_hooks, is_inside, kind_of, owners
 from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
@@ -113,6 +113,16 @@ class StoredParts:
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     everywhere: bool
     """Whether modules other than its own read the weight: then it is all-gathered for the whole forward."""
+    readers_in: str = ""
+    """The innermost module that contains all modules which read the weight; "" is the model."""
+
+    def gathered_in(self, recomputed: Collection[str]) -> str:
+        """Returns the module around whose forward a weight that is read ``everywhere`` is all-gathered.
+
+        It is the model, but for a weight that one of the ``recomputed`` blocks alone reads, since a backward runs the
+        block again without the model around it.
+        """
+        return next((block for block in recomputed if is_inside(self.readers_in, block)), "") if self.readers_in else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,8 +296,15 @@ def _store_parts(
             plan = plan.cut(name, axis.name, dim, ranges)
             sizes.append(tuple(tuple(b - a for a, b in each) for each in split))
             pieces = [piece for each in split for piece in each]
-        found[name] = StoredParts(dim, names, tuple(sizes), everywhere=bool(cuts.readers.get(name, set()) - own[name]))
+        readers = cuts.readers.get(name, set()) | own[name]
+        found[name] = StoredParts(dim, names, tuple(sizes), bool(readers - own[name]), _around(readers))
     return plan, found
+
+
+def _around(paths: Collection[str]) -> str:
+    """Returns the innermost module that contains all modules of some paths."""
+    parts = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, parts))
 
 
 # ---- on a rank
@@ -295,12 +312,13 @@ def _store_parts(
 
 def apply_on_parts(
     model: nn.Module, loss: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str,
-    stages: EventStages | None = None,
+    stages: EventStages | None = None, recomputed: Collection[str] = (),
 ) -> PartsFrame:  # fmt: skip
     """Wraps every module of a rank's model, and the loss, so that they run on tensor shards.
 
     With ``stages``, pipeline stages do not call the model itself: the :class:`PartsFrame` that is returned does the
-    same around the calls of a stage, and modules whose code the stages run call by call are not wrapped.
+    same around the calls of a stage, and modules whose code the stages run call by call are not wrapped. Blocks that
+    are ``recomputed`` all-gather in each run what they alone read.
     """
     if note.rows:
         norms = (*batch_norms(model), *derived_batch_norms(model))
@@ -312,7 +330,7 @@ def apply_on_parts(
         if whole in note.parts or whole in note.stored:
             stored = note.stored.get(whole)
             fetch = partial(_fetched, stored, axes) if stored is not None else None
-            home = "" if stored is not None and stored.everywhere else path
+            home = stored.gathered_in(recomputed) if stored is not None and stored.everywhere else path
             own.setdefault(home, []).append(HeldPart(module, "_parameters", name, note.parts.get(whole), fetch, whole))
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -338,7 +356,11 @@ def apply_on_parts(
     held = [each for mine in own.values() for each in mine]
     fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
     return PartsFrame(
-        mode, output, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere)
+        mode,
+        output,
+        tags,
+        fetched,
+        frozenset(name for name, each in note.stored.items() if each.everywhere and not each.gathered_in(recomputed)),
     )
 
 
@@ -493,7 +515,7 @@ def _rehearsed_with(plan: Plan, note: PartsNote, coord: Coord, inputs: Any, *, g
     model = _empty_part(note.model, plan, coord)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     loss = copied(note.loss, {})
-    output = apply_on_parts(model, loss, world.axes(plan.mesh), note, "rehearsal").output
+    output = apply_on_parts(model, loss, world.axes(plan.mesh), note, "rehearsal", recomputed=plan.recomputed).output
     checkpoint_activations(Job(model, model), plan)
     model.eval()
     in_step = nullcontext() if output is None else output.during(Action("F", 0))

@@ -202,7 +202,7 @@ class TensorParallel:
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             stages = plan.stages if isinstance(plan.stages, EventStages) else None
-            frame = apply_on_parts(job.model, job.loss, axes, note, self.name, stages)
+            frame = apply_on_parts(job.model, job.loss, axes, note, self.name, stages, plan.recomputed)
             if job.rng is not None and note.axis is not None:
                 job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
             events = Events() if frame.output is None else Events(during=frame.output.during)
